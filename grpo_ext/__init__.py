@@ -1,0 +1,23 @@
+"""grpo_ext: GRPO on TRL, with an update that does not depend on how the batch is split over hardware."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import GRPOConfig
+    from .trainer import GRPOTrainer
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
+__version__ = "0.1.0"
+
+_HOME = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    # lazily, so that `grpo-ext plan` and the tools need not import TRL's trainer
+    if name in _HOME:
+        import importlib
+
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

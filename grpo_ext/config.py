@@ -1,0 +1,177 @@
+"""`GRPOConfig`: TRL's configuration plus the fields that separate what a run means from how it is laid out.
+
+Differs from TRL: batch sizes of the algorithm are global (`global_batch_size`, `rollout_batch_size`), the micro-batch
+may be any size, and the accumulation is derived. First thing a user touches; read by the trainer and the tools.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+
+from .core.geometry import BatchGeometry, resolve_geometry
+from .core.losses import LOSS_TYPES
+from .errors import ConfigError
+
+_LAYOUT_FIELDS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+)
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
+
+    What the run means (changes what is learned):
+        global_batch_size: completions per optimizer step, over all processes; a multiple of `num_generations`.
+        rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size`.
+
+    How it is laid out (changes nothing that is learned):
+        per_device_train_batch_size: completions per forward on one device; any positive integer.
+        gradient_accumulation_steps: only without `global_batch_size`; otherwise derived.
+        rollout_chunk_size: completions per `generate` call on one device; a multiple of `num_generations`.
+
+    Refusals:
+        allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
+
+    Raises:
+        ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
+    """
+
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions per optimizer step, over all processes; a multiple of num_generations. Default: "
+            "per_device_train_batch_size * gradient_accumulation_steps * processes, as in TRL."
+        },
+    )
+    rollout_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions per generation phase, over all processes; a multiple of global_batch_size. Default: "
+            "one optimizer step (or TRL's generation_batch_size / steps_per_generation)."
+        },
+    )
+    rollout_chunk_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions per generate call on one device; a multiple of num_generations. The same chunks are "
+            "sampled for every number of processes. Default: 64, rounded down to whole groups (at least one)."
+        },
+    )
+    allow_split_dependent: bool = field(
+        default=False,
+        metadata={
+            "help": "Warn instead of refusing to train when the model or the settings make the update depend on the "
+            "batch split (dropout, BatchNorm, NEFTune)."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
+        _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
+        if not isinstance(self.num_generations, int) or self.num_generations < 2:
+            self.resolve_geometry(num_processes=1)  # raises with the remedy
+        # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
+        # back afterwards.
+        neutral = self.num_generations
+        self.per_device_train_batch_size = neutral
+        self.per_device_eval_batch_size = self.num_generations_eval or neutral
+        self.gradient_accumulation_steps = 1
+        self.generation_batch_size = self.steps_per_generation = None
+        try:
+            super().__post_init__()
+        finally:
+            for name, value in given.items():
+                setattr(self, name, value)
+        self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
+
+    def _check_names(self) -> None:
+        known = {
+            "loss_type": LOSS_TYPES,
+            "importance_sampling_level": ("token", "sequence"),
+            "scale_rewards": ("group", "batch", "none", True, False),
+            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(repr(v) for v in values if isinstance(v, str))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
+
+    def resolve_geometry(self, num_processes: int) -> BatchGeometry:
+        """The batch geometry on `num_processes` processes.
+
+        Raises:
+            ConfigError: the sizes break a rule.
+        """
+        return resolve_geometry(
+            num_generations=self.num_generations,  # type: ignore[arg-type]
+            num_processes=num_processes,
+            micro_batch_size=self.per_device_train_batch_size,
+            accumulation_steps=self.gradient_accumulation_steps,
+            global_batch_size=self.global_batch_size,
+            rollout_batch_size=self.rollout_batch_size,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+            num_iterations=self.num_iterations,
+            rollout_chunk_size=self.rollout_chunk_size,
+        )
+
+    @classmethod
+    def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:
+        """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
+        values: dict[str, Any] = {}
+        for spec in dataclasses.fields(trl.GRPOConfig):
+            if spec.init:
+                values[spec.name] = getattr(args, spec.name)
+        if values["steps_per_generation"] is not None:
+            values["generation_batch_size"] = None  # TRL fills in both; one of them says it all
+        return cls(**values)
+
+    def for_loop(self) -> GRPOConfig:
+        """The copy that the Trainer's loop reads: one batch per optimizer step, sizes filled in."""
+        args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
+        args.global_batch_size = self.geometry.global_batch_size
+        args.rollout_batch_size = self.geometry.rollout_batch_size
+        args.generation_batch_size = self.geometry.rollout_batch_size
+        args.steps_per_generation = self.geometry.steps_per_rollout
+        args.gradient_accumulation_steps = 1
+        return args
+
+    def for_trl(self, onto: GRPOConfig | None = None) -> GRPOConfig:
+        """The copy (or `onto`, changed) with TRL's own layout, for what trains through TRL's code path.
+
+        Raises:
+            ConfigError: TRL's path needs sizes that its micro-batches divide.
+        """
+        g = self.geometry
+        unit = g.micro_batch_size * g.num_processes
+        if g.global_batch_size % unit:
+            raise ConfigError(
+                f"global_batch_size={g.global_batch_size} is not a multiple of per_device_train_batch_size="
+                f"{g.micro_batch_size} * {g.num_processes} process(es); images and rollout_func train through TRL's own "
+                "code, which needs that; change per_device_train_batch_size."
+            )
+        args = onto if onto is not None else copy.copy(self)
+        args.gradient_accumulation_steps = g.global_batch_size // unit
+        args.generation_batch_size = g.rollout_batch_size
+        args.steps_per_generation = g.rollout_batch_size // unit
+        return args
+
+
+def _check_eval_sizes(per_device_eval_batch_size: int, num_generations_eval: int | None) -> None:
+    for name, value in (
+        ("per_device_eval_batch_size", per_device_eval_batch_size),
+        ("num_generations_eval", num_generations_eval or 1),
+    ):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")

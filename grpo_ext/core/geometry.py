@@ -1,0 +1,321 @@
+"""Batch geometry: which completions make up an optimizer step, and how they are laid onto processes.
+
+Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) are given in completions over all
+processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
+First stop in the flow: config -> geometry -> prompt order, rollouts, window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+DEFAULT_ROLLOUT_CHUNK = 64  # completions per `generate` call; a constant, so that no layout can change it
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b` rounded up, for non-negative integers."""
+    return -(-a // b)
+
+
+def even_share(total: int, parts: int, index: int) -> range:
+    """The contiguous share of part `index` when `total` items are dealt to `parts` as evenly as possible."""
+    base, extra = divmod(total, parts)
+    start = index * base + min(index, extra)
+    return range(start, start + base + (1 if index < extra else 0))
+
+
+def _multiples_around(value: int, unit: int) -> str:
+    below, above = value // unit * unit, ceil_div(value, unit) * unit
+    return f"{above}" if below == 0 else f"{below} or {above}"
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """The resolved batch sizes of a run. All sizes are completions over all processes unless they say otherwise.
+
+    Attributes:
+        num_generations: completions per prompt (one group).
+        global_batch_size: completions per optimizer step.
+        rollout_batch_size: completions per generation phase.
+        num_iterations: times a rollout batch is trained on (mu in the GRPO paper).
+        micro_batch_size: completions per forward on one device.
+        num_processes: processes the run is laid onto.
+        rollout_chunk_size: completions per `generate` call on one device, in whole groups.
+    """
+
+    num_generations: int
+    global_batch_size: int
+    rollout_batch_size: int
+    num_iterations: int
+    micro_batch_size: int
+    num_processes: int
+    rollout_chunk_size: int
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts (groups) per optimizer step."""
+        return self.global_batch_size // self.num_generations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts (groups) per generation phase."""
+        return self.rollout_batch_size // self.num_generations
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that one pass over a rollout batch takes."""
+        return self.rollout_batch_size // self.global_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of the busiest process in a full step."""
+        return ceil_div(ceil_div(self.global_batch_size, self.num_processes), self.micro_batch_size)
+
+    def micro_batches_per_process(self, completions: int | None = None) -> list[int]:
+        """Micro-batches each process runs in a step of `completions` completions (default: a full step).
+
+        A process without a share still runs one micro-batch of weight zero, so no process is below 1.
+        """
+        total = self.global_batch_size if completions is None else completions
+        shares = (len(even_share(total, self.num_processes, rank)) for rank in range(self.num_processes))
+        return [max(1, ceil_div(share, self.micro_batch_size)) for share in shares]
+
+
+def resolve_geometry(
+    *,
+    num_generations: int,
+    num_processes: int,
+    micro_batch_size: int,
+    accumulation_steps: int = 1,
+    global_batch_size: int | None = None,
+    rollout_batch_size: int | None = None,
+    generation_batch_size: int | None = None,
+    steps_per_generation: int | None = None,
+    num_iterations: int = 1,
+    rollout_chunk_size: int | None = None,
+) -> BatchGeometry:
+    """Turn the user's sizes into a `BatchGeometry`.
+
+    `accumulation_steps`, `generation_batch_size` and `steps_per_generation` carry TRL's meaning: micro-batches per
+    optimizer step, completions per generation phase, micro-batches per generation phase. Without
+    `global_batch_size`, TRL's product `micro_batch_size * accumulation_steps * num_processes` is used.
+
+    Raises:
+        ConfigError: a size that is no positive integer, a multiple that does not hold, or fields that contradict.
+    """
+    if not isinstance(num_generations, int) or num_generations < 2:
+        raise ConfigError(
+            f"num_generations={num_generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
+            "more (8 is TRL's default)."
+        )
+    _require_positive(
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=accumulation_steps,
+        num_processes=num_processes,
+        num_iterations=num_iterations,
+        global_batch_size=global_batch_size,
+        rollout_batch_size=rollout_batch_size,
+        generation_batch_size=generation_batch_size,
+        steps_per_generation=steps_per_generation,
+        rollout_chunk_size=rollout_chunk_size,
+    )
+    full_step = _global_batch(num_generations, num_processes, micro_batch_size, accumulation_steps, global_batch_size)
+    if rollout_batch_size is not None and generation_batch_size not in (None, rollout_batch_size):
+        raise ConfigError(
+            f"rollout_batch_size={rollout_batch_size} and generation_batch_size={generation_batch_size} are two names "
+            "for one size; set rollout_batch_size alone."
+        )
+    if steps_per_generation is not None and (rollout_batch_size or generation_batch_size):
+        raise ConfigError(
+            f"steps_per_generation={steps_per_generation} and rollout_batch_size="
+            f"{rollout_batch_size or generation_batch_size} both set the rollout batch; set rollout_batch_size alone."
+        )
+    rollout = rollout_batch_size or generation_batch_size
+    if steps_per_generation is not None:
+        if global_batch_size is not None:
+            raise ConfigError(
+                f"steps_per_generation={steps_per_generation} counts micro-batches, so with global_batch_size="
+                f"{global_batch_size} the rollout batch would depend on the hardware; set rollout_batch_size (a "
+                f"multiple of {global_batch_size}) instead."
+            )
+        rollout = micro_batch_size * num_processes * steps_per_generation
+    if rollout is None or (rollout_batch_size is None and full_step % rollout == 0):
+        # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
+        rollout = full_step
+    if rollout % full_step:
+        raise ConfigError(
+            f"rollout_batch_size={rollout} is not a multiple of global_batch_size={full_step}; a generation phase "
+            f"feeds whole optimizer steps; use {_multiples_around(rollout, full_step)}."
+        )
+    return BatchGeometry(
+        num_generations=num_generations,
+        global_batch_size=full_step,
+        rollout_batch_size=rollout,
+        num_iterations=num_iterations,
+        micro_batch_size=micro_batch_size,
+        num_processes=num_processes,
+        rollout_chunk_size=_chunk_size(rollout_chunk_size, num_generations),
+    )
+
+
+def _global_batch(
+    num_generations: int, num_processes: int, micro_batch_size: int, accumulation_steps: int, requested: int | None
+) -> int:
+    if requested is None:
+        product = micro_batch_size * accumulation_steps * num_processes
+        if product % num_generations:
+            raise ConfigError(
+                f"per_device_train_batch_size={micro_batch_size} * gradient_accumulation_steps={accumulation_steps} * "
+                f"{num_processes} process(es) = {product} completions per optimizer step, which is not a multiple of "
+                f"num_generations={num_generations}; groups stay whole; set global_batch_size to "
+                f"{_multiples_around(product, num_generations)} (any per_device_train_batch_size is then allowed)."
+            )
+        return product
+    if requested % num_generations:
+        raise ConfigError(
+            f"global_batch_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole; "
+            f"use {_multiples_around(requested, num_generations)}."
+        )
+    derived = ceil_div(ceil_div(requested, num_processes), micro_batch_size)
+    if accumulation_steps not in (1, derived):
+        raise ConfigError(
+            f"gradient_accumulation_steps={accumulation_steps} contradicts global_batch_size={requested}: with "
+            f"per_device_train_batch_size={micro_batch_size} and {num_processes} process(es) it is derived as {derived}; "
+            "remove gradient_accumulation_steps."
+        )
+    return requested
+
+
+def _chunk_size(requested: int | None, num_generations: int) -> int:
+    if requested is None:
+        return max(1, DEFAULT_ROLLOUT_CHUNK // num_generations) * num_generations
+    if requested % num_generations:
+        raise ConfigError(
+            f"rollout_chunk_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole; "
+            f"use {_multiples_around(requested, num_generations)}."
+        )
+    return requested
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where one optimizer step stands in its epoch. Prompt positions count along the epoch's prompt order.
+
+    Attributes:
+        rollout: index of the generation phase in the epoch.
+        iteration: which reuse of the rollout batch this is, from 0.
+        step: which optimizer step of the rollout batch this is, from 0.
+        rollout_prompts: positions of the rollout batch's prompts in the epoch's order.
+        step_prompts: positions of this step's prompts, relative to the rollout batch.
+    """
+
+    rollout: int
+    iteration: int
+    step: int
+    rollout_prompts: range
+    step_prompts: range
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether the completions have to be sampled before this step."""
+        return self.iteration == 0 and self.step == 0
+
+
+@dataclass(frozen=True)
+class EpochLayout:
+    """The optimizer steps of one epoch over `num_prompts` prompts: every prompt once, the last step smaller.
+
+    With `drop_last` a smaller last step is left out (its prompts are not sampled either).
+    """
+
+    geometry: BatchGeometry
+    num_prompts: int
+    drop_last: bool = False
+
+    @property
+    def trained_prompts(self) -> int:
+        """Prompts that are trained in the epoch."""
+        unit = self.geometry.prompts_per_step
+        return self.num_prompts // unit * unit if self.drop_last else self.num_prompts
+
+    def __len__(self) -> int:
+        full, tail = divmod(self.trained_prompts, self.geometry.prompts_per_rollout)
+        steps = full * self.geometry.steps_per_rollout + ceil_div(tail, self.geometry.prompts_per_step)
+        return steps * self.geometry.num_iterations
+
+    def __getitem__(self, index: int) -> StepLayout:
+        if not 0 <= index < len(self):
+            raise IndexError(f"step {index} of an epoch of {len(self)} steps")
+        g = self.geometry
+        rollout, inside = divmod(index, g.steps_per_rollout * g.num_iterations)
+        start = rollout * g.prompts_per_rollout
+        stop = min(start + g.prompts_per_rollout, self.trained_prompts)
+        return step_layout(g, rollout, inside, range(start, stop))
+
+    @property
+    def last_step_prompts(self) -> int:
+        """Prompts in the last optimizer step of the epoch."""
+        return len(self[len(self) - 1].step_prompts) if len(self) else 0
+
+
+def step_layout(geometry: BatchGeometry, rollout: int, inside: int, prompts: range) -> StepLayout:
+    """Step number `inside` of a rollout batch over `prompts`; the iterations walk the same steps again."""
+    steps = ceil_div(len(prompts), geometry.prompts_per_step)
+    iteration, step = divmod(inside, steps)
+    first = step * geometry.prompts_per_step
+    last = min(first + geometry.prompts_per_step, len(prompts))
+    return StepLayout(rollout, iteration, step, prompts, range(first, last))
+
+
+def rollout_share(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
+    """Prompts of a rollout batch that process `rank` samples: whole chunks, cut by global order.
+
+    A chunk holds the same rows wherever it runs, so its matrix shapes, and with them its bits, are the same too.
+    """
+    groups = max(1, chunk_size // num_generations)
+    chunks = even_share(ceil_div(num_prompts, groups), num_processes, rank)
+    return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))
+
+
+def describe_plan(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool, epochs: float | None) -> str:
+    """The resolved plan as text, for people: one line a fact.
+
+    Args:
+        num_prompts: prompts in the training set, or None for a stream of unknown length.
+        epochs: passes over the training set, or None when the run is limited by steps.
+    """
+    g = geometry
+    per_process = g.micro_batches_per_process()
+    spread = f"{per_process[0]}" if len(set(per_process)) == 1 else f"{min(per_process)} to {max(per_process)}"
+    chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
+    rows = [
+        ("optimizer step", f"{g.global_batch_size} completions = {g.prompts_per_step} prompts x {g.num_generations}"),
+        ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
+        ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
+        ("processes", f"{g.num_processes}"),
+        ("micro-batch", f"up to {g.micro_batch_size} completions per device"),
+        ("micro-batches per step", f"{spread} per process (derived)"),
+    ]
+    if chunks < g.num_processes:
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample; a smaller rollout_chunk_size helps"))
+    if num_prompts is None:
+        rows.append(("epoch", "a stream of unknown length"))
+    else:
+        layout = EpochLayout(g, num_prompts, drop_last)
+        dropped = num_prompts - layout.trained_prompts
+        note = f", {dropped} prompt(s) dropped" if dropped else ""
+        rows.append(("epoch", f"{num_prompts} prompts = {len(layout)} optimizer steps{note}"))
+        last = layout.last_step_prompts
+        rows.append(("last step of an epoch", f"{last} prompts = {last * g.num_generations} completions"))
+        if epochs is not None:
+            rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * len(layout) + 0.999)} optimizer steps"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,261 @@
+"""Per-token losses of the GRPO family, and the weights that turn them into one sum per optimizer step.
+
+Differs from TRL's `GRPOTrainer._compute_loss` in one thing: no denominator is computed here. The loss of a step is
+`sum(weights * per_token_loss)` with weights fixed by step-wide counts, so any partition of the step adds up to it.
+Called by the trainer for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigError
+
+PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the loss is made of; the fields are TRL's `GRPOConfig` fields of the same names."""
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    off_policy_mask_threshold: float | None = None
+    max_completion_length: int = 1
+    correct_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in LOSS_TYPES:
+            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {', '.join(LOSS_TYPES)}.")
+        if self.importance_sampling_level not in ("token", "sequence"):
+            raise ConfigError(
+                f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."
+            )
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Step-wide denominators, counted once over all processes before the first forward.
+
+    Attributes:
+        completions: completions of the step.
+        tokens: completion tokens of the step that carry loss.
+        entropy_tokens: tokens the entropy bonus acts on (those above the entropy quantile, or all).
+    """
+
+    completions: int
+    tokens: int
+    entropy_tokens: int
+
+
+@dataclass
+class TokenBatch:
+    """What the loss of one micro-batch is computed from.
+
+    `logps_BT` carries the gradient. `old_logps_BT` is None on-policy: the ratio is then one, with the gradient of the
+    policy. `sampling_logps_BT` and `sampling_ratio` come from an inference engine; `entropy_keep_BT` marks the tokens
+    above the entropy quantile.
+    """
+
+    logps_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    advantages_B: torch.Tensor
+    old_logps_BT: torch.Tensor | None = None
+    ref_logps_BT: torch.Tensor | None = None
+    sampling_logps_BT: torch.Tensor | None = None
+    sampling_ratio: torch.Tensor | None = None
+    entropy_keep_BT: torch.Tensor | None = None
+
+
+@dataclass
+class TokenLoss:
+    """Per-token loss of a micro-batch and the quantities the logs are made of (all but the loss detached)."""
+
+    loss_BT: torch.Tensor
+    ratio: torch.Tensor
+    kl_BT: torch.Tensor | None = None
+    vespo_phi_B1: torch.Tensor | None = None
+
+
+def importance_log_ratio(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: str) -> torch.Tensor:
+    """Log importance weights: per token (B, T), or their mean per sequence (B, 1) (GSPO, arXiv 2507.18071)."""
+    if level == "token":
+        return log_ratio_BT
+    return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+
+
+def kl_estimate(ref_logps_BT: torch.Tensor, logps_BT: torch.Tensor) -> torch.Tensor:
+    """The k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)."""
+    delta = ref_logps_BT - logps_BT
+    return torch.exp(delta) - delta - 1
+
+
+def off_policy_keep(
+    advantages_B1: torch.Tensor,
+    logps_BT: torch.Tensor,
+    sampling_logps_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """1.0 for sequences to keep, (B, 1): non-negative advantage or mean KL below `threshold` (DeepSeek-V3.2, eq. 9)."""
+    kl_BT = torch.nan_to_num(sampling_logps_BT - logps_BT.detach(), nan=0.0)
+    mean_kl_B1 = (kl_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
+    return ((advantages_B1 >= 0) | (mean_kl_B1 <= threshold)).to(logps_BT.dtype)
+
+
+@torch.no_grad()
+def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor) -> torch.Tensor:
+    """Gamma weight of each sequence in the VESPO loss, (B, 1), without gradient (TRL: `get_gamma_weights`)."""
+    lowest = math.log(1e-8)
+    log_w = (log_ratio_BT.clamp(-20.0, 20.0) * batch.mask_BT).sum(-1, keepdim=True)
+    if batch.sampling_ratio is not None:
+        log_w = log_w + batch.sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
+    log_w = log_w.clamp(lowest, 20.0)
+    positive = batch.advantages_B[:, None] >= 0
+    k = torch.where(positive, cfg.vespo_k_pos, cfg.vespo_k_neg)
+    lam = torch.where(positive, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).clamp(min=1e-4)
+    phi = torch.exp(lam + k * log_w - lam * log_w.exp())
+    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
+    """Per-token policy loss with its KL term, before any weighting.
+
+    Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
+    VESPO as in TRL 1.16 `_compute_loss`.
+
+    Returns:
+        `TokenLoss`; `loss_BT` is (B, 1) where every factor is per sequence.
+    """
+    logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages_B[:, None]
+    old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
+    log_ratio = logps - old
+    ratio = torch.exp(importance_log_ratio(log_ratio, mask, cfg.importance_sampling_level))
+    bounded, phi = ratio, None
+    if cfg.loss_type == "cispo":
+        loss = -ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps
+    elif cfg.loss_type == "sapo":
+        temperature = torch.where(advantages > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
+        loss = -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
+    elif cfg.loss_type == "vespo":
+        phi = vespo_weight(cfg, batch, log_ratio)
+        loss = -phi * advantages * logps
+    else:
+        clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
+        bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
+        loss = -torch.min(bounded * advantages, clipped * advantages)
+    if cfg.off_policy_mask_threshold is not None:
+        sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
+        loss = loss * off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold)
+    if batch.entropy_keep_BT is not None:
+        loss = loss * batch.entropy_keep_BT
+    if cfg.correct_sampling and cfg.loss_type != "vespo" and batch.sampling_ratio is not None:
+        loss = loss * batch.sampling_ratio
+    kl = None
+    if cfg.beta != 0.0 and batch.ref_logps_BT is not None:
+        kl = kl_estimate(batch.ref_logps_BT, logps)
+        kl = kl * ratio if cfg.use_bias_correction_kl else kl
+        loss = loss + cfg.beta * kl
+        kl = kl.detach()
+    return TokenLoss(loss, bounded.detach(), kl, phi)
+
+
+def token_weights(cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts) -> torch.Tensor:
+    """Weight of every token in the loss of the step, (B, T): the aggregation of the loss type, denominators given."""
+    mask = mask_BT.float()
+    completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
+    if cfg.loss_type in ("grpo", "sapo"):
+        return mask / mask.sum(-1, keepdim=True).clamp(min=1.0) / completions
+    if cfg.loss_type == "dr_grpo":
+        return mask / (completions * cfg.max_completion_length)
+    if cfg.loss_type == "luspo":
+        return mask / completions
+    return mask / tokens  # bnpo, dapo, cispo, vespo
+
+
+def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages_B: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where the ratio was clipped, as 0/1 tensors shaped like `ratio`, under TRL's metric names."""
+    advantages = advantages_B[:, None]
+    if cfg.loss_type == "cispo":
+        return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
+    if cfg.loss_type not in PPO_CLIPPED:
+        return {}
+    low = ((ratio < 1 - cfg.epsilon_low) & (advantages < 0)).float()
+    high = ((ratio > 1 + cfg.epsilon_high) & (advantages > 0)).float()
+    return {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/region": torch.maximum(low, high)}
+
+
+def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance: float = 1e-5) -> float:
+    """Entropy above which a token is in the top `top_quantile` of the step (arXiv 2506.01939).
+
+    Linear interpolation between order statistics, as `torch.quantile`, without its limit of 16 million entries. The
+    first tokens of a group have one entropy in exact arithmetic; `tolerance` (nats) keeps rounding from choosing
+    between them.
+
+    Args:
+        entropies_N: entropies of all the step's tokens that carry loss.
+    """
+    if entropies_N.numel() == 0:
+        return math.inf
+    ordered = entropies_N.double().sort().values
+    position = (1.0 - top_quantile) * (ordered.numel() - 1)
+    below = min(int(position), ordered.numel() - 1)
+    above = min(below + 1, ordered.numel() - 1)
+    value = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    return float(value) - tolerance
+
+
+def load_balancing_loss(
+    router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: int
+) -> torch.Tensor:
+    """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
+
+    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum.
+
+    Args:
+        router_probs_E: router probabilities summed over the micro-batch's tokens and layers.
+        expert_share_E: how often each expert was chosen in the step, per row (a token in a layer).
+        rows: rows of the step, over all processes.
+    """
+    return num_experts * (expert_share_E * router_probs_E).sum() / max(rows, 1)
+
+
+def router_statistics(
+    router_logits: tuple[torch.Tensor, ...], attention_mask_BT: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Sums over the real tokens of a micro-batch and all layers (transformers: `load_balancing_loss_func`).
+
+    Args:
+        router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened attention mask.
+
+    Returns:
+        Chosen counts (E,) as float64 without gradient, summed probabilities (E,) with gradient, number of rows.
+    """
+    real = attention_mask_BT.reshape(-1).bool()
+    chosen: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+    for logits in router_logits:
+        layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
+        picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
+        layer_chosen = torch.bincount(picked, minlength=logits.size(-1)).double()
+        layer_sum = layer_probs.sum(0)
+        chosen = layer_chosen if chosen is None else chosen + layer_chosen.to(chosen.device)
+        probs = layer_sum if probs is None else probs + layer_sum.to(probs.device)
+    if chosen is None or probs is None:
+        raise ValueError("the model returned no router logits")
+    return chosen, probs, int(real.sum()) * len(router_logits)

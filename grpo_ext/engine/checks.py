@@ -1,0 +1,193 @@
+"""What is refused before training: models and data that cannot be trained on, or whose update depends on the split.
+
+Differs from TRL: these are found at construction, with the values, the rule and the remedy. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import DataError, ModelError, SplitDependentError
+
+_RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
+
+
+def check_causal_lm(model: Any) -> None:
+    """Refuse what cannot generate and score text.
+
+    Raises:
+        ModelError: the object is no module, cannot `generate`, or has no language-model head.
+    """
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {name}; pass a model id, a path, or a transformers causal language model.")
+    remedy = "load it with AutoModelForCausalLM (a bare AutoModel has no language-model head)"
+    if not callable(getattr(model, "generate", None)):
+        raise ModelError(f"{name} has no `generate` method, so it cannot sample completions; {remedy}.")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+def random_parts(model: nn.Module) -> Iterator[str]:
+    """Names of the parts of a model that draw random numbers in training, with their rates."""
+    for path, module in model.named_modules():
+        where = f"{path or 'model'} ({type(module).__name__})"
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            if module.p > 0:
+                yield f"{where}: p={module.p}"
+            continue
+        for attribute, value in vars(module).items():
+            known = any(word in attribute for word in _RANDOM_ATTRIBUTES)
+            if known and isinstance(value, float) and value > 0:
+                yield f"{where}: {attribute}={value}"
+
+
+def disable_random_parts(model: nn.Module) -> None:
+    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+            continue
+        for attribute, value in list(vars(module).items()):
+            if any(word in attribute for word in _RANDOM_ATTRIBUTES) and isinstance(value, float) and value > 0:
+                setattr(module, attribute, 0.0)
+
+
+def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
+    """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
+    found = []
+    parts = list(random_parts(model))
+    if parts:
+        shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+        found.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")
+    norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if norms:
+        found.append(
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a model "
+            "with layer or group normalisation"
+        )
+    if neftune_noise_alpha:
+        found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
+    return found
+
+
+def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None, allow: bool) -> list[str]:
+    """Raise for split-dependent parts, or return them as warnings if they were explicitly allowed.
+
+    Raises:
+        SplitDependentError: something depends on the split and `allow` is false.
+    """
+    found = split_dependence(model, neftune_noise_alpha)
+    if found and not allow:
+        raise SplitDependentError(
+            "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
+            "allow_split_dependent=True."
+        )
+    return found
+
+
+def check_prompts(dataset: Any, split: str) -> None:
+    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
+
+    Raises:
+        DataError: names the split, and the row where there is one.
+    """
+    if not hasattr(dataset, "__len__"):
+        return
+    if len(dataset) == 0:
+        raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise DataError(
+            f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds the "
+            "prompt, for example dataset.rename_column('question', 'prompt')."
+        )
+    for row, prompt in enumerate(iterate_prompts(dataset)):
+        if not _has_text(prompt):
+            raise DataError(
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
+                "complete; filter such rows out."
+            )
+
+
+def iterate_prompts(dataset: Any) -> Iterator[Any]:
+    """The prompts of a map-style data set, read in blocks."""
+    for block in dataset.select_columns("prompt").iter(batch_size=1000):
+        yield from block["prompt"]
+
+
+def _has_text(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return isinstance(prompt, list) and len(prompt) > 0
+
+
+def model_length_limit(config: Any) -> tuple[int | None, bool]:
+    """The longest input of a model in tokens, and whether it is absolute (learned position table)."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
+    return (limit if isinstance(limit, int) and limit > 0 else None), not rotary
+
+
+def check_prompt_lengths(
+    prompts: Iterable[Any], lengths_of: Any, config: Any, max_completion_length: int, batch: int = 256
+) -> None:
+    """Refuse prompts that the model has no positions for.
+
+    Only prompts long enough (in bytes) to be able to break the limit are tokenised.
+
+    Args:
+        lengths_of: function from a list of prompts to their lengths in tokens.
+
+    Raises:
+        DataError: names the row, its length and the limit.
+    """
+    limit, absolute = model_length_limit(config)
+    if limit is None:
+        return
+    room = limit - (max_completion_length if absolute else 0)
+    suspects: list[tuple[int, Any]] = []
+
+    def check() -> None:
+        for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
+            if length > room:
+                budget = f" - max_completion_length={max_completion_length}" if absolute else ""
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but the model has room for {room} "
+                    f"(max_position_embeddings={limit}{budget}); shorten or filter long prompts"
+                    + (", or lower max_completion_length." if absolute else ".")
+                )
+        suspects.clear()
+
+    for row, prompt in enumerate(prompts):
+        # a token is at least one byte; the margin stands for what a chat template adds
+        if len(str(prompt).encode()) + 512 > room:
+            suspects.append((row, prompt))
+        if len(suspects) == batch:
+            check()
+    check()
+
+
+def needs_reference_snapshot(model: Any, beta: float, has_adapter: bool) -> bool:
+    """Whether TRL could not load the reference: it reloads it by name, and this model has none."""
+    nameless = isinstance(model, nn.Module) and not getattr(model.config, "_name_or_path", None)
+    return nameless and beta != 0.0 and not has_adapter
+
+
+def accepts_positions(model: Any) -> bool:
+    """Whether the model's forward takes `position_ids`."""
+    import inspect
+
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def position_ids(attention_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Positions that count real tokens only, so that padding does not move a row (B, T), int64."""
+    return attention_mask_BT.long().cumsum(-1).sub(1).clamp(min=0)

@@ -1,0 +1,72 @@
+"""Collectives that take a different number of rows from every process, including none.
+
+Accelerate's `gather` wants equal shapes on all processes; shares of a rollout batch are unequal by design. Used by the
+trainer around TRL's scoring code and by engine.rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather as equal_gather
+from accelerate.utils import gather_object
+from trl.trainer import grpo_trainer as trl_module
+
+
+def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """Concatenate tensors of any length along the first dimension, in process order, on every process.
+
+    Args:
+        tensor: any shape; a scalar counts as one row, as in Accelerate's `gather`.
+        rows: rows of this process that count (default: all).
+    """
+    flat = tensor[None] if tensor.dim() == 0 else tensor
+    flat = flat[:rows].contiguous()
+    lengths = equal_gather(torch.tensor([flat.size(0)], device=flat.device))
+    longest = int(lengths.max())
+    if len(lengths) == 1 or longest == 0:
+        return flat
+    padded = flat.new_zeros((longest, *flat.shape[1:]))
+    padded[: flat.size(0)] = flat
+    gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths.tolist())])
+
+
+@contextmanager
+def ragged_scoring(accelerator: Accelerator, ghost: bool) -> Iterator[None]:
+    """Let TRL's scoring code gather shares of unequal size; a `ghost` process takes part but adds no row.
+
+    TRL gathers through `accelerator.gather` and through the functions it imported by name; all three are replaced for
+    the duration of the call by versions that agree with the originals where every share has the same size.
+    """
+    rows = 0 if ghost else None
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:  # sums and counts: a ghost's are zero
+            return equal_gather(torch.zeros_like(tensor) if ghost else tensor)
+        return ragged_gather(tensor, rows)
+
+    def objects(items: Any) -> Any:
+        return gather_object([] if ghost else items)
+
+    with (
+        mock.patch.object(accelerator, "gather", gather),
+        mock.patch.object(trl_module, "gather", gather),
+        mock.patch.object(trl_module, "gather_object", objects),
+    ):
+        yield
+
+
+def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over all processes; equal to `values` on one process."""
+    return equal_gather(values[None]).sum(0)
+
+
+def max_over_processes(value: int, device: torch.device) -> int:
+    """Largest of one integer per process."""
+    return int(equal_gather(torch.tensor([value], device=device)).max())

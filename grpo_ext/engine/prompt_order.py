@@ -1,0 +1,223 @@
+"""Loaders: one item per optimizer step, holding the rows this process samples from for the step's rollout batch.
+
+Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
+walks the same order and takes its share of it, so the number of processes changes nothing. Feeds engine.rollouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..core.geometry import BatchGeometry, EpochLayout, StepLayout, ceil_div, rollout_share, step_layout
+from ..core.keyed_random import ORDER_STREAM, derive_key
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What a process has to know about a rollout batch besides its own rows.
+
+    Attributes:
+        epoch, layout: where the step stands.
+        share: prompts (positions in the rollout batch) this process samples from.
+        ghost: the share is empty; the rows are a stand-in that must not reach any result.
+        num_generations: completions per prompt; rows repeat each prompt this often.
+    """
+
+    epoch: int
+    layout: StepLayout
+    share: range
+    ghost: bool
+    num_generations: int
+
+
+class StepRows(list):
+    """The rows of one process for one optimizer step (a list of dicts, as TRL expects), with their `request`."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest) -> None:
+        super().__init__(rows)
+        self.request = request
+
+    def __reduce__(self) -> Any:
+        # lists pickle without __init__'s arguments; loader workers send these between processes
+        return (StepRows, (list(self), self.request))
+
+
+def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+    """The order in which an epoch visits the prompts: a function of (seed, epoch) alone."""
+    if not shuffle:
+        return list(range(num_prompts))
+    # 63 bits: torch seeds are signed
+    generator = torch.Generator().manual_seed(derive_key(seed, ORDER_STREAM, epoch) >> 1)
+    return torch.randperm(num_prompts, generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class ShareRule:
+    """How a rollout batch is dealt to processes for sampling."""
+
+    num_generations: int
+    chunk_size: int
+    num_processes: int
+    rank: int
+
+    def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
+        """The request of this process for the rollout batch of `layout`; an empty share borrows the first prompt."""
+        prompts = len(layout.rollout_prompts)
+        share = rollout_share(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
+        ghost = len(share) == 0
+        return RolloutRequest(epoch, layout, range(1) if ghost else share, ghost, self.num_generations)
+
+    def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
+        """Fetch the share's rows; each completion gets a row of its own, since rewards and tools may write to it."""
+        rows = []
+        for position in request.share:
+            row = fetch(position)
+            rows += [row if i == 0 else copy.deepcopy(row) for i in range(self.num_generations)]
+        return StepRows(rows, request)
+
+
+class EpochSteps(Sampler[list[tuple[int, int]]]):
+    """Batch sampler of one key `(epoch, step)` per optimizer step, so that skipping on resume loads nothing."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(self.epoch, step)] for step in range(self.num_steps))
+
+
+class StepDataset(Dataset):
+    """A map-style data set of optimizer steps over a map-style data set of prompts."""
+
+    def __init__(
+        self, prompts: Any, layout: EpochLayout, rule: ShareRule, order: Callable[[int], list[int]]
+    ) -> None:
+        self.prompts, self.layout, self.rule, self.order = prompts, layout, rule, order
+        self._cached: tuple[int, list[int]] | None = None
+
+    def __len__(self) -> int:
+        return self.layout.num_prompts
+
+    def __getitem__(self, key: tuple[int, int]) -> StepRows:
+        epoch, step = key
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, self.order(epoch))
+        order, layout = self._cached[1], self.layout[step]
+        return self.rule.rows(
+            self.rule.request(epoch, layout), lambda p: self.prompts[order[layout.rollout_prompts.start + p]]
+        )
+
+
+class StepStream(IterableDataset):
+    """Optimizer steps over a stream: every process reads the whole stream and keeps its share of each rollout."""
+
+    def __init__(self, stream: Any, geometry: BatchGeometry, rule: ShareRule, drop_last: bool) -> None:
+        self.stream, self.geometry, self.rule, self.drop_last = stream, geometry, rule, drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch; reshuffles a shuffled stream."""
+        self.epoch = epoch
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[StepRows]:
+        g, rows = self.geometry, iter(self.stream)
+        for rollout in itertools.count():
+            batch = list(itertools.islice(rows, g.prompts_per_rollout))
+            if self.drop_last:
+                batch = batch[: len(batch) // g.prompts_per_step * g.prompts_per_step]
+            if not batch:
+                return
+            start = rollout * g.prompts_per_rollout
+            prompts = range(start, start + len(batch))
+            for inside in range(ceil_div(len(batch), g.prompts_per_step) * g.num_iterations):
+                request = self.rule.request(self.epoch, step_layout(g, rollout, inside, prompts))
+                yield self.rule.rows(request, lambda p, batch=batch: copy.deepcopy(batch[p]))
+
+
+class StepLoader(DataLoader):
+    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since the shares are cut inside."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
+        target = self.dataset if isinstance(self.dataset, IterableDataset) else self.batch_sampler
+        target.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def _first(items: list[StepRows]) -> StepRows:
+    return items[0]
+
+
+def _itself(item: StepRows) -> StepRows:
+    return item
+
+
+def make_loader(
+    prompts: Any,
+    geometry: BatchGeometry,
+    rule: ShareRule,
+    *,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    worker_options: dict[str, Any] | None = None,
+) -> StepLoader:
+    """The training loader over a map-style data set or a stream of prompts.
+
+    Args:
+        prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
+        worker_options: keyword arguments of `DataLoader` about workers; a stream is read in this process.
+    """
+    if not hasattr(prompts, "__len__"):
+        stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
+        steps = StepStream(stream, geometry, rule, drop_last)
+        return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
+    layout = EpochLayout(geometry, len(prompts), drop_last)
+    dataset = StepDataset(prompts, layout, rule, _Order(len(prompts), seed, shuffle))
+    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
+
+
+def make_eval_loader(prompts: Any, rule: ShareRule) -> StepLoader:
+    """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means."""
+    rows = prompts if hasattr(prompts, "__len__") else list(prompts)
+    layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows)))
+    dataset = _EvalSet(rows, rule, layout)
+    return StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
+
+
+@dataclass(frozen=True)
+class _Order:
+    # a class, not a closure: loader workers pickle it
+    num_prompts: int
+    seed: int
+    shuffle: bool
+
+    def __call__(self, epoch: int) -> list[int]:
+        return prompt_order(self.num_prompts, self.seed, epoch, self.shuffle)
+
+
+class _EvalSet(Dataset):
+    def __init__(self, rows: Any, rule: ShareRule, layout: StepLayout) -> None:
+        self.rows, self.rule, self.layout = rows, rule, layout
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: tuple[int, int]) -> StepRows:
+        return self.rule.rows(self.rule.request(0, self.layout), lambda p: self.rows[p])

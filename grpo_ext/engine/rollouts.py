@@ -1,0 +1,227 @@
+"""Rollouts: keyed sampling in canonical chunks, and the rollout batch every process holds afterwards.
+
+Differs from TRL: the random number of a token depends on its key alone, chunks of whole groups are cut by global order
+(so a chunk has the same shapes wherever it runs), and after scoring the completions are stored without padding.
+Stands between the loaders and the window. Shapes: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from trl.trainer.utils import pad
+
+from ..core.keyed_random import choose, completion_keys, uniform
+from .collectives import ragged_gather
+from .prompt_order import RolloutRequest
+
+_PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
+_SEQUENCE_FIELDS = ("importance_sampling_ratio",)  # may be one value per sequence
+
+
+class KeyedChoice(LogitsProcessor):
+    """Last processor of a greedy `generate`: leaves only the token that the row's key samples.
+
+    With `do_sample=False` the processors given to `generate` run after the model's own, in the order given, so the
+    filters can be put before this one; arg-max then picks the token.
+    """
+
+    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
+        self.keys_B, self.offsets_B, self.prompt_width = keys_B, offsets_B, prompt_width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        position = input_ids.size(1) - self.prompt_width
+        tokens = choose(scores, uniform(self.keys_B, self.offsets_B + position))
+        chosen = torch.full_like(scores, -torch.inf)
+        return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
+
+
+def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
+    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them."""
+    filters: list[LogitsProcessor] = []
+    if config.temperature not in (None, 1.0):
+        filters.append(TemperatureLogitsWarper(config.temperature))
+    if config.top_k not in (None, 0):
+        filters.append(TopKLogitsWarper(config.top_k))
+    if config.top_p is not None and config.top_p < 1.0:
+        filters.append(TopPLogitsWarper(config.top_p))
+    if config.min_p not in (None, 0.0):
+        filters.append(MinPLogitsWarper(config.min_p))
+    if config.typical_p is not None and config.typical_p < 1.0:
+        filters.append(TypicalLogitsWarper(config.typical_p))
+    if config.epsilon_cutoff is not None and 0.0 < config.epsilon_cutoff < 1.0:
+        filters.append(EpsilonLogitsWarper(config.epsilon_cutoff))
+    if config.eta_cutoff is not None and 0.0 < config.eta_cutoff < 1.0:
+        filters.append(EtaLogitsWarper(config.eta_cutoff))
+    return filters
+
+
+def can_sample_by_key(config: GenerationConfig) -> bool:
+    """Whether this configuration is plain sampling, which is what keys can stand in for."""
+    return bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
+
+
+def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
+    """Keys of the rows of this process, shape (B,), int64 on the CPU: one per completion, in row order."""
+    prompts = torch.tensor(list(request.share)).repeat_interleave(request.num_generations)
+    generations = torch.arange(request.num_generations).repeat(len(request.share))
+    return completion_keys(seed, stream, request.epoch, request.layout.rollout, prompts, generations)
+
+
+def sample_chunk(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    keys_B: torch.Tensor,
+    offsets_B: torch.Tensor,
+    config: GenerationConfig,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+    pad_to_multiple_of: int | None = None,
+) -> list[list[int]]:
+    """Sample one completion for each row with the model's `generate`.
+
+    Args:
+        prompts: token ids of each row, without padding.
+        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
+        config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
+        eos_token_ids: any of these ends a completion (and is kept).
+
+    Returns:
+        The new token ids of each row, without padding.
+    """
+    ids = [torch.tensor(row, dtype=torch.long) for row in prompts]
+    options = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
+    input_ids = pad(ids, padding_value=config.pad_token_id, **options).to(device)
+    attention_mask = pad([torch.ones_like(row) for row in ids], padding_value=0, **options).to(device)
+    greedy = GenerationConfig.from_dict(config.to_dict())
+    greedy.update(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    greedy.update(epsilon_cutoff=None, eta_cutoff=None)
+    width = input_ids.size(1)
+    keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+    processors = LogitsProcessorList([*sampling_filters(config), keyed])
+    output = model.generate(
+        input_ids=input_ids, attention_mask=attention_mask, generation_config=greedy, logits_processor=processors
+    )
+    return [_until_eos(row, eos_token_ids) for row in output[:, width:].tolist()]
+
+
+def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: i + 1]
+    return tokens
+
+
+class RowIdentity:
+    """Finds which row of the share a later turn continues, when tools make TRL generate again for some rows.
+
+    TRL passes the continued rows in order and each extends its own history, so the next row whose history is a prefix
+    is the one. Rows with equal histories are exchangeable.
+    """
+
+    def __init__(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
+        self.prompt_lengths = [len(p) for p in prompts]
+        self.histories = [list(p) + list(c) for p, c in zip(prompts, completions)]
+
+    def match(self, continued: list[list[int]]) -> list[int]:
+        """Row index of each continued sequence."""
+        rows, next_row = [], 0
+        for ids in continued:
+            while self.histories[next_row] != ids[: len(self.histories[next_row])]:
+                next_row += 1
+            rows.append(next_row)
+            next_row += 1
+        return rows
+
+    def extend(self, rows: list[int], continued: list[list[int]], new: list[list[int]]) -> None:
+        """Record what the rows have become."""
+        for row, ids, tokens in zip(rows, continued, new):
+            self.histories[row] = list(ids) + list(tokens)
+
+
+@dataclass
+class Rollout:
+    """A scored rollout batch in global order, the same on every process; every row without padding.
+
+    `fields` maps TRL's names (`prompt_ids`, `completion_ids`, `completion_mask`, `advantages`, ...) to one 1-D tensor
+    per completion. `completion_mask` is 0 on a truncated completion that `mask_truncated_completions` leaves out.
+    """
+
+    fields: dict[str, list[torch.Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.fields["completion_ids"])
+
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """The completions at `rows`."""
+        return Rollout({name: [values[i] for i in rows] for name, values in self.fields.items()})
+
+    def loss_mask(self, row: int) -> torch.Tensor:
+        """1 on the tokens of completion `row` that carry loss."""
+        mask = self.fields["completion_mask"][row]
+        return mask * self.fields["tool_mask"][row] if "tool_mask" in self.fields else mask
+
+    def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, torch.Tensor]:
+        """Pad to a batch, prompts on the left and completions on the right, to the longest row in it."""
+        batch = {}
+        for name, values in self.fields.items():
+            fill = pad_token_id if name.endswith("_ids") else 1 if name == "tool_mask" else 0
+            if name == "advantages" or (name in _SEQUENCE_FIELDS and all(v.numel() == 1 for v in values)):
+                batch[name] = torch.stack(values)
+            else:
+                side = "left" if name in _PROMPT_FIELDS else "right"
+                batch[name] = pad(values, fill, side, pad_to_multiple_of)
+        batch["advantages"] = batch["advantages"].view(-1)
+        return batch
+
+
+def gather_rollout(scored: dict[str, Any], advantages: torch.Tensor, rows: int) -> Rollout:
+    """Collect the shares of all processes into the rollout batch every process holds.
+
+    Args:
+        scored: what TRL's `_generate_and_score_completions` returned for this process's share, padded.
+        advantages: advantages of the whole rollout batch, in global order.
+        rows: rows of this process that count (0 on a ghost).
+    """
+    prompt_lengths = scored["prompt_mask"].sum(1)
+    # a completion that is masked out keeps one column, because a scored width of zero is no slice
+    lengths = scored["completion_mask"].sum(1).clamp(min=1)
+    fields: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(scored):
+        value = scored[name]
+        if name == "advantages" or not isinstance(value, torch.Tensor) or value.dim() != 2:
+            continue
+        if name in _PROMPT_FIELDS:
+            parts = [row[row.size(0) - n :] for row, n in zip(value, prompt_lengths.tolist())]
+        elif value.size(1) == 1 and name in _SEQUENCE_FIELDS:
+            parts = list(value)
+        else:
+            parts = [row[:n] for row, n in zip(value, lengths.tolist())]
+        fields[name] = _gather_parts(parts, rows)
+    fields["advantages"] = list(advantages.cpu().view(-1, 1))
+    return Rollout(fields)
+
+
+def _gather_parts(parts: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    lengths = torch.tensor([p.numel() for p in parts], device=parts[0].device)
+    flat = torch.cat(parts[:rows]) if rows else parts[0][:0]
+    # kept on the CPU: a rollout is many short rows, and a micro-batch moves to the device as a whole
+    return list(ragged_gather(flat).cpu().split(ragged_gather(lengths, rows).tolist()))
+
+
+def chunks_of(rows: int, chunk: int) -> Iterator[slice]:
+    """Slices that cut `rows` rows into chunks of `chunk`, in order; the last may be smaller."""
+    return (slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk))

@@ -1,0 +1,88 @@
+"""Scoring: log-probabilities of completions through TRL's fused head, with positions and without needless padding.
+
+Differs from TRL: `position_ids` are passed (absolute-position models are right under left padding), and chunks are
+trimmed to their own longest row. One place serves the policy, the old and the reference log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .checks import position_ids
+
+
+def with_positions(model: Any) -> Callable[..., Any]:
+    """`model` as a function that derives `position_ids` from the attention mask it is given."""
+
+    def forward(**inputs: Any) -> Any:
+        return model(position_ids=position_ids(inputs["attention_mask"]), **inputs)
+
+    return forward
+
+
+@contextmanager
+def capture_router_logits(model: Any, enabled: bool) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    """Collect the router logits of each forward of a MoE model; TRL's output keeps only the loss made of them."""
+    captured: list[tuple[torch.Tensor, ...]] = []
+    if not enabled:
+        yield captured
+        return
+    handle = model.base_model.register_forward_hook(lambda module, args, output: captured.append(output.router_logits))
+    try:
+        yield captured
+    finally:
+        handle.remove()
+
+
+def trim(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Cut columns that are padding in every row: prompts on the left, completions on the right.
+
+    Returns:
+        The trimmed ids and mask, and the completion width, at least 1.
+    """
+    prompt_width = input_ids.size(1) - logits_to_keep
+    used = attention_mask.bool().any(0)
+    prompt_used, completion_used = used[:prompt_width].nonzero(), used[prompt_width:].nonzero()
+    start = int(prompt_used[0]) if len(prompt_used) else prompt_width - 1
+    width = int(completion_used[-1]) + 1 if len(completion_used) else 1
+    columns = slice(start, prompt_width + width)
+    return input_ids[:, columns], attention_mask[:, columns], width
+
+
+def score_in_chunks(
+    scorer: Callable[..., Any],
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    batch_size: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """TRL's `_get_per_token_logps_and_entropies` over chunks of at most `batch_size` rows, each trimmed.
+
+    Returns:
+        Log-probabilities (B, logits_to_keep), entropies alike or None, mean auxiliary loss or None.
+    """
+    rows = input_ids.size(0)
+    logps, entropies, aux_losses = [], [], []
+    for start in range(0, rows, batch_size or rows):
+        part = slice(start, start + (batch_size or rows))
+        ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep)
+        part_logps, part_entropies, part_aux = scorer(model, ids, mask, width, **options)
+        padding = (0, logits_to_keep - width)
+        logps.append(torch.nn.functional.pad(part_logps, padding))
+        if part_entropies is not None:
+            entropies.append(torch.nn.functional.pad(part_entropies, padding))
+        if part_aux is not None:
+            aux_losses.append(part_aux)
+    return (
+        torch.cat(logps),
+        torch.cat(entropies) if entropies else None,
+        torch.stack(aux_losses).mean() if aux_losses else None,
+    )

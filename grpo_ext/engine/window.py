@@ -1,0 +1,139 @@
+"""The window: all forward and backward work of one optimizer step on one process.
+
+Differs from the Trainer's own accumulation: the loop outside sees one batch per optimizer step, so the number of
+micro-batches may differ between steps and processes. Stands between the rollout batch and the optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from accelerate.utils import gather as equal_gather
+
+from ..core.geometry import even_share
+from .collectives import max_over_processes, sum_over_processes
+from .rollouts import chunks_of
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the step that one forward sees. `weight` is 0 where a process only keeps the collectives aligned."""
+
+    rows: tuple[int, ...]
+    weight: float = 1.0
+
+
+def plan_micro_batches(rows: Sequence[int], micro_batch_size: int, at_least: int = 1) -> list[MicroBatch]:
+    """Cut a process's rows into micro-batches of at most `micro_batch_size`.
+
+    An empty share, or fewer micro-batches than `at_least`, is filled up with micro-batches of weight zero: the
+    gradient of every parameter has to exist for the collectives, and sharded models gather in every forward.
+    """
+    planned = [MicroBatch(tuple(rows[part])) for part in chunks_of(len(rows), micro_batch_size)]
+    filler = MicroBatch((rows[0] if rows else 0,), weight=0.0)
+    return planned + [filler] * (at_least - len(planned))
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether a forward is itself a collective (FSDP, DeepSpeed), so that all processes need the same number."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def plan_window(accelerator: Accelerator, num_rows: int, micro_batch_size: int) -> list[MicroBatch]:
+    """This process's micro-batches for a step of `num_rows` completions; row numbers count in the step."""
+    share = even_share(num_rows, accelerator.num_processes, accelerator.process_index)
+    planned = plan_micro_batches(list(share), micro_batch_size)
+    if shards_parameters(accelerator):
+        most = max_over_processes(len(planned), accelerator.device)
+        planned = plan_micro_batches(list(share), micro_batch_size, at_least=most)
+    return planned
+
+
+def run_window(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    loss_of: Callable[[MicroBatch], torch.Tensor],
+) -> None:
+    """Forward and backward over the micro-batches inside Accelerate's `accumulate`; the last one synchronises.
+
+    `accelerator.backward` divides by the number of micro-batches (not under DeepSpeed) and data parallel training
+    averages over processes; the scale takes both back, because the weights already are those of the whole step.
+    """
+    count = len(micro_batches)
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    scale = accelerator.num_processes * (1 if deepspeed else count)
+    options = {"scale_wrt_gas": False} if deepspeed else {}
+    accelerator.gradient_accumulation_steps = count
+    accelerator.step = 0
+    try:
+        for micro_batch in micro_batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(micro_batch) * scale, **options)
+    finally:
+        accelerator.gradient_accumulation_steps = 1
+
+
+@dataclass
+class StepMeter:
+    """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
+
+    Sums are float64, so that the order of the micro-batches does not show in the logged digits. Every process has to
+    add the same names, micro-batches of weight zero included.
+    """
+
+    device: torch.device
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    highs: dict[str, torch.Tensor] = field(default_factory=dict)
+    lowest: set[str] = field(default_factory=set)
+
+    def add_total(self, name: str, part: torch.Tensor, weight: float) -> None:
+        """Add a part of a step-wide total, such as the loss."""
+        value = part.detach().double().to(self.device) * weight
+        self.totals[name] = self.totals[name] + value if name in self.totals else value
+
+    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
+        """Add a sum and the number of things summed; the metric is their quotient over the step."""
+        pair = torch.stack([total.detach().double(), torch.as_tensor(count, device=total.device).double()])
+        pair = pair.to(self.device) * weight
+        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def add_mean(self, name: str, values: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
+        """Add token values (B, T) under a mask, or one value per sequence (B, 1)."""
+        if values.size(1) == 1:
+            self.add(name, values.sum(), float(values.size(0)), weight)
+        else:
+            self.add(name, (values * mask_BT).sum(), mask_BT.sum(), weight)
+
+    def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
+        """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
+        signed = (-values if lowest else values).detach().double()
+        if weight == 0.0:
+            signed = torch.full_like(signed, -math.inf)
+        high = torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max().to(self.device)
+        self.highs[name] = torch.maximum(self.highs[name], high) if name in self.highs else high
+        if lowest:
+            self.lowest.add(name)
+
+    def reduce(self) -> dict[str, float]:
+        """Step-wide values, the same on every process; NaN where nothing was counted."""
+        one = torch.ones((), dtype=torch.float64, device=self.device)
+        pairs = {name: torch.stack([value, one]) for name, value in self.totals.items()} | self.sums
+        result: dict[str, float] = {}
+        if pairs:
+            names = sorted(pairs)
+            summed = sum_over_processes(torch.stack([pairs[n] for n in names])).tolist()
+            for name, (total, count) in zip(names, summed):
+                result[name] = total if name in self.totals else total / count if count else math.nan
+        if self.highs:
+            names = sorted(self.highs)
+            best = equal_gather(torch.stack([self.highs[n] for n in names])[None]).max(0).values.tolist()
+            for name, value in zip(names, best):
+                result[name] = math.nan if value == -math.inf else -value if name in self.lowest else value
+        return result

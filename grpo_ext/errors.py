@@ -1,0 +1,28 @@
+"""Errors of grpo_ext: every message names the values, the rule they break and the remedy.
+
+All derive from `ValueError`, because TRL and transformers raise `ValueError` for the same kinds of mistakes.
+"""
+
+
+class GrpoExtError(ValueError):
+    """Base class; catch it to handle every deliberate error of this package."""
+
+
+class ConfigError(GrpoExtError):
+    """A setting, or a combination of settings, that cannot be run."""
+
+
+class DataError(GrpoExtError):
+    """A data set that cannot be trained on."""
+
+
+class ModelError(GrpoExtError):
+    """A model that cannot be trained on."""
+
+
+class RewardError(GrpoExtError):
+    """A reward function that raised, or returned something that is no reward."""
+
+
+class SplitDependentError(ModelError):
+    """Something in the model or the settings makes the update depend on the hardware split."""

@@ -1,0 +1,612 @@
+"""`GRPOTrainer`: TRL's GRPO trainer with the update taken out of the hands of the hardware split.
+
+Differs from TRL: one batch per optimizer step reaches the Trainer's loop; `training_step` runs all its micro-batches
+(engine.window) with denominators counted over the whole step, and rollouts are keyed and shared (engine.rollouts).
+Every override is a small seam of TRL 1.16; `tests/unit/test_trl_contract.py` fails by name when one moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from trl.extras.profiling import profiling_context
+from trl.models import unwrap_model_for_generation
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.grpo_trainer import RewardFunc
+from trl.trainer.utils import get_config_model_id
+
+from .config import GRPOConfig
+from .core.advantages import group_advantages
+from .core.geometry import describe_plan
+from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
+from .core.losses import LossConfig, TokenBatch, clip_indicators, token_loss, token_weights
+from .engine import checks
+from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
+from .engine.output_folder import free_output_dir
+from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
+from .engine.rewards import check_reward_functions
+from .engine.rollouts import (
+    Rollout,
+    RowIdentity,
+    can_sample_by_key,
+    chunks_of,
+    gather_rollout,
+    request_keys,
+    sample_chunk,
+)
+from .engine.scoring import capture_router_logits, score_in_chunks, with_positions
+from .engine.statistics import StepContext, batch_context, measure_step, router_term
+from .engine.window import MicroBatch, StepMeter, plan_window, run_window, shards_parameters
+from .errors import ConfigError
+
+logger = get_logger(__name__)
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """Drop-in replacement for `trl.GRPOTrainer` whose update is the same for every hardware split.
+
+    Takes the arguments of `trl.GRPOTrainer`; `args` may be a `grpo_ext.GRPOConfig` or a `trl.GRPOConfig`.
+
+    What TRL supports and this class does not make split-invariant (images, `rollout_func`) trains through TRL's own
+    code path, and a warning at the start says so.
+
+    Example:
+
+    ```python
+    from grpo_ext import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=my_reward,
+        args=GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5),
+        train_dataset=dataset,
+    )
+    trainer.train()
+    ```
+
+    Raises:
+        ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
+        RewardError: at the first call of a reward function that returns something else than rewards.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: trl.GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        config = _as_config(args, model)
+        if not isinstance(model, str):
+            checks.check_causal_lm(model)
+        for split, dataset in _named_datasets(train_dataset, eval_dataset):
+            if dataset is not None and environment_factory is None:
+                checks.check_prompts(dataset, split)
+        self._uncovered: list[str] = []
+        self._stock = rollout_func is not None
+        self._rollout: Rollout | None = None
+        self._request: RolloutRequest | None = None
+        self._identity: RowIdentity | None = None
+        with _reference_snapshot(model, config, peft_config):
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=config.for_trl() if self._stock else config.for_loop(),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        self.geometry = config.geometry
+        if self._is_vlm and not self._stock:
+            self._stock = True
+            config.for_trl(onto=self.args)
+        self._finish_init(config)
+
+    def _finish_init(self, config: GRPOConfig) -> None:
+        policy = self.model
+        checks.check_causal_lm(policy)
+        if config.disable_dropout:
+            for module in (policy, self.ref_model):
+                if module is not None:
+                    checks.disable_random_parts(module)
+        for sentence in checks.refuse_split_dependence(
+            policy, config.neftune_noise_alpha, config.allow_split_dependent or self._stock
+        ):
+            self._uncovered.append(sentence)
+        if "lomo" in str(config.optim):
+            raise ConfigError(
+                f"optim={config.optim!s} updates the model during the backward pass, before the step's gradient is "
+                "complete; use another optimizer, for example adamw_torch."
+            )
+        self._loss_config = _loss_config(self)
+        self._position_aware = checks.accepts_positions(_base_of(policy))
+        self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names)
+        if self.environment_factories is None and not self._stock:
+            self._check_prompt_lengths()
+        if self._stock:
+            what = "rollout_func" if self.rollout_func is not None else "images"
+            self._uncovered.append(f"{what}: trains through TRL's own code path")
+        elif self.use_vllm or self.use_transformers_continuous_batching:
+            self._uncovered.append("sampling by this generation backend is not keyed; only the update is covered")
+        elif not can_sample_by_key(self.generation_config):
+            self._uncovered.append("generation_kwargs ask for something else than plain sampling; it is not keyed")
+
+    def _check_prompt_lengths(self) -> None:
+        if not hasattr(self.train_dataset, "__len__"):
+            return
+        checks.check_prompt_lengths(
+            checks.iterate_prompts(self.train_dataset),
+            lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],
+            self.model.config,
+            self.max_completion_length,
+        )
+
+    # ---- Trainer set-up -------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        args = super()._build_accelerator_args(**kwargs)
+        if not self._stock:
+            # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
+            args["gradient_accumulation_plugin"].sync_with_dataloader = False
+        return args
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
+
+        An `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
+        beside it.
+        """
+        if not resume_from_checkpoint:
+            self.args.output_dir = free_output_dir(self.args.output_dir, self.accelerator.process_index)
+        self._announce()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _announce(self) -> None:
+        for sentence in self._uncovered:
+            logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
+        if self._stock or not self.accelerator.is_main_process:
+            return
+        prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
+        plan = describe_plan(self.geometry, prompts, self.args.dataloader_drop_last, epochs)
+        print(f"Plan (sizes over all processes unless they say otherwise)\n{plan}", flush=True)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Completions per optimizer step over all processes, for the Trainer's reports."""
+        return super().get_total_train_batch_size(args) if self._stock else self.geometry.global_batch_size
+
+    def _share_rule(self, num_generations: int) -> ShareRule:
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return ShareRule(num_generations, self.geometry.rollout_chunk_size, processes, rank)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One item per optimizer step; see `engine.prompt_order`."""
+        if self._stock:
+            return super().get_train_dataloader()
+        dataset, args = self.train_dataset, self.args
+        if isinstance(dataset, Dataset):
+            dataset = self._remove_unused_columns(dataset, description="Training")
+        return make_loader(
+            dataset,
+            self.geometry,
+            self._share_rule(self.num_generations),
+            seed=args.seed,
+            shuffle=bool(self.shuffle_dataset),
+            drop_last=args.dataloader_drop_last,
+            worker_options={
+                "num_workers": args.dataloader_num_workers,
+                "persistent_workers": args.dataloader_persistent_workers,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+            },
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """One item, the whole evaluation set, cut into micro-batches like a training step."""
+        if self._stock:
+            return super().get_eval_dataloader(eval_dataset)
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
+        if isinstance(dataset, Dataset):
+            dataset = self._remove_unused_columns(dataset, description="Evaluation")
+        return make_eval_loader(dataset, self._share_rule(self.num_generations_eval))
+
+    # ---- Rollouts -------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
+    ) -> tuple[list[list[int]], Any]:
+        backend = self.use_vllm or self.use_transformers_continuous_batching
+        if self._request is None or self._stock or backend or not can_sample_by_key(self.generation_config):
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+        request, first_turn = self._request, self._identity is None
+        rows = list(range(len(prompt_ids))) if self._identity is None else self._identity.match(prompt_ids)
+        completions = self._sample_rows(request, prompt_ids, rows)
+        if self._identity is None:
+            self._identity = RowIdentity(prompt_ids, completions)
+        if not first_turn:
+            self._identity.extend(rows, prompt_ids, completions)
+        return completions, None
+
+    def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
+        """Sample the given rows of the share, chunk by chunk; later turns keep the chunks of the first."""
+        chunk = max(1, self.geometry.rollout_chunk_size // request.num_generations) * request.num_generations
+        parts = [[i for i, row in enumerate(rows) if row // chunk == c] for c in range(math.ceil((max(rows) + 1) / chunk))]
+        parts = [part for part in parts if part]
+        calls = 0 if request.ghost else len(parts)
+        if shards_parameters(self.accelerator):  # generate is a collective there: the same number of calls everywhere
+            calls = max_over_processes(calls, self.accelerator.device)
+        keys = request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
+        result: list[list[int]] = [[self._tokenizer.eos_token_id] for _ in rows]
+        with self._generating() as model:
+            for call in range(calls):
+                part = parts[call % len(parts)]
+                index = torch.tensor([rows[i] for i in part])
+                prompts = [prompt_ids[i] for i in part]
+                tokens = sample_chunk(
+                    model,
+                    prompts,
+                    keys[index],
+                    self._token_offsets(index, prompts),
+                    self.generation_config,
+                    self.eos_token_ids,
+                    self.accelerator.device,
+                    self.pad_to_multiple_of,
+                )
+                if call < len(parts) and not request.ghost:
+                    for i, row in zip(part, tokens):
+                        result[i] = row
+        return result
+
+    def _token_offsets(self, rows: torch.Tensor, prompts: list[list[int]]) -> torch.Tensor:
+        if self._identity is None:
+            return torch.zeros_like(rows)
+        starts = [self._identity.prompt_lengths[row] for row in rows.tolist()]
+        return torch.tensor([len(ids) - start for ids, start in zip(prompts, starts)])
+
+    @contextlib.contextmanager
+    def _generating(self) -> Iterator[Any]:
+        # the same contexts as TRL's transformers branch: unwrapped, without gradients, parameters gathered
+        with (
+            profiling_context(self, "transformers.generate"),
+            unwrap_model_for_generation(
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+                generation_kwargs=self.generation_kwargs,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+            ) as model,
+            torch.no_grad(),
+            self._dist.summon_full_params(self.model_wrapped, recurse=False),
+        ):
+            yield model
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        if self._request is None or self._stock:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._request.ghost:
+            none = torch.zeros(0, len(self.reward_funcs), device=self.accelerator.device)
+            rewards = ragged_gather(none)
+        else:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._gathered_rewards = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's scoring of this process's share, with the advantages of the whole rollout batch in `all_advantages`."""
+        if self._stock or not isinstance(inputs, StepRows):
+            return super()._generate_and_score_completions(inputs)
+        self._request, self._identity = inputs.request, None
+        try:
+            with ragged_scoring(self.accelerator, inputs.request.ghost):
+                scored = super()._generate_and_score_completions(list(inputs))
+        finally:
+            self._request, self._identity = None, None
+        scored["all_advantages"] = group_advantages(
+            self._gathered_rewards,
+            self.reward_weights.to(self._gathered_rewards.device),
+            inputs.request.num_generations,
+            self.scale_rewards,
+            self.multi_objective_aggregation,
+        )
+        return scored
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
+        if self._stock or not isinstance(generation_batch, StepRows):
+            return super()._prepare_inputs(generation_batch)
+        request = generation_batch.request
+        if self.model.training and self._rollout is not None and not request.layout.starts_rollout:
+            rollout = self._rollout
+        else:
+            scored = self._generate_and_score_completions(generation_batch)
+            advantages = scored.pop("all_advantages")
+            rollout = gather_rollout(scored, advantages, 0 if request.ghost else len(generation_batch))
+        if not self.model.training:
+            return rollout
+        self._rollout = rollout
+        prompts, group = request.layout.step_prompts, request.num_generations
+        return rollout.select(range(prompts.start * group, prompts.stop * group))
+
+    # ---- The window -----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run the window of one optimizer step; returns the loss of the whole step, on every process."""
+        if self._stock:
+            return super().training_step(model, inputs, num_items_in_batch)
+        start = time.perf_counter()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        rollout = self._prepare_inputs(inputs)
+        micro_batches = plan_window(self.accelerator, len(rollout), self.args.per_device_train_batch_size)
+        context = self._measure(rollout, micro_batches)
+        run_window(
+            self.accelerator, model, micro_batches, lambda part: self._micro_batch_loss(model, rollout, part, context)
+        )
+        loss = self._finish_step(context)
+        self._step += 1
+        self._metrics["train"]["step_time"].append(time.perf_counter() - start)
+        return loss
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Loss of the whole evaluation set, on every process."""
+        if self._stock:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad():
+            rollout = self._prepare_inputs(inputs)
+            micro_batches = plan_window(self.accelerator, len(rollout), self.args.per_device_eval_batch_size)
+            context = self._measure(rollout, micro_batches)
+            for part in micro_batches:
+                self._micro_batch_loss(model, rollout, part, context)
+            return self._finish_step(context), None, None
+
+    def _measure(self, rollout: Rollout, micro_batches: list[MicroBatch]) -> StepContext:
+        """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
+        meter = StepMeter(self.accelerator.device)
+
+        def score(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...] | None, Any]:
+            batch = self._collate(rollout, part)
+            plain = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+            with torch.no_grad(), plain:
+                _, entropies, router = self._score(self.model, batch)
+            return entropies, _loss_mask(batch), router, batch["attention_mask"]
+
+        return measure_step(
+            rollout, micro_batches, score, meter, self.top_entropy_quantile, self.aux_loss_enabled, self._router_top_k()
+        )
+
+    def _router_top_k(self) -> int:
+        return getattr(self.model.config.get_text_config(), "num_experts_per_tok", 1)
+
+    def _collate(self, rollout: Rollout, part: MicroBatch) -> dict[str, Any]:
+        rows = rollout.select(part.rows)
+        padded = rows.collate(self._tokenizer.pad_token_id, self.pad_to_multiple_of)
+        batch = {name: value.to(self.accelerator.device) for name, value in padded.items()}
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        return batch
+
+    def _micro_batch_loss(self, model: Any, rollout: Rollout, part: MicroBatch, context: StepContext) -> torch.Tensor:
+        inputs = self._collate(rollout, part)
+        inputs["step"], inputs["weight"] = context, part.weight
+        if context.entropy_keep is not None:
+            width = inputs["completion_mask"].size(1)
+            inputs["entropy_keep"] = context.keep_mask(part.rows, width, self.accelerator.device)
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs)
+
+    def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""
+        unwrapped = _base_of(self.accelerator.unwrap_model(model))
+        with capture_router_logits(unwrapped, self.aux_loss_enabled) as router:
+            logps, entropies, _ = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                batch["attention_mask"],
+                batch["completion_ids"].size(1),
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+            )
+        return logps, entropies, router[0] if router else None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._stock:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        positioned = with_positions(model) if self._position_aware else model
+        scorer = super()._get_per_token_logps_and_entropies
+        return score_in_chunks(scorer, positioned, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
+
+        `inputs["step"]` carries the step-wide counts; without it the batch is taken as the whole step.
+        """
+        if self._stock:
+            return super()._compute_loss(model, inputs)
+        cfg, mask = self._loss_config, _loss_mask(inputs)
+        if "step" not in inputs:
+            inputs = batch_context(inputs, mask, self.accelerator.device, self._router_top_k())
+        context, weight = inputs["step"], inputs["weight"]
+        logps, entropies, router = self._score(model, inputs)
+        keep = inputs.get("entropy_keep")
+        batch = TokenBatch(
+            logps,
+            mask,
+            inputs["advantages"],
+            inputs.get("old_per_token_logps"),
+            inputs.get("ref_per_token_logps"),
+            inputs.get("sampling_per_token_logps"),
+            inputs.get("importance_sampling_ratio"),
+            keep,
+        )
+        tokens = token_loss(cfg, batch)
+        loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts)).sum()
+        context.meter.add_total("policy_loss", loss, weight)
+        if self._entropy_bonus_enabled:
+            bonus_mask = mask if keep is None else mask * keep
+            bonus = (entropies * bonus_mask).sum()
+            context.meter.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
+            loss = loss - self._entropy_coefficient() * bonus / max(context.counts.entropy_tokens, 1)
+        if self.aux_loss_enabled:
+            aux = router_term(router, inputs["attention_mask"], context)
+            context.meter.add_total("aux_loss", aux, weight)
+            loss = loss + self.router_aux_loss_coef * aux
+        context.meter.add_total("loss", loss, weight)
+        context.meter.add_mean("entropy", entropies, mask, weight)
+        if tokens.kl_BT is not None:
+            context.meter.add_mean("kl", tokens.kl_BT, mask, weight)
+        if tokens.vespo_phi_B1 is not None:
+            context.meter.add_mean("vespo/phi_seq_mean", tokens.vespo_phi_B1, mask, weight)
+        self._meter_clipping(tokens.ratio, inputs["advantages"], mask, context.meter, weight)
+        return loss * weight
+
+    def _meter_clipping(
+        self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, meter: StepMeter, weight: float
+    ) -> None:
+        for name, clipped in clip_indicators(self._loss_config, ratio, advantages).items():
+            if name == "cispo_clip_ratio":
+                meter.add_mean(name, clipped, mask, weight)
+                continue
+            meter.add_mean(f"{name}_mean", clipped, mask, weight)
+            per_row = clipped.squeeze(1) if clipped.size(1) == 1 else (clipped * mask).sum(-1) / mask.sum(-1)
+            if name == "clip_ratio/low":
+                meter.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
+            elif name == "clip_ratio/high":
+                meter.add_extreme("clip_ratio/high_max", per_row, weight)
+
+    def _entropy_coefficient(self) -> float:
+        """TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target."""
+        if self.use_adaptive_entropy and not self._last_world_entropy <= self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    def _finish_step(self, context: StepContext) -> torch.Tensor:
+        """Reduce what was metered, log it, move the entropy controller; returns the loss of the step."""
+        mode = "train" if self.model.training else "eval"
+        values = context.meter.reduce()
+        loss, policy_loss = values.pop("loss"), values.pop("policy_loss")
+        if self._entropy_bonus_enabled:
+            self._metrics[mode]["policy_loss"].append(policy_loss)
+            entropy = values.pop("bonus_entropy")
+            if mode == "train":
+                if self.use_adaptive_entropy:
+                    self._move_entropy_coefficient(0.0 if math.isnan(entropy) else entropy)
+                self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
+        for name, value in values.items():
+            self._metrics[mode][name].append(value)
+        return torch.tensor(loss, device=self.accelerator.device)
+
+    def _move_entropy_coefficient(self, entropy: float) -> None:
+        """Skywork-OR1's controller (arXiv 2505.22312) on the exact entropy of the step, as in TRL."""
+        args = self.args
+        if entropy <= args.entropy_target:
+            self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+        else:
+            self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+        self._last_world_entropy = entropy
+
+
+def _as_config(args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return GRPOConfig(f"{name.split('/')[-1]}-GRPO")
+    return args if isinstance(args, GRPOConfig) else GRPOConfig.from_trl(args)
+
+
+def _named_datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
+    yield "training", train
+    if isinstance(evaluation, dict):
+        yield from ((f"evaluation '{name}'", dataset) for name, dataset in evaluation.items())
+    else:
+        yield "evaluation", evaluation
+
+
+def _base_of(model: Any) -> PreTrainedModel:
+    """The transformers model under a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def _loss_config(trainer: GRPOTrainer) -> LossConfig:
+    args = trainer.args
+    return LossConfig(
+        loss_type=args.loss_type,
+        importance_sampling_level=args.importance_sampling_level,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        delta=args.delta,
+        beta=args.beta,
+        use_bias_correction_kl=args.use_bias_correction_kl,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos,
+        vespo_k_neg=args.vespo_k_neg,
+        vespo_lambda_neg=args.vespo_lambda_neg,
+        off_policy_mask_threshold=args.off_policy_mask_threshold,
+        max_completion_length=trainer.max_completion_length,
+        correct_sampling=args.use_vllm and args.vllm_importance_sampling_correction,
+    )
+
+
+@contextlib.contextmanager
+def _reference_snapshot(model: Any, config: GRPOConfig, peft_config: Any) -> Iterator[None]:
+    """Give a nameless in-memory model a folder to be reloaded from, while TRL builds its reference model."""
+    has_adapter = peft_config is not None or hasattr(model, "peft_config")
+    if not checks.needs_reference_snapshot(model, config.beta, has_adapter):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model.config._name_or_path = str(Path(folder))
+        try:
+            yield
+        finally:
+            model.config._name_or_path = ""
+
+
+__all__ = ["GRPOTrainer"]
