@@ -492,23 +492,25 @@ class GRPOTrainer(trl.GRPOTrainer):
             context.meter.add_total("aux_loss", aux, weight)
             loss = loss + self.router_aux_loss_coef * aux
         context.meter.add_total("loss", loss, weight)
-        context.meter.add_mean("entropy", entropies, mask, weight)
+        context.meter.add_tokens("entropy", entropies, mask, weight)
         if tokens.kl_BT is not None:
-            context.meter.add_mean("kl", tokens.kl_BT, mask, weight)
+            context.meter.add_tokens("kl", tokens.kl_BT, mask, weight)
         if tokens.vespo_phi_B1 is not None:
-            context.meter.add_mean("vespo/phi_seq_mean", tokens.vespo_phi_B1, mask, weight)
+            context.meter.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
         self._meter_clipping(tokens.ratio, inputs["advantages"], mask, context.meter, weight)
         return loss * weight
 
     def _meter_clipping(
         self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, meter: StepMeter, weight: float
     ) -> None:
+        per_sequence = self._loss_config.importance_sampling_level == "sequence"
         for name, clipped in clip_indicators(self._loss_config, ratio, advantages).items():
-            if name == "cispo_clip_ratio":
-                meter.add_mean(name, clipped, mask, weight)
-                continue
-            meter.add_mean(f"{name}_mean", clipped, mask, weight)
-            per_row = clipped.squeeze(1) if clipped.size(1) == 1 else (clipped * mask).sum(-1) / mask.sum(-1)
+            mean_name = name if name == "cispo_clip_ratio" else f"{name}_mean"
+            if per_sequence:
+                meter.add_sequences(mean_name, clipped, weight)
+            else:
+                meter.add_tokens(mean_name, clipped, mask, weight)
+            per_row = clipped.squeeze(1) if per_sequence else (clipped * mask).sum(-1) / mask.sum(-1)
             if name == "clip_ratio/low":
                 meter.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
             elif name == "clip_ratio/high":

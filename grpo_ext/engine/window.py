@@ -104,12 +104,13 @@ class StepMeter:
         pair = pair.to(self.device) * weight
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
-    def add_mean(self, name: str, values: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
-        """Add token values (B, T) under a mask, or one value per sequence (B, 1)."""
-        if values.size(1) == 1:
-            self.add(name, values.sum(), float(values.size(0)), weight)
-        else:
-            self.add(name, (values * mask_BT).sum(), mask_BT.sum(), weight)
+    def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
+        """Add token values under a mask; the metric is their mean over the step's tokens."""
+        self.add(name, (values_BT * mask_BT).sum(), mask_BT.sum(), weight)
+
+    def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
+        """Add one value per sequence; the metric is their mean over the step's completions."""
+        self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
         """Keep the largest (or lowest) of values over the step; NaN entries do not count."""

@@ -1,0 +1,213 @@
+"""The command line `grpo-ext`: what people run beside training.
+
+Light until a command needs more: `plan` loads no model and no trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+import yaml
+from rich.console import Console
+
+from ..errors import ConfigError, GrpoExtError
+
+app = typer.Typer(
+    name="grpo-ext",
+    help="Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
+    context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
+)
+
+# typer reads these annotations at run time, so they are spelt for Python 3.10
+OptionalInt = Optional[int]  # noqa: UP045
+OptionalStr = Optional[str]  # noqa: UP045
+OptionalPath = Optional[Path]  # noqa: UP045
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """The settings of a YAML file, as a recipe reads it.
+
+    Raises:
+        ConfigError: no such file, or no mapping of names to values in it.
+    """
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise ConfigError(f"config={path} is no file; give the path of a YAML file with settings.")
+    settings = yaml.safe_load(path.read_text())
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds no settings; it should map names to values, one a line: `name: value`.")
+    return settings
+
+
+def integers(text: str, name: str) -> list[int]:
+    """A list of positive integers from "16,5,1".
+
+    Raises:
+        ConfigError: something else.
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is no list of whole numbers; write for example {name}=16,5,1.") from None
+    if min(values) < 1:
+        raise ConfigError(f"{name}={text!r} holds a number below 1; sizes and counts start at 1.")
+    return values
+
+
+@app.command()
+def plan(
+    config: Annotated[OptionalPath, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes the run is laid onto.")] = 1,
+    num_prompts: Annotated[OptionalInt, typer.Option(help="Prompts in the training set.")] = None,
+    num_generations: Annotated[OptionalInt, typer.Option(help="Completions per prompt [default: 8].")] = None,
+    global_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per optimizer step, global.")] = None,
+    rollout_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per generation phase, global.")] = None,
+    per_device_train_batch_size: Annotated[
+        OptionalInt, typer.Option(help="Completions per forward on one device [default: 8].")
+    ] = None,
+    gradient_accumulation_steps: Annotated[
+        OptionalInt, typer.Option(help="Only without global_batch_size; otherwise derived.")
+    ] = None,
+    generation_batch_size: Annotated[OptionalInt, typer.Option(help="TRL's name for rollout_batch_size.")] = None,
+    steps_per_generation: Annotated[OptionalInt, typer.Option(help="TRL: micro-batches per generation phase.")] = None,
+    num_iterations: Annotated[OptionalInt, typer.Option(help="Times a rollout batch is trained on.")] = None,
+    rollout_chunk_size: Annotated[OptionalInt, typer.Option(help="Completions per generate call.")] = None,
+    num_train_epochs: Annotated[float, typer.Option(help="Passes over the training set.")] = 3.0,
+    dataloader_drop_last: Annotated[bool, typer.Option(help="Drop a smaller last step.")] = False,
+) -> None:
+    """Print the batch plan for any settings and number of processes, without loading a model."""
+    from ..core.geometry import describe_plan, resolve_geometry
+
+    given = {
+        "num_generations": num_generations,
+        "global_batch_size": global_batch_size,
+        "rollout_batch_size": rollout_batch_size,
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "generation_batch_size": generation_batch_size,
+        "steps_per_generation": steps_per_generation,
+        "num_iterations": num_iterations,
+        "rollout_chunk_size": rollout_chunk_size,
+    }
+    file = read_config(config)
+    sizes = {name: file.get(name) if value is None else value for name, value in given.items()}
+    geometry = resolve_geometry(
+        num_generations=8 if sizes["num_generations"] is None else sizes["num_generations"],
+        num_processes=num_processes,
+        micro_batch_size=8 if sizes["per_device_train_batch_size"] is None else sizes["per_device_train_batch_size"],
+        accumulation_steps=sizes["gradient_accumulation_steps"] or 1,
+        global_batch_size=sizes["global_batch_size"],
+        rollout_batch_size=sizes["rollout_batch_size"],
+        generation_batch_size=sizes["generation_batch_size"],
+        steps_per_generation=sizes["steps_per_generation"],
+        num_iterations=sizes["num_iterations"] or 1,
+        rollout_chunk_size=sizes["rollout_chunk_size"],
+    )
+    drop_last = dataloader_drop_last or bool(file.get("dataloader_drop_last", False))
+    epochs = float(file.get("num_train_epochs", num_train_epochs))
+    if file.get("max_steps", -1) > 0:
+        typer.echo(describe_plan(geometry, num_prompts, drop_last, None))
+    else:
+        typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs))
+
+
+@app.command()
+def check(
+    model: Annotated[OptionalStr, typer.Option(help="Model id or folder with its tokenizer [default: the demo].")] = None,
+    dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder [default: the demo].")] = None,
+    prompt_column: Annotated[str, typer.Option(help="Column that holds the prompt.")] = "prompt",
+    answer_column: Annotated[OptionalStr, typer.Option(help="Column that holds the gold answer.")] = None,
+    rewards: Annotated[OptionalStr, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
+    config: Annotated[OptionalPath, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
+    micro_batch_sizes: Annotated[OptionalStr, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
+    processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
+    steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
+    against: Annotated[OptionalStr, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
+    json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
+    from .check import Split, default_splits
+    from .check import check as run_check
+
+    task = _task(model, dataset, prompt_column, answer_column, rewards)
+    settings = {**task["config"], **_only_config_fields(read_config(config))}
+    counts = integers(processes, "processes")
+    if micro_batch_sizes is None:
+        splits = default_splits(settings.get("global_batch_size") or 16, counts)
+    else:
+        splits = [Split(size, n) for n in counts for size in integers(micro_batch_sizes, "micro_batch_sizes")]
+    console = Console()
+    report = run_check(
+        task["model"],
+        task["dataset"],
+        task["rewards"],
+        settings,
+        splits=splits,
+        steps=steps,
+        against=against,
+        tolerance=tolerance,
+        progress=lambda sentence: console.print(f"[dim]{sentence}[/dim]"),
+    )
+    console.print(report.table())
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_dict(), indent=1))
+    if not report.ok:
+        console.print("At least one split learns something else.")
+        raise typer.Exit(1)
+    console.print("Every split learns the same.")
+
+
+def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    import dataclasses
+
+    from ..config import GRPOConfig
+
+    names = {f.name for f in dataclasses.fields(GRPOConfig)}
+    return {name: value for name, value in settings.items() if name in names and name != "output_dir"}
+
+
+def _task(
+    model: str | None, dataset: str | None, prompt_column: str, answer_column: str | None, rewards: str | None
+) -> dict[str, Any]:
+    """Model, data, rewards and settings: the demo's where nothing else is asked for."""
+    if model is None and dataset is None and rewards is None:
+        from ..demo import demo_config_defaults, load_demo
+
+        demo = load_demo()
+        small = {"global_batch_size": 32, "rollout_chunk_size": 8}
+        settings = {**demo_config_defaults(), **small}
+        settings.pop("output_dir", None)
+        return {"model": demo.model_path, "dataset": demo.train_dataset, "rewards": demo.reward_funcs, "config": settings}
+    if model is None or dataset is None or rewards is None:
+        raise ConfigError(
+            f"model={model}, dataset={dataset}, rewards={rewards}: either give all three, or none of them for the demo."
+        )
+    from .data import load_prompts
+    from .rewards import resolve_rewards
+
+    rows = load_prompts(dataset, prompt_column=prompt_column, answer_column=answer_column)
+    train = rows[0] if isinstance(rows, tuple) else rows
+    settings = {"global_batch_size": 16, "num_generations": 4, "max_completion_length": 64, "learning_rate": 1e-5}
+    return {"model": model, "dataset": train, "rewards": resolve_rewards(rewards.split(",")), "config": settings}
+
+
+def main() -> None:
+    """Entry point; a deliberate error is one message and exit status 2, without a traceback."""
+    try:
+        app()
+    except GrpoExtError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

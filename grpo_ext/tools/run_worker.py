@@ -1,0 +1,96 @@
+"""The process side of `tools.runs`: trains the runs of a folder and writes their results beside it.
+
+Started by `run_all` on every process of a launch; only the main process writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import dill
+
+
+def _build(run: Any, folder: Path, processes: int) -> Any:
+    import torch
+    from datasets import load_from_disk
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .runs import STOCK, stock_config
+
+    config: dict[str, Any] = {
+        "output_dir": str(folder / run.name / "out"),
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        **run.config,
+    }
+    if run.trainer == STOCK:
+        from trl import GRPOConfig, GRPOTrainer
+
+        args: Any = GRPOConfig(**stock_config(config, processes))
+        trainer_class: Any = GRPOTrainer
+    else:
+        import grpo_ext
+
+        args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
+    model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=getattr(torch, run.dtype))
+    return trainer_class(
+        model=model,
+        reward_funcs=list(run.rewards),
+        args=args,
+        train_dataset=load_from_disk(run.data_path),
+        eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
+        processing_class=AutoTokenizer.from_pretrained(run.model_path, padding_side="left"),
+        peft_config=LoraConfig(**run.peft) if run.peft else None,
+    )
+
+
+def _train(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    from transformers import PrinterCallback
+
+    trainer = _build(run, folder, processes)
+    trainer.remove_callback(PrinterCallback)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().double().clone() for name, p in parameters.items()}
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train()
+        seconds = time.perf_counter() - start
+        if run.eval_path:
+            trainer.evaluate()
+    delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
+    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds}
+
+
+def main(folder: Path) -> None:
+    """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
+    packed = dill.loads((folder / "runs.dill").read_bytes())
+    sys.path.extend(p for p in packed["path"] if p not in sys.path)
+    runs = dill.loads(packed["runs"])
+    processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    from safetensors.torch import save_file
+
+    for run in runs:
+        (folder / run.name).mkdir(exist_ok=True)
+        delta: dict[str, Any] = {}
+        try:
+            delta, meta = _train(run, folder, processes)
+        except ValueError as error:  # refusals, ours and TRL's
+            meta = {"log": [], "error": f"{type(error).__name__}: {error}", "seconds": 0.0}
+        if main_process:
+            if delta:
+                save_file(delta, folder / run.name / "delta.safetensors")
+            (folder / run.name / "result.json").write_text(json.dumps(meta, default=float))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

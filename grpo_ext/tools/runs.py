@@ -1,0 +1,169 @@
+"""Training runs in processes of their own: what `grpo-ext check` and the invariance tests compare.
+
+A run trains a few steps from a given start and reports the parameter change and the log. Runs with the same number of
+processes share one launch, because importing the libraries takes longer than training a tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dill
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ..errors import GrpoExtError
+
+OURS, STOCK = "grpo_ext", "trl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        name: unique among the runs of a launch.
+        model_path: folder or id of the start, loaded in `dtype`; its tokenizer lies beside it.
+        data_path: folder of the training set (`Dataset.save_to_disk`).
+        rewards: reward functions, as for the trainer.
+        config: keyword arguments of `grpo_ext.GRPOConfig`.
+        trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
+        peft: keyword arguments of `peft.LoraConfig`, or None for full training.
+        eval_path: folder of an evaluation set; evaluated once after training.
+        dtype: "float32", or "float64" to tell wrong algebra from rounding.
+    """
+
+    name: str
+    model_path: str
+    data_path: str
+    rewards: tuple[Any, ...]
+    config: dict[str, Any]
+    trainer: str = OURS
+    peft: dict[str, Any] | None = None
+    eval_path: str | None = None
+    dtype: str = "float32"
+
+
+@dataclass
+class RunResult:
+    """What came out of a run.
+
+    Attributes:
+        delta: parameters after minus before, per trainable parameter, float64.
+        log: the Trainer's log lines.
+        error: the message, where the run ended with one.
+        seconds: wall time of training.
+    """
+
+    name: str
+    delta: dict[str, torch.Tensor] = field(default_factory=dict)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class LaunchError(GrpoExtError):
+    """The processes of a launch ended without results."""
+
+
+def free_port() -> int:
+    """A TCP port that is free on this machine now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch_command(processes: int, folder: Path, script: Sequence[str], port: int | None = None) -> list[str]:
+    """The command line that starts `script` on `processes` processes through Accelerate's launcher.
+
+    On a machine without enough accelerators the processes run on the CPU over gloo. `--cpu --num_processes N` would
+    silently start one process; a configuration file with `MULTI_GPU` and `use_cpu` starts all of them.
+    """
+    if processes == 1:
+        return [sys.executable, *script]
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "use_cpu": torch.cuda.device_count() < processes,
+        "num_processes": processes,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        "main_process_port": port or free_port(),
+    }
+    path = folder / f"accelerate_{processes}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *script]
+
+
+def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, threads: int = 1) -> list[RunResult]:
+    """Train every run on `processes` real processes, one after the other in one launch.
+
+    Args:
+        threads: threads per process. The same number for every launch: matrix products sum in another order otherwise.
+
+    Raises:
+        LaunchError: the launch died or ran out of time; the end of its output is in the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_") as name:
+        folder = Path(name)
+        (folder / "runs.dill").write_bytes(dill.dumps({"path": sys.path, "runs": dill.dumps(list(runs), recurse=True)}))
+        command = launch_command(processes, folder, ["-m", "grpo_ext.tools.run_worker", str(folder)])
+        if processes > 1:  # the launcher takes a module only through its own flag
+            command = command[: -3] + ["--module", "grpo_ext.tools.run_worker", str(folder)]
+        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"{len(runs)} run(s) on {processes} process(es) took more than {timeout_s:g} s; use fewer steps or "
+                f"splits. Last output: {str(error.stdout or '')[-800:]}"
+            ) from None
+        if done.returncode != 0:
+            raise LaunchError(
+                f"{len(runs)} run(s) on {processes} process(es) ended with status {done.returncode}. Last output:\n"
+                + (done.stdout + done.stderr)[-3000:]
+            )
+        return [read_result(folder / run.name, run.name) for run in runs]
+
+
+def read_result(folder: Path, name: str) -> RunResult:
+    """Read what `run_worker` wrote for one run."""
+    meta = json.loads((folder / "result.json").read_text())
+    delta = load_file(folder / "delta.safetensors") if (folder / "delta.safetensors").exists() else {}
+    return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"])
+
+
+def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
+    """The same run in stock TRL's fields, which need micro-batches that divide everything.
+
+    Raises:
+        GrpoExtError: stock TRL cannot express it.
+    """
+    settings = dict(config)
+    rollout = settings.pop("rollout_batch_size", None)
+    batch = settings.pop("global_batch_size", None)
+    for name in ("rollout_chunk_size", "allow_split_dependent"):
+        settings.pop(name, None)
+    if batch is None:
+        return settings
+    unit = settings["per_device_train_batch_size"] * processes
+    if batch % unit:
+        raise GrpoExtError(f"stock TRL cannot: {batch} completions are no multiple of {unit}")
+    settings["gradient_accumulation_steps"] = batch // unit
+    if rollout is not None:
+        settings["steps_per_generation"] = rollout // unit
+    return settings
+
+
