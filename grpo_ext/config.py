@@ -14,7 +14,7 @@ from typing import Any
 import trl
 
 from .core.geometry import BatchGeometry, resolve_geometry
-from .core.losses import LOSS_TYPES
+from .core.losses import LOSS_TYPES, LossConfig
 from .errors import ConfigError
 
 _LAYOUT_FIELDS = (
@@ -83,9 +83,9 @@ class GRPOConfig(trl.GRPOConfig):
             self.resolve_geometry(num_processes=1)  # raises with the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
         # back afterwards.
-        neutral = self.num_generations
+        neutral: int = self.num_generations  # type: ignore[assignment]
         self.per_device_train_batch_size = neutral
-        self.per_device_eval_batch_size = self.num_generations_eval or neutral
+        self.per_device_eval_batch_size = neutral if self.num_generations_eval is None else self.num_generations_eval
         self.gradient_accumulation_steps = 1
         self.generation_batch_size = self.steps_per_generation = None
         try:
@@ -126,6 +126,27 @@ class GRPOConfig(trl.GRPOConfig):
             rollout_chunk_size=self.rollout_chunk_size,
         )
 
+    def loss_config(self) -> LossConfig:
+        """The settings of the policy loss, under the names of core.losses."""
+        return LossConfig(
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            epsilon_low=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            delta=self.delta,
+            beta=self.beta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+            sapo_temperature_pos=self.sapo_temperature_pos,
+            sapo_temperature_neg=self.sapo_temperature_neg,
+            vespo_k_pos=self.vespo_k_pos,
+            vespo_lambda_pos=self.vespo_lambda_pos,
+            vespo_k_neg=self.vespo_k_neg,
+            vespo_lambda_neg=self.vespo_lambda_neg,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            max_completion_length=self.max_completion_length or 1,
+            correct_sampling=self.use_vllm and self.vllm_importance_sampling_correction,
+        )
+
     @classmethod
     def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
@@ -158,8 +179,8 @@ class GRPOConfig(trl.GRPOConfig):
         if g.global_batch_size % unit:
             raise ConfigError(
                 f"global_batch_size={g.global_batch_size} is not a multiple of per_device_train_batch_size="
-                f"{g.micro_batch_size} * {g.num_processes} process(es); images and rollout_func train through TRL's own "
-                "code, which needs that; change per_device_train_batch_size."
+                f"{g.micro_batch_size} * {g.num_processes} process(es); images and rollout_func train through TRL's "
+                "own code, which needs that; change per_device_train_batch_size."
             )
         args = onto if onto is not None else copy.copy(self)
         args.gradient_accumulation_steps = g.global_batch_size // unit

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -31,23 +28,23 @@ from .config import GRPOConfig
 from .core.advantages import group_advantages
 from .core.geometry import describe_plan
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
-from .core.losses import LossConfig, TokenBatch, clip_indicators, token_loss, token_weights
 from .engine import checks
 from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
+from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.output_folder import free_output_dir
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
+from .engine.reference import base_model_of, reference_snapshot
 from .engine.rewards import check_reward_functions
 from .engine.rollouts import (
     Rollout,
     RowIdentity,
     can_sample_by_key,
-    chunks_of,
     gather_rollout,
     request_keys,
     sample_chunk,
 )
-from .engine.scoring import capture_router_logits, score_in_chunks, with_positions
-from .engine.statistics import StepContext, batch_context, measure_step, router_term
+from .engine.scoring import RouterOutput, capture_router, score_in_chunks, with_positions
+from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import MicroBatch, StepMeter, plan_window, run_window, shards_parameters
 from .errors import ConfigError
 
@@ -81,6 +78,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         RewardError: at the first call of a reward function that returns something else than rewards.
     """
 
+    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
+    model: Any
+    optimizer: Any
+    train_dataset: Any
+    eval_dataset: Any
+    num_generations: int
+    num_generations_eval: int
+    max_completion_length: int
+    pad_to_multiple_of: Any
+
     def __init__(
         self,
         model: Any,
@@ -109,7 +116,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rollout: Rollout | None = None
         self._request: RolloutRequest | None = None
         self._identity: RowIdentity | None = None
-        with _reference_snapshot(model, config, peft_config):
+        with reference_snapshot(model, config.beta, peft_config):
             super().__init__(
                 model=model,
                 reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -148,8 +155,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"optim={config.optim!s} updates the model during the backward pass, before the step's gradient is "
                 "complete; use another optimizer, for example adamw_torch."
             )
-        self._loss_config = _loss_config(self)
-        self._position_aware = checks.accepts_positions(_base_of(policy))
+        self._loss_config = config.loss_config()
+        self._position_aware = checks.accepts_positions(base_model_of(policy))
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
@@ -171,6 +178,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.max_completion_length,
         )
 
+    @property
+    def _checkpointing_kwargs(self) -> Any:
+        return self.args.gradient_checkpointing_kwargs
+
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -180,16 +191,21 @@ class GRPOTrainer(trl.GRPOTrainer):
             args["gradient_accumulation_plugin"].sync_with_dataloader = False
         return args
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
         An `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
         beside it.
         """
         if not resume_from_checkpoint:
-            self.args.output_dir = free_output_dir(self.args.output_dir, self.accelerator.process_index)
+            self.args.output_dir = free_output_dir(str(self.args.output_dir), self.accelerator.process_index)
         self._announce()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _announce(self) -> None:
         for sentence in self._uncovered:
@@ -265,7 +281,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         """Sample the given rows of the share, chunk by chunk; later turns keep the chunks of the first."""
         chunk = max(1, self.geometry.rollout_chunk_size // request.num_generations) * request.num_generations
-        parts = [[i for i, row in enumerate(rows) if row // chunk == c] for c in range(math.ceil((max(rows) + 1) / chunk))]
+        parts = [
+            [i for i, row in enumerate(rows) if row // chunk == c] for c in range(math.ceil((max(rows) + 1) / chunk))
+        ]
         parts = [part for part in parts if part]
         calls = 0 if request.ghost else len(parts)
         if shards_parameters(self.accelerator):  # generate is a collective there: the same number of calls everywhere
@@ -308,7 +326,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.accelerator,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,
                 generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+                gradient_checkpointing_kwargs=self._checkpointing_kwargs,
             ) as model,
             torch.no_grad(),
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
@@ -401,12 +419,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
         meter = StepMeter(self.accelerator.device)
 
-        def score(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...] | None, Any]:
+        def score(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
             batch = self._collate(rollout, part)
-            plain = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+            plain = disable_gradient_checkpointing(self.model, self._checkpointing_kwargs)
             with torch.no_grad(), plain:
                 _, entropies, router = self._score(self.model, batch)
-            return entropies, _loss_mask(batch), router, batch["attention_mask"]
+            return entropies, loss_mask(batch), router
 
         return measure_step(
             rollout, micro_batches, score, meter, self.top_entropy_quantile, self.aux_loss_enabled, self._router_top_k()
@@ -431,10 +449,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self.compute_loss_context_manager():
             return self.compute_loss(model, inputs)
 
-    def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""
-        unwrapped = _base_of(self.accelerator.unwrap_model(model))
-        with capture_router_logits(unwrapped, self.aux_loss_enabled) as router:
+        unwrapped = base_model_of(self.accelerator.unwrap_model(model))
+        with capture_router(unwrapped, self.aux_loss_enabled) as router:
             logps, entropies, _ = self._get_per_token_logps_and_entropies(
                 model,
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -463,58 +481,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         if self._stock:
             return super()._compute_loss(model, inputs)
-        cfg, mask = self._loss_config, _loss_mask(inputs)
         if "step" not in inputs:
-            inputs = batch_context(inputs, mask, self.accelerator.device, self._router_top_k())
-        context, weight = inputs["step"], inputs["weight"]
+            inputs = self._whole_batch(inputs)
         logps, entropies, router = self._score(model, inputs)
-        keep = inputs.get("entropy_keep")
-        batch = TokenBatch(
-            logps,
-            mask,
-            inputs["advantages"],
-            inputs.get("old_per_token_logps"),
-            inputs.get("ref_per_token_logps"),
-            inputs.get("sampling_per_token_logps"),
-            inputs.get("importance_sampling_ratio"),
-            keep,
-        )
-        tokens = token_loss(cfg, batch)
-        loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts)).sum()
-        context.meter.add_total("policy_loss", loss, weight)
-        if self._entropy_bonus_enabled:
-            bonus_mask = mask if keep is None else mask * keep
-            bonus = (entropies * bonus_mask).sum()
-            context.meter.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
-            loss = loss - self._entropy_coefficient() * bonus / max(context.counts.entropy_tokens, 1)
-        if self.aux_loss_enabled:
-            aux = router_term(router, inputs["attention_mask"], context)
-            context.meter.add_total("aux_loss", aux, weight)
-            loss = loss + self.router_aux_loss_coef * aux
-        context.meter.add_total("loss", loss, weight)
-        context.meter.add_tokens("entropy", entropies, mask, weight)
-        if tokens.kl_BT is not None:
-            context.meter.add_tokens("kl", tokens.kl_BT, mask, weight)
-        if tokens.vespo_phi_B1 is not None:
-            context.meter.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
-        self._meter_clipping(tokens.ratio, inputs["advantages"], mask, context.meter, weight)
-        return loss * weight
+        return assemble_loss(self._loss_config, self._loss_terms(), inputs, logps, entropies, router)
 
-    def _meter_clipping(
-        self, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, meter: StepMeter, weight: float
-    ) -> None:
-        per_sequence = self._loss_config.importance_sampling_level == "sequence"
-        for name, clipped in clip_indicators(self._loss_config, ratio, advantages).items():
-            mean_name = name if name == "cispo_clip_ratio" else f"{name}_mean"
-            if per_sequence:
-                meter.add_sequences(mean_name, clipped, weight)
-            else:
-                meter.add_tokens(mean_name, clipped, mask, weight)
-            per_row = clipped.squeeze(1) if per_sequence else (clipped * mask).sum(-1) / mask.sum(-1)
-            if name == "clip_ratio/low":
-                meter.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
-            elif name == "clip_ratio/high":
-                meter.add_extreme("clip_ratio/high_max", per_row, weight)
+    def _whole_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A scored batch that did not come through the window, with itself as its step."""
+        inputs = batch_context(inputs, self.accelerator.device, self._router_top_k())
+        if self.top_entropy_quantile < 1.0:
+            with torch.no_grad():
+                _, entropies, _ = self._score(self.model, inputs)
+            keep_whole_batch(inputs, entropies, self.top_entropy_quantile)
+        return inputs
+
+    def _loss_terms(self) -> LossTerms:
+        bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None
+        return LossTerms(bonus, self.router_aux_loss_coef if self.aux_loss_enabled else None)
 
     def _entropy_coefficient(self) -> float:
         """TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target."""
@@ -561,54 +544,3 @@ def _named_datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"evaluation '{name}'", dataset) for name, dataset in evaluation.items())
     else:
         yield "evaluation", evaluation
-
-
-def _base_of(model: Any) -> PreTrainedModel:
-    """The transformers model under a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _loss_mask(batch: dict[str, Any]) -> torch.Tensor:
-    mask = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
-
-
-def _loss_config(trainer: GRPOTrainer) -> LossConfig:
-    args = trainer.args
-    return LossConfig(
-        loss_type=args.loss_type,
-        importance_sampling_level=args.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        delta=args.delta,
-        beta=args.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
-        vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos,
-        vespo_k_neg=args.vespo_k_neg,
-        vespo_lambda_neg=args.vespo_lambda_neg,
-        off_policy_mask_threshold=args.off_policy_mask_threshold,
-        max_completion_length=trainer.max_completion_length,
-        correct_sampling=args.use_vllm and args.vllm_importance_sampling_correction,
-    )
-
-
-@contextlib.contextmanager
-def _reference_snapshot(model: Any, config: GRPOConfig, peft_config: Any) -> Iterator[None]:
-    """Give a nameless in-memory model a folder to be reloaded from, while TRL builds its reference model."""
-    has_adapter = peft_config is not None or hasattr(model, "peft_config")
-    if not checks.needs_reference_snapshot(model, config.beta, has_adapter):
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        model.config._name_or_path = str(Path(folder))
-        try:
-            yield
-        finally:
-            model.config._name_or_path = ""
-
-
-__all__ = ["GRPOTrainer"]

@@ -188,8 +188,8 @@ def _global_batch(
     if accumulation_steps not in (1, derived):
         raise ConfigError(
             f"gradient_accumulation_steps={accumulation_steps} contradicts global_batch_size={requested}: with "
-            f"per_device_train_batch_size={micro_batch_size} and {num_processes} process(es) it is derived as {derived}; "
-            "remove gradient_accumulation_steps."
+            f"per_device_train_batch_size={micro_batch_size} and {num_processes} process(es) it is derived as"
+            f" {derived}; remove gradient_accumulation_steps."
         )
     return requested
 
@@ -199,8 +199,8 @@ def _chunk_size(requested: int | None, num_generations: int) -> int:
         return max(1, DEFAULT_ROLLOUT_CHUNK // num_generations) * num_generations
     if requested % num_generations:
         raise ConfigError(
-            f"rollout_chunk_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole; "
-            f"use {_multiples_around(requested, num_generations)}."
+            f"rollout_chunk_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole;"
+            f" use {_multiples_around(requested, num_generations)}."
         )
     return requested
 
@@ -305,7 +305,9 @@ def describe_plan(geometry: BatchGeometry, num_prompts: int | None, drop_last: b
         ("micro-batches per step", f"{spread} per process (derived)"),
     ]
     if chunks < g.num_processes:
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample; a smaller rollout_chunk_size helps"))
+        rows.append(
+            ("note", f"only {chunks} of {g.num_processes} processes sample; a smaller rollout_chunk_size helps")
+        )
     if num_prompts is None:
         rows.append(("epoch", "a stream of unknown length"))
     else:

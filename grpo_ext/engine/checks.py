@@ -5,6 +5,7 @@ Differs from TRL: these are found at construction, with the values, the rule and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -69,8 +70,8 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
         found.append(
-            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a model "
-            "with layer or group normalisation"
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
+            " model with layer or group normalisation"
         )
     if neftune_noise_alpha:
         found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
@@ -105,8 +106,8 @@ def check_prompts(dataset: Any, split: str) -> None:
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise DataError(
-            f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds the "
-            "prompt, for example dataset.rename_column('question', 'prompt')."
+            f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds"
+            " the prompt, for example dataset.rename_column('question', 'prompt')."
         )
     for row, prompt in enumerate(iterate_prompts(dataset)):
         if not _has_text(prompt):
@@ -175,16 +176,8 @@ def check_prompt_lengths(
     check()
 
 
-def needs_reference_snapshot(model: Any, beta: float, has_adapter: bool) -> bool:
-    """Whether TRL could not load the reference: it reloads it by name, and this model has none."""
-    nameless = isinstance(model, nn.Module) and not getattr(model.config, "_name_or_path", None)
-    return nameless and beta != 0.0 and not has_adapter
-
-
 def accepts_positions(model: Any) -> bool:
     """Whether the model's forward takes `position_ids`."""
-    import inspect
-
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

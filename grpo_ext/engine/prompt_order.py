@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,9 +105,7 @@ class EpochSteps(Sampler[list[tuple[int, int]]]):
 class StepDataset(Dataset):
     """A map-style data set of optimizer steps over a map-style data set of prompts."""
 
-    def __init__(
-        self, prompts: Any, layout: EpochLayout, rule: ShareRule, order: Callable[[int], list[int]]
-    ) -> None:
+    def __init__(self, prompts: Any, layout: EpochLayout, rule: ShareRule, order: Callable[[int], list[int]]) -> None:
         self.prompts, self.layout, self.rule, self.order = prompts, layout, rule, order
         self._cached: tuple[int, list[int]] | None = None
 
@@ -148,7 +147,7 @@ class StepStream(IterableDataset):
             prompts = range(start, start + len(batch))
             for inside in range(ceil_div(len(batch), g.prompts_per_step) * g.num_iterations):
                 request = self.rule.request(self.epoch, step_layout(g, rollout, inside, prompts))
-                yield self.rule.rows(request, lambda p, batch=batch: copy.deepcopy(batch[p]))
+                yield self.rule.rows(request, partial(_copy_of, batch))
 
 
 class StepLoader(DataLoader):
@@ -164,8 +163,12 @@ def _first(items: list[StepRows]) -> StepRows:
     return items[0]
 
 
-def _itself(item: StepRows) -> StepRows:
+def _itself(item: Any) -> Any:
     return item
+
+
+def _copy_of(batch: list[dict[str, Any]], position: int) -> dict[str, Any]:
+    return copy.deepcopy(batch[position])
 
 
 def make_loader(

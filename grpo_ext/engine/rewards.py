@@ -33,8 +33,8 @@ def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: 
         values = list(rewards)
     except TypeError:
         raise RewardError(
-            f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for each "
-            f"of the {len(completions)} completions."
+            f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for"
+            f" each of the {len(completions)} completions."
         ) from None
     if len(values) != len(completions):
         raise RewardError(

@@ -103,7 +103,7 @@ def sample_chunk(
         The new token ids of each row, without padding.
     """
     ids = [torch.tensor(row, dtype=torch.long) for row in prompts]
-    options = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
+    options: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
     input_ids = pad(ids, padding_value=config.pad_token_id, **options).to(device)
     attention_mask = pad([torch.ones_like(row) for row in ids], padding_value=0, **options).to(device)
     greedy = GenerationConfig.from_dict(config.to_dict())

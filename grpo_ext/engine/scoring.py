@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +25,26 @@ def with_positions(model: Any) -> Callable[..., Any]:
     return forward
 
 
+@dataclass(frozen=True)
+class RouterOutput:
+    """Router logits of one forward, one (tokens, E) tensor per layer, and the attention mask (B, L) it ran under."""
+
+    logits: tuple[torch.Tensor, ...]
+    attention_mask_BL: torch.Tensor
+
+
 @contextmanager
-def capture_router_logits(model: Any, enabled: bool) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+def capture_router(model: Any, enabled: bool) -> Iterator[list[RouterOutput]]:
     """Collect the router logits of each forward of a MoE model; TRL's output keeps only the loss made of them."""
-    captured: list[tuple[torch.Tensor, ...]] = []
+    captured: list[RouterOutput] = []
     if not enabled:
         yield captured
         return
-    handle = model.base_model.register_forward_hook(lambda module, args, output: captured.append(output.router_logits))
+
+    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        captured.append(RouterOutput(output.router_logits, kwargs["attention_mask"]))
+
+    handle = model.base_model.register_forward_hook(keep, with_kwargs=True)
     try:
         yield captured
     finally:

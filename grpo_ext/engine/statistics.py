@@ -16,6 +16,7 @@ import torch
 from ..core.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
 from .collectives import ragged_gather, sum_over_processes
 from .rollouts import Rollout
+from .scoring import RouterOutput
 from .window import MicroBatch, StepMeter
 
 
@@ -48,7 +49,7 @@ class StepContext:
         return mask
 
 
-Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, Any, torch.Tensor]]
+Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
 
 
 def measure_step(
@@ -65,7 +66,7 @@ def measure_step(
     Every process holds the whole step, so the counts need no collective.
 
     Args:
-        score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router logits, attention mask.
+        score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
     """
     tokens = sum(int(rollout.loss_mask(row).sum()) for row in range(len(rollout)))
     context = StepContext(StepCounts(len(rollout), tokens, tokens), meter, top_k=top_k)
@@ -76,11 +77,11 @@ def measure_step(
     chosen: torch.Tensor | None = None
     rows = 0
     for part in micro_batches:
-        entropies_BT, mask_BT, router, attention_mask = score(part)
+        entropies_BT, mask_BT, router = score(part)
         entropies |= dict(zip(part.rows, entropies_BT))
         masks |= dict(zip(part.rows, mask_BT))
-        if has_router:
-            counted, _, here = router_statistics(router, attention_mask, top_k)
+        if router is not None:
+            counted, _, here = router_statistics(router.logits, router.attention_mask_BL, top_k)
             weighted = counted * part.weight
             chosen = weighted if chosen is None else chosen + weighted
             rows += here if part.weight else 0
@@ -110,19 +111,28 @@ def _set_entropy_keep(
     context.counts = StepCounts(context.counts.completions, context.counts.tokens, kept)
 
 
-def router_term(router: Any, attention_mask: torch.Tensor, context: StepContext) -> torch.Tensor:
+def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step, with gradient."""
-    chosen, probs, rows = router_statistics(router, attention_mask, context.top_k)
+    chosen, probs, rows = router_statistics(router.logits, router.attention_mask_BL, context.top_k)
     share, total = context.expert_share, context.router_rows
     if share is None:  # the batch is the whole step
         share, total = chosen / max(rows, 1), rows
     return load_balancing_loss(probs, share.to(probs), probs.numel(), total)
 
 
-def batch_context(inputs: dict[str, Any], mask: torch.Tensor, device: torch.device, top_k: int) -> dict[str, Any]:
+def batch_context(inputs: dict[str, Any], device: torch.device, top_k: int) -> dict[str, Any]:
     """The inputs with a context that takes this one batch for the whole step."""
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     tokens = int(mask.sum())
     counts = StepCounts(mask.size(0), tokens, tokens)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     context = StepContext(counts, StepMeter(device), top_k=top_k)
     return {**inputs, "attention_mask": attention_mask, "step": context, "weight": 1.0}
+
+
+def keep_whole_batch(inputs: dict[str, Any], entropies: torch.Tensor, top_entropy_quantile: float) -> None:
+    """Set the entropy quantile of a batch that is its own step; `inputs` comes from `batch_context`."""
+    context, mask = inputs["step"], inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    rows = list(range(mask.size(0)))
+    _set_entropy_keep(context, dict(zip(rows, entropies)), dict(zip(rows, mask)), rows, top_entropy_quantile)
+    inputs["entropy_keep"] = context.keep_mask(rows, mask.size(1), entropies.device)

@@ -78,7 +78,9 @@ class CheckReport:
         """The report for people."""
         table = Table(title=f"Update after {self.steps} steps, each split against the first")
         for name in ("trainer", "processes", "micro-batch", "update error", "largest metric difference", "verdict"):
-            table.add_column(name, justify="right" if "error" in name or name in ("processes", "micro-batch") else "left")
+            table.add_column(
+                name, justify="right" if "error" in name or name in ("processes", "micro-batch") else "left"
+            )
         for r in self.results:
             metric = "" if math.isnan(r.metric_error) else f"{r.metric_error:.1e}  {r.metric_name}"
             error = "" if math.isnan(r.update_error) else f"{r.update_error:.1e}"

@@ -121,7 +121,9 @@ def plan(
 
 @app.command()
 def check(
-    model: Annotated[OptionalStr, typer.Option(help="Model id or folder with its tokenizer [default: the demo].")] = None,
+    model: Annotated[
+        OptionalStr, typer.Option(help="Model id or folder with its tokenizer [default: the demo].")
+    ] = None,
     dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder [default: the demo].")] = None,
     prompt_column: Annotated[str, typer.Option(help="Column that holds the prompt.")] = "prompt",
     answer_column: Annotated[OptionalStr, typer.Option(help="Column that holds the gold answer.")] = None,
@@ -186,7 +188,12 @@ def _task(
         small = {"global_batch_size": 32, "rollout_chunk_size": 8}
         settings = {**demo_config_defaults(), **small}
         settings.pop("output_dir", None)
-        return {"model": demo.model_path, "dataset": demo.train_dataset, "rewards": demo.reward_funcs, "config": settings}
+        return {
+            "model": demo.model_path,
+            "dataset": demo.train_dataset,
+            "rewards": demo.reward_funcs,
+            "config": settings,
+        }
     if model is None or dataset is None or rewards is None:
         raise ConfigError(
             f"model={model}, dataset={dataset}, rewards={rewards}: either give all three, or none of them for the demo."

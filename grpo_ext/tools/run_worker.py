@@ -79,12 +79,14 @@ def main(folder: Path) -> None:
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     from safetensors.torch import save_file
 
+    # on several processes an unforeseen error of one would leave the others waiting; there the launcher ends them all
+    recoverable: type[Exception] = Exception if processes == 1 else ValueError
     for run in runs:
         (folder / run.name).mkdir(exist_ok=True)
         delta: dict[str, Any] = {}
         try:
             delta, meta = _train(run, folder, processes)
-        except ValueError as error:  # refusals, ours and TRL's
+        except recoverable as error:  # refusals, ours and TRL's
             meta = {"log": [], "error": f"{type(error).__name__}: {error}", "seconds": 0.0}
         if main_process:
             if delta:

@@ -120,7 +120,7 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
         (folder / "runs.dill").write_bytes(dill.dumps({"path": sys.path, "runs": dill.dumps(list(runs), recurse=True)}))
         command = launch_command(processes, folder, ["-m", "grpo_ext.tools.run_worker", str(folder)])
         if processes > 1:  # the launcher takes a module only through its own flag
-            command = command[: -3] + ["--module", "grpo_ext.tools.run_worker", str(folder)]
+            command = [*command[:-3], "--module", "grpo_ext.tools.run_worker", str(folder)]
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
         try:
@@ -165,5 +165,3 @@ def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
     if rollout is not None:
         settings["steps_per_generation"] = rollout // unit
     return settings
-
-

@@ -1,0 +1,50 @@
+# Every target sets up what it needs in .venv; nothing has to be installed by hand.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-full check bench lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (once; a minute or two) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## make the environment
+
+train: $(READY)  ## train the embedded demo (ARGS="--max_steps 50" for overrides)
+	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/grpo.py $(ARGS)
+
+test: $(READY)  ## run the tests (ARGS for pytest)
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-full: $(READY)  ## run the tests with the full matrix of splits
+	@$(BIN)/python -m pytest -q --full $(ARGS)
+
+check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
+	@$(BIN)/grpo-ext check $(ARGS)
+
+bench: $(READY)  ## seconds per step against stock TRL, interleaved
+	@$(BIN)/python -m grpo_ext.tools.bench $(ARGS)
+
+lint: $(READY)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY)  ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,19 @@
+"""Settings that every test process shares."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the full matrix as well (make test-full)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full"):
+        return
+    kept = [item for item in items if "full" not in item.keywords]
+    config.hook.pytest_deselected(items=[item for item in items if "full" in item.keywords])
+    items[:] = kept

@@ -1,0 +1,112 @@
+"""Tiny models, data and rewards that the tests share; everything is made locally, nothing is downloaded."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
+
+LETTERS = "abcdefgh"
+_VOCABULARY = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 >:+-=|.,?!\n<>/[]{}\"'_"]
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character; with a minimal chat template if asked for."""
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(_VOCABULARY))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    if chat:
+        fast.chat_template = (
+            "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
+            "{% if add_generation_prompt %}a:{% endif %}"
+        )
+    return fast
+
+
+def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
+    """A random causal language model of about 20 thousand parameters: qwen2, llama, gpt2 or moe."""
+    vocab = len(tiny_tokenizer())
+    if kind == "qwen2":
+        config: Any = Qwen2Config(vocab_size=vocab, **{**_SIZES, **overrides})
+    elif kind == "llama":
+        config = LlamaConfig(vocab_size=vocab, tie_word_embeddings=True, **{**_SIZES, **overrides})
+    elif kind == "moe":
+        experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+        router = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+        config = Qwen2MoeConfig(vocab_size=vocab, **{**_SIZES, **experts, **router, **overrides})
+    elif kind == "gpt2":
+        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+        ids = {"eos_token_id": 1, "bos_token_id": 1, "pad_token_id": 0}
+        config = GPT2Config(vocab_size=vocab, **{**drop, **shape, **ids, **overrides})
+    else:
+        raise ValueError(kind)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def prompts(count: int = 22, seed: int = 0) -> Dataset:
+    """Prompts of 3 to 10 characters, with a column the rewards may use."""
+    source = random.Random(seed)
+    rows = ["".join(source.choice(LETTERS) for _ in range(source.randint(2, 9))) + ">" for _ in range(count)]
+    return Dataset.from_dict({"prompt": rows, "answer": ["".join(sorted(row[:-1])) for row in rows]})
+
+
+def letter_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """Letters of the prompt that come back, less a little per character: varies within every group."""
+    return [float(sum(c in p for c in text)) - 0.1 * len(text) for p, text in zip(prompts, completions)]
+
+
+def sparse_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float | None]:
+    """A second objective that does not apply to every completion."""
+    return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
+
+
+def config_kwargs(folder: Any, **overrides: Any) -> dict[str, Any]:
+    """Settings of a short, quiet run."""
+    return {
+        "output_dir": str(folder),
+        "global_batch_size": 16,
+        "num_generations": 4,
+        "per_device_train_batch_size": 5,
+        "rollout_chunk_size": 8,
+        "max_completion_length": 12,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 3,
+        **overrides,
+    }

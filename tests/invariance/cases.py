@@ -1,0 +1,116 @@
+"""The matrix: what is trained, under which splits, and where stock TRL is known to differ.
+
+Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
+case in one process under two micro-batch sizes, and on one larger number of processes; `make test-full` takes all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.tools.runs import OURS, Run
+from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON
+
+TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
+REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to train."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    model: str = "qwen2"
+    peft: dict[str, Any] | None = None
+    rewards: tuple[Any, ...] = (letter_reward,)
+    prompts: int = 22
+    evaluate: bool = False
+
+
+CASES = {
+    "grpo": Case({"loss_type": "grpo"}),
+    "bnpo": Case({"loss_type": "bnpo"}, model="llama"),
+    "dr_grpo": Case({"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": Case({"loss_type": "dapo", "epsilon_high": 0.28, **TWO_STEPS}),
+    "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0, **REUSED}),
+    "sapo": Case({"loss_type": "sapo", **TWO_STEPS}, model="llama"),
+    "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence", **TWO_STEPS}),
+    "vespo": Case({"loss_type": "vespo", **REUSED}),
+    "gspo": Case({"loss_type": "grpo", "importance_sampling_level": "sequence", **REUSED}),
+    "two_sided": Case({"loss_type": "grpo", "delta": 1.2, **REUSED}),
+    "kl": Case({"beta": 0.1, **REUSED}),
+    "kl_lora": Case({"beta": 0.1, **TWO_STEPS}, peft=LORA),
+    "lora": Case(peft=LORA),
+    "truncated": Case({"mask_truncated_completions": True}),
+    "quantile": Case({"top_entropy_quantile": 0.25}),
+    "quantile_bonus": Case({"top_entropy_quantile": 0.5, "entropy_coef": 0.05, **TWO_STEPS}),
+    "entropy": Case({"entropy_coef": 0.05}),
+    "adaptive": Case({"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.05}),
+    "off_policy": Case({"off_policy_mask_threshold": 1e-4, **REUSED}),
+    "moe": Case(model="moe"),
+    "moe_reused": Case({"loss_type": "grpo", **REUSED}, model="moe"),
+    "gpt2": Case({"beta": 0.05, "max_steps": 3}, model="gpt2"),
+    "two_rewards": Case(
+        {"reward_weights": [1.0, 0.5], "scale_rewards": "batch"}, rewards=(letter_reward, sparse_reward)
+    ),
+    "gdpo": Case({"multi_objective_aggregation": "normalize_then_sum"}, rewards=(letter_reward, sparse_reward)),
+    "checkpointing": Case({"gradient_checkpointing": True}, model="llama"),
+    "epochs": Case({"num_train_epochs": 2, "max_steps": -1}, prompts=10),
+    "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
+    "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
+    "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
+}
+
+_BASE = {
+    "global_batch_size": 16,
+    "rollout_chunk_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "adam_epsilon": ADAM_EPSILON,
+    "gradient_checkpointing": False,
+    "seed": 3,
+}
+
+
+class Bench:
+    """Makes the runs of the matrix over one folder of models and data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model(self, kind: str) -> str:
+        path = self.folder / kind
+        if not path.exists():
+            tiny_model(kind).save_pretrained(path)
+            tiny_tokenizer().save_pretrained(path)
+        return str(path)
+
+    def data(self, count: int) -> str:
+        path = self.folder / f"prompts_{count}"
+        if not path.exists():
+            prompts(count).save_to_disk(str(path))
+        return str(path)
+
+    def run(self, name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> Run:
+        """The run of a case under one micro-batch size; `changes` replace fields of `Run` or settings."""
+        case = CASES[name]
+        fields = {f.name for f in dataclasses.fields(Run)}
+        settings = {k: v for k, v in changes.items() if k not in fields}
+        run = Run(
+            name=f"{name}-{trainer}-{micro_batch_size}",
+            model_path=self.model(case.model),
+            data_path=self.data(case.prompts),
+            rewards=case.rewards,
+            config={**_BASE, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
+            trainer=trainer,
+            peft=case.peft,
+            eval_path=self.data(5) if case.evaluate else None,
+        )
+        return dataclasses.replace(run, **{k: v for k, v in changes.items() if k in fields})

@@ -1,0 +1,138 @@
+"""The promise: the update and the log lines are the same for every micro-batch size and number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from grpo_ext.tools.check import describe_difference, metric_difference, update_error
+from grpo_ext.tools.runs import OURS, STOCK, Run, RunResult, run_all
+from tests.invariance.cases import CASES, Bench
+from tests.tolerances import DIFFERENT, METRIC, UPDATE, UPDATE_FLOAT64
+
+REFERENCE = 16  # the whole step in one forward
+NAMES = list(CASES)
+SIZES = (8, 5, 3, 1)
+
+
+def covering(name: str) -> list[tuple[int, int]]:
+    """Splits of a case in `make test`: one other micro-batch size in one process, one on several."""
+    i = NAMES.index(name)
+    return [(1, SIZES[i % 4]), (2 + i % 3, SIZES[(i + 1) % 4])]
+
+
+def remaining(name: str) -> list[tuple[int, int]]:
+    """Every other split of the full matrix."""
+    every = [(n, m) for n in (1, 2, 3, 4) for m in (REFERENCE, *SIZES)]
+    return [split for split in every if split not in [*covering(name), (1, REFERENCE)]]
+
+
+@dataclass
+class Launches:
+    """Runs are collected first and launched together, once per number of processes."""
+
+    bench: Bench
+    planned: dict[int, list[Run]] = field(default_factory=dict)
+    done: dict[tuple[int, str], RunResult] = field(default_factory=dict)
+
+    def plan(self, processes: int, run: Run) -> None:
+        if all(r.name != run.name for r in self.planned.setdefault(processes, [])):
+            self.planned[processes].append(run)
+
+    def result(self, processes: int, run: Run) -> RunResult:
+        if (processes, run.name) not in self.done:
+            runs = self.planned[processes]
+            for r, outcome in zip(runs, run_all(runs, processes)):
+                self.done[processes, r.name] = outcome
+        return self.done[processes, run.name]
+
+
+STOCK_CONTROLS = [  # case, processes, micro-batch: stock TRL learns something else than with (1, 16)
+    ("bnpo", 1, 4),
+    ("quantile", 1, 4),
+    ("entropy", 1, 4),
+    ("moe", 1, 4),
+    ("grpo", 2, 8),
+    ("gpt2", 2, 8),
+    ("cispo", 2, 8),
+]
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory, request) -> Launches:
+    together = Launches(Bench(tmp_path_factory.mktemp("matrix")))
+    full = request.config.getoption("--full")
+    for name in NAMES:
+        together.plan(1, together.bench.run(name, REFERENCE))
+        for processes, size in covering(name) + (remaining(name) if full else []):
+            together.plan(processes, together.bench.run(name, size))
+    for name, processes, size in STOCK_CONTROLS:
+        together.plan(1, together.bench.run(name, REFERENCE, STOCK))
+        together.plan(processes, together.bench.run(name, size, STOCK))
+    return together
+
+
+def splits(rule) -> list:
+    return [pytest.param(name, n, m, id=f"{name}-{n}x{m}") for name in NAMES for n, m in rule(name)]
+
+
+def assert_same(launches: Launches, name: str, processes: int, size: int) -> None:
+    reference = launches.result(1, launches.bench.run(name, REFERENCE))
+    other = launches.result(processes, launches.bench.run(name, size))
+    assert reference.error is None, reference.error
+    assert other.error is None, other.error
+    error = update_error(reference.delta, other.delta)
+    assert error <= UPDATE, f"update error {error:.2e}: {describe_difference(reference.delta, other.delta)}"
+    gap, metric = metric_difference(reference.log, other.log)
+    assert gap <= METRIC, f"{metric} differs by {gap:.2e}"
+
+
+@pytest.mark.parametrize(("name", "processes", "size"), splits(covering))
+def test_update_and_log_do_not_depend_on_the_split(launches, name, processes, size):
+    assert_same(launches, name, processes, size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "processes", "size"), splits(remaining))
+def test_update_and_log_do_not_depend_on_the_split_full(launches, name, processes, size):
+    assert_same(launches, name, processes, size)
+
+
+@pytest.mark.parametrize(("name", "processes", "size"), STOCK_CONTROLS)
+def test_stock_trl_learns_something_else(launches, name, processes, size):
+    reference = launches.result(1, launches.bench.run(name, REFERENCE, STOCK))
+    other = launches.result(processes, launches.bench.run(name, size, STOCK))
+    assert reference.error is None, reference.error
+    assert other.error is None, other.error
+    assert update_error(reference.delta, other.delta) > DIFFERENT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case_trains(launches, name):
+    # an update of zero would be the same for every split
+    reference = launches.result(1, launches.bench.run(name, REFERENCE))
+    assert sum(float(d.norm()) for d in reference.delta.values()) > 1e-4
+    losses = [line["loss"] for line in reference.log if "loss" in line]
+    assert len(losses) >= 2
+    assert any(abs(loss) > 1e-9 for loss in losses)
+
+
+def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
+    bench = Bench(tmp_path)
+    names = ("dapo", "cispo", "kl", "quantile_bonus", "moe", "gpt2")
+    exact = {"dtype": "float64", "adam_epsilon": 1e-8}
+    wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]
+    narrow = [bench.run(name, 3, OURS, **exact) for name in names]
+    results = run_all([*wide, *narrow], processes=1)
+    for name, a, b in zip(names, results[: len(names)], results[len(names) :]):
+        assert a.error is None, a.error
+        error = update_error(a.delta, b.delta)
+        assert error <= UPDATE_FLOAT64, f"{name}: {error:.2e}, {describe_difference(a.delta, b.delta)}"
+
+
+def test_another_seed_learns_something_else(launches):
+    bench = launches.bench
+    other = run_all([bench.run("grpo", REFERENCE, name="other-seed", seed=4)], processes=1)[0]
+    reference = launches.result(1, bench.run("grpo", REFERENCE))
+    assert update_error(reference.delta, other.delta) > DIFFERENT

@@ -1,0 +1,129 @@
+"""Bad input ends before training with one error that names the values, the rule and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from torch import nn
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+def build(tmp_path, model=None, dataset=None, extra=None, **settings):
+    return GRPOTrainer(
+        model=tiny_model() if model is None else model,
+        reward_funcs=letter_reward,
+        args=GRPOConfig(**config_kwargs(tmp_path, **settings)),
+        train_dataset=prompts() if dataset is None else dataset,
+        processing_class=tiny_tokenizer(),
+        **(extra or {}),
+    )
+
+
+SIZES = [
+    ({"global_batch_size": 15}, ["global_batch_size=15", "num_generations=4", "use 12 or 16"]),
+    ({"rollout_batch_size": 24}, ["rollout_batch_size=24", "global_batch_size=16", "use 16 or 32"]),
+    ({"rollout_chunk_size": 6}, ["rollout_chunk_size=6", "use 4 or 8"]),
+    ({"num_generations": 1}, ["num_generations=1", "at least 2"]),
+    ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size=0", "1 or more"]),
+    ({"per_device_eval_batch_size": -1}, ["per_device_eval_batch_size=-1", "1 or more"]),
+    ({"gradient_accumulation_steps": 7}, ["gradient_accumulation_steps=7", "derived as 4", "remove"]),
+    ({"steps_per_generation": 2}, ["steps_per_generation=2", "set rollout_batch_size"]),
+    ({"rollout_batch_size": 16, "generation_batch_size": 32}, ["rollout_batch_size=16", "generation_batch_size=32"]),
+    ({"global_batch_size": None, "per_device_train_batch_size": 5}, ["= 5 completions", "set global_batch_size to"]),
+    ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "'dapo'"]),
+    ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'sequence'"]),
+    ({"scale_rewards": "some"}, ["scale_rewards='some'", "'group'"]),
+    ({"multi_objective_aggregation": "x"}, ["multi_objective_aggregation='x'", "'sum_then_normalize'"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), SIZES, ids=[next(iter(s)) for s, _ in SIZES])
+def test_settings_that_break_a_rule_are_refused(tmp_path, settings, words):
+    with pytest.raises(ConfigError) as error:
+        GRPOConfig(**config_kwargs(tmp_path, **settings))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_optimizer_that_updates_during_backward_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="lomo.*use another optimizer"):
+        build(tmp_path, optim="lomo")
+
+
+DATA = [
+    (Dataset.from_dict({"prompt": []}), "training data set is empty"),
+    (Dataset.from_dict({"question": ["a"]}), "no 'prompt' column; it has question"),
+    (Dataset.from_dict({"prompt": ["a", "", "b"]}), "row 1 of the training data set has an empty prompt"),
+    (Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 200]}), "prompt in row 3 has 200 tokens.*room for 128"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty", "column", "empty prompt", "too long"])
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path, dataset, message):
+    with pytest.raises(DataError, match=message):
+        build(tmp_path, dataset=dataset)
+
+
+def test_absolute_positions_count_the_completion_too(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 120]})
+    with pytest.raises(DataError, match=r"row 3 has 120 tokens.*room for 116 .*max_completion_length=12"):
+        build(tmp_path, model=tiny_model("gpt2"), dataset=rows)
+    build(tmp_path, model=tiny_model("qwen2"), dataset=rows)  # rotary positions go on
+
+
+def test_bad_evaluation_data_is_named(tmp_path):
+    with pytest.raises(DataError, match="evaluation 'b' data set"):
+        build(tmp_path, extra={"eval_dataset": {"a": prompts(3), "b": Dataset.from_dict({"prompt": []})}})
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    bare = transformers.AutoModel.from_config(tiny_model().config)
+    with pytest.raises(ModelError, match="Qwen2Model has no .*AutoModelForCausalLM"):
+        build(tmp_path, model=bare)
+
+
+def test_something_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="model is a dict"):
+        build(tmp_path, model={})
+
+
+def test_dropout_is_refused_with_its_remedy(tmp_path):
+    with pytest.raises(SplitDependentError, match=r"attention_dropout=0.1.*disable_dropout=True"):
+        build(tmp_path, model=tiny_model("llama", attention_dropout=0.1))
+    with pytest.raises(SplitDependentError, match=r"p=0.1"):
+        build(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1))
+
+
+def test_lora_dropout_is_refused(tmp_path):
+    lora = {"peft_config": LoraConfig(r=4, lora_dropout=0.05, task_type="CAUSAL_LM")}
+    with pytest.raises(SplitDependentError, match=r"lora_dropout.*p=0.05"):
+        build(tmp_path, extra=lora)
+    build(tmp_path, extra=lora, disable_dropout=True)
+
+
+def test_disable_dropout_reaches_functional_dropout_too(tmp_path):
+    trainer = build(tmp_path, model=tiny_model("llama", attention_dropout=0.1), disable_dropout=True)
+    assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.0
+
+
+def test_batch_normalisation_is_refused(tmp_path):
+    model = tiny_model()
+    model.model.extra = nn.BatchNorm1d(4)
+    with pytest.raises(SplitDependentError, match=r"model.extra \(BatchNorm1d\)"):
+        build(tmp_path, model=model)
+
+
+def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
+    trainer = build(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1), allow_split_dependent=True)
+    trainer.train()
+    assert "does not cover this run: dropout is on" in caplog.text
+
+
+def test_every_refusal_is_a_value_error():
+    # code that catches TRL's errors catches ours
+    assert issubclass(GrpoExtError, ValueError)

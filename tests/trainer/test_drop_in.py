@@ -1,0 +1,350 @@
+"""Drop-in: what works with `trl.GRPOTrainer` works here with the import changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import RewardError
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=None, extra=None, **settings):
+    return GRPOTrainer(
+        model=tiny_model() if model is None else model,
+        reward_funcs=rewards,
+        args=GRPOConfig(**config_kwargs(tmp_path / "out", **settings)),
+        train_dataset=prompts() if dataset is None else dataset,
+        processing_class=tokenizer or tiny_tokenizer(),
+        **(extra or {}),
+    )
+
+
+def log_of(trainer, key):
+    return [line[key] for line in trainer.state.log_history if key in line]
+
+
+def parameters(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def conversations(count=8):
+    rows = prompts(count)
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})
+
+
+def chat_reward(prompts, completions, **kwargs):
+    assert all(c[0]["role"] == "assistant" for c in completions)
+    return [float(len(c[0]["content"])) for c in completions]
+
+
+def test_a_trl_config_is_taken_as_it_is(tmp_path):
+    kwargs = config_kwargs(
+        tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=8
+    )
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        kwargs.pop(name)
+    args = trl.GRPOConfig(**kwargs)
+    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert trainer.geometry.global_batch_size == 16
+    assert trainer.geometry.rollout_batch_size == 32
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert args.gradient_accumulation_steps == 4  # the user's object is left alone
+
+
+def test_reward_functions_get_the_columns_and_the_state(tmp_path):
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
+        seen.update(answer=answer, step=trainer_state.global_step, count=len(completions))
+        log_extra("answer", answer)
+        log_metric("half", 0.5)
+        return [float(len(c)) for c in completions]
+
+    trainer = make(tmp_path, rewards=reward)
+    trainer.train()
+    assert seen["count"] == len(seen["answer"]) == 16
+    assert log_of(trainer, "half") == [0.5, 0.5]
+    assert len(trainer._logs["extra"]["answer"]) == 16
+
+
+def test_async_sync_and_model_rewards_work_together(tmp_path):
+    async def coroutine_reward(prompts, completions, **kwargs):
+        return [0.25 * len(c) for c in completions]
+
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    scorer = transformers.AutoModelForSequenceClassification.from_config(config)
+    scorer.config._name_or_path = "scorer"
+    tokenizer = tiny_tokenizer()
+    trainer = make(
+        tmp_path,
+        rewards=[letter_reward, coroutine_reward, scorer],
+        extra={"reward_processing_classes": [None, None, tokenizer]},
+    )
+    trainer.train()
+    for name in ("letter_reward", "coroutine_reward", "scorer"):
+        assert len(log_of(trainer, f"rewards/{name}/mean")) == 2
+    assert log_of(trainer, "rewards/coroutine_reward/mean")[0] > 0
+
+
+def test_conversational_prompts_train(tmp_path):
+    trainer = make(tmp_path, rewards=chat_reward, dataset=conversations(), tokenizer=tiny_tokenizer(chat=True))
+    before = parameters(trainer).clone()
+    trainer.train()
+    assert not torch.equal(before, parameters(trainer))
+
+
+def test_lora_trains_only_the_adapter(tmp_path):
+    model = tiny_model("llama")
+    base = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = make(tmp_path, model=model, extra={"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}, beta=0.1)
+    trainer.train()
+    for name, p in trainer.model.get_base_model().named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(base[name.replace(".base_layer", "")], p)
+    moved = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
+    assert any(p.abs().sum() > 0 for p in moved)
+    assert len(log_of(trainer, "kl")) == 2
+
+
+def test_reference_of_a_model_without_a_name_is_its_start(tmp_path):
+    trainer = make(tmp_path, beta=0.1)
+    start = parameters(trainer).clone()
+    reference = torch.cat([p.detach().flatten() for p in trainer.ref_model.parameters()])
+    assert torch.equal(reference, start)
+    trainer.train()
+    assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
+    assert log_of(trainer, "kl")[1] > 0
+    assert trainer.model.config._name_or_path == ""
+
+
+def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):
+    rows = prompts(10)
+    stream = IterableDataset.from_generator(lambda: iter(rows.to_list()))
+    plain = make(tmp_path, dataset=rows, shuffle_dataset=False, max_steps=5)
+    streamed = make(tmp_path, dataset=stream, shuffle_dataset=False, max_steps=5)
+    plain.train()
+    streamed.train()
+    # ten prompts: two full steps and a smaller one, then the next pass
+    assert log_of(plain, "num_tokens") == log_of(streamed, "num_tokens")
+    assert torch.allclose(parameters(plain), parameters(streamed), atol=1e-7)
+
+
+def test_evaluation_is_the_same_for_every_eval_batch_size(tmp_path):
+    logs = []
+    for size in (8, 3, 1):
+        trainer = make(
+            tmp_path,
+            per_device_eval_batch_size=size,
+            eval_strategy="steps",
+            eval_steps=1,
+            num_generations_eval=2,
+            extra={"eval_dataset": {"a": prompts(5, seed=1), "b": prompts(3, seed=2)}},
+        )
+        trainer.train()
+        logs.append(
+            [log_of(trainer, "eval_a_loss"), log_of(trainer, "eval_a_reward"), log_of(trainer, "eval_b_entropy")]
+        )
+        assert len(logs[-1][0]) == 2
+    for other in logs[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(logs[0]), atol=1e-5, rtol=1e-5)
+
+
+def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
+    plain = make(tmp_path, max_steps=3)
+    evaluated = make(
+        tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, extra={"eval_dataset": prompts(5, seed=1)}
+    )
+    plain.train()
+    evaluated.train()
+    assert torch.equal(parameters(plain), parameters(evaluated))
+
+
+def test_best_model_is_loaded_and_checkpoints_resume(tmp_path):
+    settings = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1, "max_steps": 3}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    extra = {"eval_dataset": prompts(5, seed=1)}
+    trainer = make(tmp_path, extra=extra, **settings, **best)
+    trainer.train()
+    folder = tmp_path / "out"
+    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] is not None
+    again = make(tmp_path, extra=extra, **{**settings, "max_steps": 4})
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    assert again.state.global_step == 4
+    assert (folder / "checkpoint-4").is_dir()
+
+
+def test_resume_between_rollouts_goes_on_as_if_nothing_had_happened(tmp_path):
+    # ten prompts: an epoch is two full steps and a smaller one; the break is in the second epoch
+    rows = prompts(10)
+    whole = make(tmp_path / "a", dataset=rows, max_steps=6)
+    whole.train()
+    first = make(tmp_path / "b", dataset=rows, max_steps=6, save_strategy="steps", save_steps=4)
+    first.train()
+    second = make(tmp_path / "b", dataset=rows, max_steps=6)
+    second.train(resume_from_checkpoint=str(tmp_path / "b" / "out" / "checkpoint-4"))
+    assert torch.allclose(parameters(whole), parameters(second), atol=1e-7)
+
+
+def test_bfloat16_trains(tmp_path):
+    trainer = make(tmp_path, bf16=True, use_cpu=True)
+    trainer.train()
+    assert all(abs(loss) < 10 for loss in log_of(trainer, "loss"))
+    assert log_of(trainer, "grad_norm")[0] > 0
+
+
+def test_rollouts_are_reused_and_renewed_on_time(tmp_path):
+    calls = []
+
+    def counting(prompts, completions, **kwargs):
+        calls.append(len(completions))
+        return letter_reward(prompts, completions)
+
+    # 22 prompts, rollouts of 8: 8, 8 and 6; two iterations of 2, 2 and 2 steps each
+    trainer = make(
+        tmp_path, rewards=counting, rollout_batch_size=32, num_iterations=2, max_steps=-1, num_train_epochs=1
+    )
+    trainer.train()
+    assert trainer.state.global_step == 12
+    assert calls == [32, 32, 24]
+
+
+def test_callbacks_see_one_step_per_optimizer_step(tmp_path):
+    class Count(transformers.TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            Count.steps += 1
+
+    trainer = make(tmp_path, per_device_train_batch_size=1, extra={"callbacks": [Count()]})
+    trainer.train()
+    assert Count.steps == 2
+
+
+class CountingGame:
+    """An environment that owns its reward."""
+
+    def reset(self, **kwargs):
+        self.guesses = 0
+        return "guess"
+
+    def guess(self, number: int) -> str:
+        """Guess a number.
+
+        Args:
+            number: The guess.
+        """
+        self.guesses += 1
+        return "higher"
+
+    def get_reward(self) -> float:
+        return float(self.guesses)
+
+
+TOOL_CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'
+
+
+@pytest.fixture
+def tool_tokenizer():
+    """A tokenizer with TRL's Qwen3 template: letters, and the special tokens of the template."""
+    from pathlib import Path
+
+    tokenizer = tiny_tokenizer()
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    tokenizer.chat_template = template.read_text()
+    tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+    tokens += ["<tool_response>", "</tool_response>", "<tools>", "</tools>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens[:2]})
+    tokenizer.add_tokens([*tokens[2:], *(chr(c) for c in range(33, 127))])
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
+
+
+def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):
+    import grpo_ext.trainer as module
+
+    turns = []
+
+    def scripted(model, prompt_ids, keys, offsets, *rest):
+        turns.append((keys.tolist(), offsets.tolist()))
+        first = offsets[0] == 0
+        call = tool_tokenizer(TOOL_CALL + "<|im_end|>")["input_ids"]
+        done = tool_tokenizer("ok<|im_end|>")["input_ids"]
+        # in the first turn every second row calls the tool
+        return [call if first and i % 2 == 0 else done for i in range(len(prompt_ids))]
+
+    monkeypatch.setattr(module, "sample_chunk", scripted)
+    model = tiny_model(max_position_embeddings=4096)
+    model.resize_token_embeddings(len(tool_tokenizer))
+    trainer = make(
+        tmp_path,
+        model=model,
+        rewards=None,
+        dataset=conversations(),
+        tokenizer=tool_tokenizer,
+        extra={"environment_factory": CountingGame},
+        max_completion_length=512,
+        max_steps=1,
+        global_batch_size=8,
+        rollout_chunk_size=4,
+        per_device_train_batch_size=3,
+    )
+    trainer.train()
+    assert log_of(trainer, "reward") == [0.5]
+    first, later = turns[:2], turns[2:]
+    assert [offsets for _, offsets in first] == [[0] * 4] * 2
+    # the second turn: rows 0 and 2 of each chunk, under their own keys, at a later token position
+    assert [keys for keys, _ in later] == [keys[::2] for keys, _ in first]
+    assert all(offset > 0 for _, offsets in later for offset in offsets)
+
+
+def test_rollout_func_trains_through_trl_and_says_so(tmp_path, caplog):
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+        completions = [[5 + (i % 3), 6, 1] for i in range(len(prompts))]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * 3 for _ in prompts]}
+
+    with caplog.at_level(logging.WARNING):
+        trainer = make(tmp_path, per_device_train_batch_size=4, extra={"rollout_func": rollout})
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "does not cover this run: rollout_func" in caplog.text
+
+
+def test_the_plan_is_printed_once(tmp_path, capsys):
+    make(tmp_path).train()
+    printed = capsys.readouterr().out
+    assert printed.count("Plan (sizes over all processes") == 1
+    assert "16 completions = 4 prompts x 4" in printed
+    assert "22 prompts = 6 optimizer steps" in printed
+
+
+def test_checkpoints_of_an_earlier_run_are_left_alone(tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(tmp_path, **settings).train()
+    saved = (tmp_path / "out" / "checkpoint-1" / "model.safetensors").read_bytes()
+    with caplog.at_level(logging.WARNING):
+        second = make(tmp_path, seed=9, **settings)
+        second.train()
+    assert (tmp_path / "out" / "checkpoint-1" / "model.safetensors").read_bytes() == saved
+    assert (tmp_path / "out-2" / "checkpoint-1" / "model.safetensors").read_bytes() != saved
+    assert caplog.text.count("of an earlier run, which are left alone") == 1
+
+
+def test_an_error_of_a_reward_function_names_it_in_training(tmp_path):
+    def flawed(prompts, completions, **kwargs):
+        return [float("nan") if i == 5 else 1.0 for i in range(len(completions))]
+
+    with pytest.raises(RewardError, match=r"'flawed' returned nan in row 5"):
+        make(tmp_path, rewards=flawed).train()

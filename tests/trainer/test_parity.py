@@ -1,0 +1,137 @@
+"""Parity: on the same completions, one process and one micro-batch, loss and gradients are stock TRL's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trl
+
+import grpo_ext
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import DIFFERENT, PARITY
+
+STEP = 8  # completions
+
+
+def trainer_of(package, folder, kind, **settings):
+    sizes = {"per_device_train_batch_size": STEP, "max_completion_length": 12, **settings}
+    kwargs = config_kwargs(folder, **sizes)
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        kwargs.pop(name)
+    return package.GRPOTrainer(
+        model=tiny_model(kind),
+        reward_funcs=letter_reward,
+        args=package.GRPOConfig(**kwargs),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def completions(seed: int = 0, old: bool = False, ref: bool = False) -> dict[str, torch.Tensor]:
+    """A scored batch as TRL's `_generate_and_score_completions` returns it: ragged, padded on both sides."""
+    g = torch.Generator().manual_seed(seed)
+    prompt_lengths = torch.randint(2, 7, (STEP,), generator=g)
+    lengths = torch.randint(1, 13, (STEP,), generator=g)
+    prompt_mask = (torch.arange(7) >= 7 - prompt_lengths[:, None]).long()
+    completion_mask = (torch.arange(12) < lengths[:, None]).long()
+    batch = {
+        "prompt_ids": torch.randint(3, 30, (STEP, 7), generator=g) * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(3, 30, (STEP, 12), generator=g) * completion_mask,
+        "completion_mask": completion_mask,
+        "advantages": torch.randn(STEP, generator=g),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    if old:
+        batch["old_per_token_logps"] = -3.5 + 0.5 * torch.randn(STEP, 12, generator=g)
+    if ref:
+        batch["ref_per_token_logps"] = -3.5 + 0.5 * torch.randn(STEP, 12, generator=g)
+    return batch
+
+
+def loss_and_gradient(trainer, batch) -> tuple[float, torch.Tensor]:
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return float(loss), torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
+
+
+SETTINGS = {
+    "grpo": {"loss_type": "grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
+    "sapo": {"loss_type": "sapo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "luspo_token": {"loss_type": "luspo"},
+    "vespo": {"loss_type": "vespo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "delta": {"loss_type": "grpo", "delta": 1.2},
+    "kl": {"beta": 0.1},
+    "kl_biased": {"beta": 0.1, "use_bias_correction_kl": False},
+    "kl_sequence": {"beta": 0.1, "importance_sampling_level": "sequence"},
+    "quantile": {"top_entropy_quantile": 0.3},
+    "entropy": {"entropy_coef": 0.05},
+    "quantile_bonus": {"top_entropy_quantile": 0.5, "entropy_coef": 0.05},
+    "off_policy": {"off_policy_mask_threshold": 0.05},
+    "moe": {"kind": "moe"},
+}
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
+    settings = dict(SETTINGS[name])
+    kind = settings.pop("kind", "qwen2")
+    named = {"model_init_kwargs": None}
+    batch = completions(old=old, ref="beta" in settings)
+    ours = trainer_of(grpo_ext, tmp_path, kind, **settings)
+    beta = settings.pop("beta", 0.0)
+    stock = trainer_of(trl, tmp_path, kind, **settings, **named)
+    stock.beta = beta  # stock TRL cannot build a reference for a model without a name; the batch brings its log-probs
+    loss, gradient = loss_and_gradient(ours, batch)
+    stock_loss, stock_gradient = loss_and_gradient(stock, batch)
+    assert abs(stock_loss) > 1e-6
+    assert loss == pytest.approx(stock_loss, rel=PARITY, abs=PARITY * 1e-1)
+    error = float((gradient - stock_gradient).norm() / stock_gradient.norm())
+    assert error <= PARITY, f"gradient differs by {error:.2e}"
+    metrics, stock_metrics = last_metrics(ours, batch), {k: v[-1] for k, v in stock._metrics["train"].items()}
+    assert stock_metrics.keys() - {"entropy_coef"} <= metrics.keys()
+    for key in stock_metrics.keys() - {"entropy_coef"}:
+        assert metrics[key] == pytest.approx(stock_metrics[key], rel=1e-5, abs=1e-6), key
+
+
+def last_metrics(trainer, batch) -> dict[str, float]:
+    """The metrics of the batch as one step, under the names they are logged with."""
+    inputs = trainer._whole_batch(dict(batch))
+    trainer._compute_loss(trainer.model, inputs)
+    trainer._finish_step(inputs["step"])
+    return {key: values[-1] for key, values in trainer._metrics["train"].items()}
+
+
+def test_parity_notices_a_wrong_denominator(tmp_path):
+    batch = completions()
+    _, grpo = loss_and_gradient(trainer_of(grpo_ext, tmp_path, "qwen2", loss_type="grpo"), batch)
+    _, stock = loss_and_gradient(trainer_of(trl, tmp_path, "qwen2", loss_type="dapo"), batch)
+    assert float((grpo - stock).norm() / stock.norm()) > DIFFERENT
+
+
+def test_absolute_positions_do_not_move_with_padding(tmp_path):
+    ours, stock = (trainer_of(package, tmp_path, "gpt2") for package in (grpo_ext, trl))
+    batch = completions()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    padded_ids = torch.nn.functional.pad(ids, (5, 0))
+    padded_mask = torch.nn.functional.pad(mask, (5, 0))
+
+    def scores(trainer, ids, mask):
+        with torch.no_grad():
+            return (
+                trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 12)[0] * batch["completion_mask"]
+            )
+
+    assert torch.allclose(scores(ours, ids, mask), scores(ours, padded_ids, padded_mask), atol=1e-5)
+    assert not torch.allclose(scores(stock, ids, mask), scores(stock, padded_ids, padded_mask), atol=1e-2)
