@@ -35,7 +35,7 @@ check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--ag
 	@$(BIN)/grpo-ext check $(ARGS)
 
 bench: $(READY)  ## seconds per step against stock TRL, interleaved
-	@$(BIN)/python -m grpo_ext.tools.bench $(ARGS)
+	@$(BIN)/grpo-ext bench $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .

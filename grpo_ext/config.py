@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import trl
 
 from .core.geometry import BatchGeometry, resolve_geometry
@@ -77,6 +79,10 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         self._check_names()
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not torch.accelerator.is_available():
+            # Accelerate joins CPU processes into one run only if told so; else each would train alone as process 0
+            self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
@@ -93,6 +99,11 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
+        if launched > self.world_size:
+            raise ConfigError(
+                f"the launcher started {launched} processes (WORLD_SIZE), but Accelerate joins {self.world_size}: each "
+                "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
+            )
         self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
 
     def _check_names(self) -> None:
@@ -106,6 +117,12 @@ class GRPOConfig(trl.GRPOConfig):
             if getattr(self, name) not in values:
                 names = ", ".join(repr(v) for v in values if isinstance(v, str))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
+        optim = str(getattr(self.optim, "value", self.optim))
+        if "lomo" in optim:
+            raise ConfigError(
+                f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
+                " use another optimizer, for example adamw_torch."
+            )
 
     def resolve_geometry(self, num_processes: int) -> BatchGeometry:
         """The batch geometry on `num_processes` processes.

@@ -28,6 +28,7 @@ from .config import GRPOConfig
 from .core.advantages import group_advantages
 from .core.geometry import describe_plan
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
+from .core.losses import adapted_entropy_coefficient
 from .engine import checks
 from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
@@ -41,6 +42,7 @@ from .engine.rollouts import (
     can_sample_by_key,
     gather_rollout,
     request_keys,
+    rows_by_chunk,
     sample_chunk,
 )
 from .engine.scoring import RouterOutput, capture_router, score_in_chunks, with_positions
@@ -150,11 +152,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             policy, config.neftune_noise_alpha, config.allow_split_dependent or self._stock
         ):
             self._uncovered.append(sentence)
-        if "lomo" in str(config.optim):
-            raise ConfigError(
-                f"optim={config.optim!s} updates the model during the backward pass, before the step's gradient is "
-                "complete; use another optimizer, for example adamw_torch."
-            )
         self._loss_config = config.loss_config()
         self._position_aware = checks.accepts_positions(base_model_of(policy))
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names)
@@ -281,10 +278,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         """Sample the given rows of the share, chunk by chunk; later turns keep the chunks of the first."""
         chunk = max(1, self.geometry.rollout_chunk_size // request.num_generations) * request.num_generations
-        parts = [
-            [i for i, row in enumerate(rows) if row // chunk == c] for c in range(math.ceil((max(rows) + 1) / chunk))
-        ]
-        parts = [part for part in parts if part]
+        parts = rows_by_chunk(rows, chunk)
         calls = 0 if request.ghost else len(parts)
         if shards_parameters(self.accelerator):  # generate is a collective there: the same number of calls everywhere
             calls = max_over_processes(calls, self.accelerator.device)
@@ -295,11 +289,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 part = parts[call % len(parts)]
                 index = torch.tensor([rows[i] for i in part])
                 prompts = [prompt_ids[i] for i in part]
+                offsets = torch.zeros_like(index) if self._identity is None else self._identity.offsets(index, prompts)
                 tokens = sample_chunk(
                     model,
                     prompts,
                     keys[index],
-                    self._token_offsets(index, prompts),
+                    offsets,
                     self.generation_config,
                     self.eos_token_ids,
                     self.accelerator.device,
@@ -309,12 +304,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                     for i, row in zip(part, tokens):
                         result[i] = row
         return result
-
-    def _token_offsets(self, rows: torch.Tensor, prompts: list[list[int]]) -> torch.Tensor:
-        if self._identity is None:
-            return torch.zeros_like(rows)
-        starts = [self._identity.prompt_lengths[row] for row in rows.tolist()]
-        return torch.tensor([len(ids) - start for ids, start in zip(prompts, starts)])
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[Any]:
@@ -515,20 +504,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             entropy = values.pop("bonus_entropy")
             if mode == "train":
                 if self.use_adaptive_entropy:
-                    self._move_entropy_coefficient(0.0 if math.isnan(entropy) else entropy)
+                    self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
+                    self.entropy_coef = adapted_entropy_coefficient(
+                        self.entropy_coef,
+                        self._last_world_entropy,
+                        target=self.args.entropy_target,
+                        delta=self.args.entropy_coef_delta,
+                        lowest=self.args.entropy_coef_min,
+                        highest=self.args.entropy_coef_max,
+                    )
                 self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
         for name, value in values.items():
             self._metrics[mode][name].append(value)
         return torch.tensor(loss, device=self.accelerator.device)
-
-    def _move_entropy_coefficient(self, entropy: float) -> None:
-        """Skywork-OR1's controller (arXiv 2505.22312) on the exact entropy of the step, as in TRL."""
-        args = self.args
-        if entropy <= args.entropy_target:
-            self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
-        else:
-            self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
-        self._last_world_entropy = entropy
 
 
 def _as_config(args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:

@@ -220,6 +220,16 @@ def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance:
     return float(value) - tolerance
 
 
+def adapted_entropy_coefficient(
+    coefficient: float, entropy: float, *, target: float, delta: float, lowest: float, highest: float
+) -> float:
+    """The entropy bonus's factor for the next step (Skywork-OR1, arXiv 2505.22312): up by `delta` while the step's
+    entropy (nats per token) is at or below the target, down otherwise, within bounds."""
+    if entropy <= target:
+        return min(coefficient + delta, highest)
+    return max(coefficient - delta, lowest)
+
+
 def load_balancing_loss(
     router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, num_experts: int, rows: int
 ) -> torch.Tensor:

@@ -146,6 +146,10 @@ class RowIdentity:
             next_row += 1
         return rows
 
+    def offsets(self, rows_B: torch.Tensor, continued: list[list[int]]) -> torch.Tensor:
+        """Token position of the next token in the completion of each row, int64 (B,)."""
+        return torch.tensor([len(ids) - self.prompt_lengths[row] for row, ids in zip(rows_B.tolist(), continued)])
+
     def extend(self, rows: list[int], continued: list[list[int]], new: list[list[int]]) -> None:
         """Record what the rows have become."""
         for row, ids, tokens in zip(rows, continued, new):
@@ -220,6 +224,14 @@ def _gather_parts(parts: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
     flat = torch.cat(parts[:rows]) if rows else parts[0][:0]
     # kept on the CPU: a rollout is many short rows, and a micro-batch moves to the device as a whole
     return list(ragged_gather(flat).cpu().split(ragged_gather(lengths, rows).tolist()))
+
+
+def rows_by_chunk(rows: list[int], chunk: int) -> list[list[int]]:
+    """Positions in `rows` of the rows of each chunk of the share, so that later turns keep the chunks of the first."""
+    parts: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        parts.setdefault(row // chunk, []).append(i)
+    return [parts[c] for c in sorted(parts)]
 
 
 def chunks_of(rows: int, chunk: int) -> Iterator[slice]:

@@ -140,6 +140,7 @@ def check(
     from .check import Split, default_splits
     from .check import check as run_check
 
+    quiet_libraries()
     task = _task(model, dataset, prompt_column, answer_column, rewards)
     settings = {**task["config"], **_only_config_fields(read_config(config))}
     counts = integers(processes, "processes")
@@ -166,6 +167,36 @@ def check(
         console.print("At least one split learns something else.")
         raise typer.Exit(1)
     console.print("Every split learns the same.")
+
+
+@app.command()
+def bench(
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each shape.")] = 5,
+    steps: Annotated[int, typer.Option(help="Optimizer steps a round; the first is a warm-up.")] = 5,
+    json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
+) -> None:
+    """Seconds per optimizer step against stock TRL, interleaved at equal settings."""
+    import dataclasses
+
+    from .bench import as_table
+    from .bench import bench as run_bench
+
+    quiet_libraries()
+    console = Console()
+    timings = run_bench(rounds=rounds, steps=steps, progress=lambda text: console.print(f"[dim]{text}[/dim]"))
+    console.print(as_table(timings))
+    if json_file is not None:
+        json_file.write_text(json.dumps([dataclasses.asdict(t) for t in timings], indent=1))
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' notices off the console of a command."""
+    import warnings
+
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
 
 
 def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:

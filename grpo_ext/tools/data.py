@@ -66,7 +66,7 @@ def load_prompts(
 
 
 def final_answer(text: str, marker: str = "####") -> str | None:
-    """What follows the last marker, stripped: "... #### 42" gives "42"; None where there is no marker or nothing after."""
+    """What follows the last marker, stripped: "... #### 42" gives "42"; None where nothing does."""
     _, found, after = text.rpartition(marker)
     return after.strip() or None if found else None
 
@@ -156,8 +156,8 @@ def _marked(text: str, marker: str, where: str) -> str:
     gold = final_answer(text, marker)
     if gold is None:
         raise DataError(
-            f"{where}: nothing follows '{marker}' in the answer {_short(text)}; every answer needs the marker, or leave "
-            "answer_after out."
+            f"{where}: nothing follows '{marker}' in the answer {_short(text)}; every answer needs the marker, or "
+            "leave answer_after out."
         )
     return gold
 
@@ -172,15 +172,18 @@ def _with_prompt(
         for placeholder in _placeholders(template):
             _require(dataset, placeholder, source, f"prompt_template {template!r}")
         prompts = [template.format(**row) for row in dataset]
+    made_from = f"column '{column}'" if template is None else "prompt_template"
     prompts = [
-        _prompt(prompt, system, conversational, f"{source}, row {row}, column '{column if template is None else 'prompt'}'")
+        _prompt(prompt, system, conversational, f"{source}, row {row}, {made_from}")
         for row, prompt in enumerate(prompts)
     ]
     if template is None:
         dataset = _rename(dataset, column, "prompt", source)
+    # added before the old column goes: a data set without columns forgets how many rows it has
+    dataset = dataset.add_column("_new_prompt", prompts)
     if "prompt" in dataset.column_names:
         dataset = dataset.remove_columns("prompt")
-    return dataset.add_column("prompt", prompts)
+    return dataset.rename_column("_new_prompt", "prompt")
 
 
 def _placeholders(template: str) -> list[str]:

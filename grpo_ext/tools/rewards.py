@@ -9,18 +9,18 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
 
-RewardFunction = Callable[..., "list[float | None]"]
+RewardFunction = Callable[..., Sequence["float | None"]]
 
 # A minus is a sign unless it stands after a word, a digit or a closing bracket ("10-5" holds 10 and 5).
 _NUMBER = re.compile(
-    r"(?<!\w)(?<!\d\.)(?P<sign>(?<![)}])[-\u2212])?\$?(?P<inner>-)?"
+    r"(?<!\w)(?<!\d\.)(?P<sign>(?<![)}])[-\u2212])?(?:\$(?P<inner>-)?)?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d])|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}\b)?|(?<![\w.])\.\d+)"
 )
 _BOXED = re.compile(r"\\boxed\s*\{")
@@ -77,7 +77,7 @@ def _gold(reward: str, columns: dict[str, Any]) -> list[Any]:
         if columns.get(column) is not None:
             return columns[column]
     raise DataError(
-        f"The reward '{reward}' compares with a gold answer, and the data has neither a column 'answer' nor 'solution'; "
+        f"The reward '{reward}' needs a gold answer, and the data has neither a column 'answer' nor 'solution'; "
         "name the one to use as answer_column."
     )
 
@@ -122,7 +122,7 @@ class TrlReward:
         self.function, self.needs_gold = function, needs_gold
         self.__name__ = function.__name__
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
         if self.needs_gold:
             gold = columns.get("solution")
@@ -218,7 +218,8 @@ def _from_file(name: str) -> RewardFunction:
         raise ConfigError(f"The reward '{name}' is asked from the file {path}, which does not exist; check the path.")
     module_name = f"grpo_ext_reward_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None  # a file with this suffix always has a loader
+    assert spec is not None  # a file with this suffix always has a loader
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # so that what the file defines can be pickled
     spec.loader.exec_module(module)

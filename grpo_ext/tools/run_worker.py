@@ -58,6 +58,8 @@ def _train(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict
     from transformers import PrinterCallback
 
     trainer = _build(run, folder, processes)
+    if trainer.accelerator.num_processes != processes:
+        raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
     trainer.remove_callback(PrinterCallback)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}

@@ -122,6 +122,8 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
         if processes > 1:  # the launcher takes a module only through its own flag
             command = [*command[:-3], "--module", "grpo_ext.tools.run_worker", str(folder)]
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+        if processes > 1 and torch.cuda.device_count() < processes:
+            quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)

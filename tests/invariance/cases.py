@@ -98,13 +98,13 @@ class Bench:
             prompts(count).save_to_disk(str(path))
         return str(path)
 
-    def run(self, name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> Run:
+    def run(self, case_name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> Run:
         """The run of a case under one micro-batch size; `changes` replace fields of `Run` or settings."""
-        case = CASES[name]
+        case = CASES[case_name]
         fields = {f.name for f in dataclasses.fields(Run)}
         settings = {k: v for k, v in changes.items() if k not in fields}
         run = Run(
-            name=f"{name}-{trainer}-{micro_batch_size}",
+            name=f"{case_name}-{trainer}-{micro_batch_size}",
             model_path=self.model(case.model),
             data_path=self.data(case.prompts),
             rewards=case.rewards,

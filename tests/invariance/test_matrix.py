@@ -120,7 +120,7 @@ def test_every_case_trains(launches, name):
 
 def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
     bench = Bench(tmp_path)
-    names = ("dapo", "cispo", "kl", "quantile_bonus", "moe", "gpt2")
+    names = ("dapo", "cispo", "kl", "quantile_bonus", "gpt2")  # grouped expert products have no float64
     exact = {"dtype": "float64", "adam_epsilon": 1e-8}
     wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]
     narrow = [bench.run(name, 3, OURS, **exact) for name in names]

@@ -55,7 +55,7 @@ def loss_and_gradient(trainer, batch) -> tuple[float, torch.Tensor]:
     trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model, dict(batch))
     loss.backward()
-    return float(loss), torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
+    return loss.item(), torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
 SETTINGS = {

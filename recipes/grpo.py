@@ -1,0 +1,342 @@
+"""GRPO on any model and data: `accelerate launch recipes/grpo.py [--config FILE.yaml] [--option value ...]`.
+Unlike TRL's script, nothing needs an argument: without a model and data it trains the embedded demo and shows the gain.
+The whole flow in one file; every field of GRPOConfig and of trl's ModelConfig is an option (`--help`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
+from grpo_ext.engine.output_folder import checkpoints_in
+from grpo_ext.errors import ConfigError, GrpoExtError
+from grpo_ext.tools.data import load_prompts
+from grpo_ext.tools.rewards import resolve_rewards
+
+DEMO_FOLDER = Path("runs")
+DEMO_NAME = "demo"
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
+    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
+    answer_after: str | None = field(
+        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
+    )
+    prompt_template: str | None = field(
+        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
+    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
+    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Share of the rows to hold out for evaluation."})
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_number"],
+        metadata={"help": "Short names, package.module.function, or path/to/file.py:function."},
+    )
+    demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
+
+
+class Console(TrainerCallback):
+    """A progress bar and one line per log in place of the Trainer's dictionaries; the main process alone speaks."""
+
+    def __init__(self, measure: Callable[[Any], float] | None = None, every: int = 0) -> None:
+        self.measure, self.every = measure, every  # held-out exact match, and the steps between two measurements
+        self.accuracy: dict[int, float] = {}  # step: held-out exact match
+        self.reward: float | None = None
+        self.bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            # disable=None: no bar where the output is a file, only the lines
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="GRPO", unit="step", disable=None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.bar is None:
+            return
+        self.bar.update(1)
+        if self.measure is not None and self.every > 0 and state.global_step % self.every == 0:
+            self.accuracy[state.global_step] = self.measure(model)
+            self._line(state, reward=self.reward, held_out_exact_match=self.accuracy[state.global_step])
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.bar is None or not logs:
+            return
+        self.reward = logs.get("reward", self.reward)
+        if "reward" in logs and self.measure is None:
+            self._line(state, reward=self.reward, length=logs.get("completions/mean_length"))
+        if "eval_reward" in logs:
+            self._line(state, eval_reward=logs["eval_reward"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _line(self, state: Any, **values: float | None) -> None:
+        shown = {name.replace("_", " "): f"{value:.2f}" for name, value in values.items() if value is not None}
+        self.bar.set_postfix(shown, refresh=False)
+        words = "  ".join(f"{name} {value}" for name, value in shown.items())
+        tqdm.write(f"step {state.global_step:>4}/{state.max_steps}  {words}", file=sys.stdout)
+
+
+def say(text: str) -> None:
+    """Print on the main process."""
+    if PartialState().is_main_process:
+        print(text, flush=True)
+
+
+def quiet() -> None:
+    """Keep the libraries' remarks off the console; this project's own warnings stay. `--log_level` brings them back."""
+    warnings.filterwarnings("ignore")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import datasets
+
+    datasets.disable_progress_bars()
+
+
+def is_demo(argv: list[str]) -> bool:
+    """Whether neither a model nor data is named, on the command line or in the file of `--config`."""
+    named = {arg.split("=")[0].lstrip("-").replace("-", "_") for arg in argv if arg.startswith("--")}
+    if "--config" in argv[:-1]:
+        path = Path(argv[argv.index("--config") + 1])
+        if not path.is_file():
+            raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
+        content = yaml.safe_load(path.read_text())
+        named |= set(content) if isinstance(content, dict) else set()
+    given = named & {"model_name_or_path", "dataset_name"}
+    if len(given) == 1:
+        raise ConfigError(
+            f"Only --{given.pop()} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+        )
+    return not given
+
+
+def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
+    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
+    from trl import ModelConfig, TrlParser
+
+    demo = is_demo(argv)
+    dataclasses_of_options: Any = (ScriptArguments, GRPOConfig, ModelConfig)
+    parser = TrlParser(dataclasses_of_options)
+    # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
+    parser.set_defaults_with_config(lora_dropout=0.0)
+    if demo:
+        parser.set_defaults_with_config(**demo_config_defaults())
+    if not torch.accelerator.is_available():
+        # several processes find each other over gloo only if they are told that they are meant to use the CPU
+        parser.set_defaults_with_config(use_cpu=True)
+    try:
+        script, training, model = parser.parse_args_and_config(argv)
+    except GrpoExtError:
+        raise
+    except (ValueError, TypeError) as error:  # TRL's and transformers' own refusals of a setting
+        raise ConfigError(str(error)) from error
+    return demo, script, training, model
+
+
+def check_output_dir(training: GRPOConfig) -> None:
+    """Settle, before anything is loaded, what becomes of the checkpoints an earlier run left in the output folder."""
+    folder = str(training.output_dir)
+    resume = training.resume_from_checkpoint
+    found = checkpoints_in(folder)
+    if resume is None or str(resume).lower() == "false":
+        training.resume_from_checkpoint = None
+        if found:
+            raise ConfigError(
+                f"--output_dir {folder} already holds {len(found)} checkpoint(s), the last {found[-1].name}; a new run "
+                f"never mixes with them. To go on with that run add `--resume_from_checkpoint {found[-1]}`; to start "
+                "over name another --output_dir."
+            )
+    elif str(resume).lower() in ("true", "latest"):
+        if not found:
+            raise ConfigError(
+                f"--resume_from_checkpoint {resume} takes the last checkpoint in --output_dir {folder}, which holds "
+                "none; name the folder of the earlier run, or leave the option out."
+            )
+        training.resume_from_checkpoint = str(found[-1])
+    elif not Path(resume).is_dir():
+        raise ConfigError(f"--resume_from_checkpoint {resume} does not exist; name a folder checkpoint-N.")
+
+
+def fresh_demo_folder() -> str:
+    """runs/demo-1, or the first number that is free; made by the main process, named to all."""
+    chosen = [""]
+    if PartialState().is_main_process:
+        DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
+            with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that started this moment
+                folder.mkdir()
+                chosen = [str(folder)]
+                break
+    return broadcast_object_list(chosen)[0]
+
+
+def make_trainer(training: GRPOConfig, console: Console, **what: Any) -> GRPOTrainer:
+    training.disable_tqdm = True
+    trainer = GRPOTrainer(args=training, callbacks=[console], **what)
+    for noisy in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(noisy)
+    return trainer
+
+
+def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
+    """The model and its tokenizer, and metrics.json beside them."""
+    folder = Path(str(trainer.args.output_dir))
+    trainer.save_model(str(folder))
+    if trainer.accelerator.is_main_process:
+        record = {**metrics, "log_history": trainer.state.log_history}
+        (folder / "metrics.json").write_text(json.dumps(record, indent=1))
+    say(f"Saved in {folder}: the model, its tokenizer, metrics.json")
+
+
+def show_samples(title: str, samples: list[tuple[str, str, str]], count: int = 5) -> None:
+    say(title)
+    for prompt, completion, answer in samples[:count]:
+        say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
+
+
+def demo_task() -> DemoTask:
+    """The task; the main process builds the model, the others find it in the cache."""
+    with PartialState().main_process_first():
+        return load_demo()
+
+
+def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
+    say('Demo: put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher')
+    if PartialState().device.type == "cpu":
+        # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
+        torch.set_num_threads(1)
+    start_time = time.perf_counter()
+    task = demo_task()
+    main = PartialState().is_main_process
+
+    def measure(model: Any) -> float:
+        return exact_match(model, trainer.processing_class, task.eval_dataset)[0]
+
+    console = Console(measure, script.demo_eval_every)
+    what = {"model": str(task.model_path), "reward_funcs": task.reward_funcs, "train_dataset": task.train_dataset}
+    trainer = make_trainer(training, console, **what)
+    policy, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    before, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
+    show_samples(f"Before, held-out exact match {before:.2f}:", samples)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    after, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
+    seconds = time.perf_counter() - start_time
+    show_samples(f"After, held-out exact match {after:.2f}:", samples)
+    say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
+    figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": console.accuracy}
+    save(trainer, {**figures, "seconds": seconds})
+    say("Next, the same run on two processes, which learns the same:")
+    say("  accelerate launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py --use_cpu True")
+    trainer.end()
+
+
+def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
+    """(train, held-out or None) prompts, as the script's options say."""
+    return load_prompts(
+        str(script.dataset_name),
+        name=script.dataset_config,
+        split=script.dataset_split,
+        prompt_column=script.prompt_column,
+        answer_column=script.answer_column,
+        answer_after=script.answer_after,
+        prompt_template=script.prompt_template,
+        system_prompt=script.system_prompt,
+        conversational=script.conversational,
+        max_samples=script.max_samples,
+        eval_fraction=script.eval_fraction,
+        seed=seed,
+    )
+
+
+def run(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
+    from trl import get_peft_config, get_quantization_config
+
+    rewards = resolve_rewards(script.rewards, training.max_completion_length)
+    with PartialState().main_process_first():
+        train, held_out = load_data(script, training.seed)
+    given: Any = training.model_init_kwargs or {}  # a dictionary by now; the option is written as JSON
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **given,
+    }
+    try:
+        trainer = make_trainer(
+            training,
+            Console(),
+            model=model.model_name_or_path,
+            reward_funcs=rewards,
+            train_dataset=train,
+            eval_dataset=held_out,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+    except OSError as error:
+        raise ConfigError(f"--model_name_or_path {model.model_name_or_path} could not be loaded: {error}") from error
+    start_time = time.perf_counter()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+    trainer.end()
+
+
+def main(argv: list[str]) -> None:
+    if "--log_level" not in argv:
+        quiet()
+    try:
+        demo, script, training, model = parse(argv)
+        unnamed = demo and training.output_dir in (None, "trainer_output")  # what transformers fills in
+        if unnamed:
+            training.output_dir = str(DEMO_FOLDER / DEMO_NAME)
+        check_output_dir(training)
+        if unnamed:
+            training.output_dir = fresh_demo_folder()
+        if demo:
+            run_demo(script, training)
+        else:
+            run(script, training, model)
+    except GrpoExtError as error:
+        # from the environment: a refusal may come before the processes know of each other
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

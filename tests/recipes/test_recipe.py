@@ -1,0 +1,142 @@
+"""recipes/grpo.py as people run it: a process of its own, from another folder, without a network.
+The demo must learn, own data and an own model must train, and what cannot be done must be said in one line.
+The full demo takes about a minute, most of which is its warm start and its 150 optimizer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_ext.demo.task import exact_match, load_demo
+from grpo_ext.demo.warm_start import build_tokenizer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
+ONE_STEP = ["--max_steps", "1", "--num_generations", "2", "--global_batch_size", "4", "--report_to", "none"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def launch(tmp_path, cache):
+    """Runs the recipe in tmp_path; the result has returncode, stdout and stderr."""
+
+    def run(*options, expect=0):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(RECIPE.parents[1]),
+            "GRPO_EXT_CACHE": str(cache),
+            "HF_HOME": str(cache / "hub"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(RECIPE), *map(str, options)]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        assert result.returncode == expect, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+        return result
+
+    return run
+
+
+@pytest.fixture
+def own_task(tmp_path):
+    """Options for a random tiny model and a small local data set."""
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = tmp_path / "model"
+    Qwen2ForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    rows = [{"question": "cab>"[n % 3 :], "solution": f"#### {n}"} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    names = ["--model_name_or_path", model, "--dataset_name", tmp_path / "rows.jsonl"]
+    columns = ["--prompt_column", "question", "--answer_column", "solution", "--answer_after", "####"]
+    return [*names, *columns, *ONE_STEP, "--bf16", "False", "--max_completion_length", "4"]
+
+
+def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(launch, tmp_path, cache):
+    result = launch()
+    found = re.search(r"^held-out exact match (\d\.\d+) -> (\d\.\d+) in \d+ s$", result.stdout, re.M)
+    assert found, result.stdout
+    before, after = float(found[1]), float(found[2])
+    assert 0.1 < before < 0.35
+    assert after >= 0.9
+    folder = tmp_path / "runs" / "demo-1"
+    assert f"Saved in {folder.relative_to(tmp_path)}" in result.stdout
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["exact_match_after"] == pytest.approx(after, abs=0.005)
+    assert not list(folder.glob("checkpoint-*"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    saved, _ = exact_match(model, tokenizer, load_demo(cache).eval_dataset)
+    assert saved == pytest.approx(metrics["exact_match_after"], abs=0.01), "the saved model is not the trained one"
+
+
+def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(launch, tmp_path):
+    taken = tmp_path / "runs" / "demo-1"
+    taken.mkdir(parents=True)
+    result = launch("--max_steps", "2", "--demo_eval_every", "1")
+    assert list(taken.iterdir()) == []
+    assert (tmp_path / "runs" / "demo-2" / "model.safetensors").is_file()
+    assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d$", result.stdout, re.M)) == 2
+    assert "{'" not in result.stdout, "a dictionary was dumped"
+    assert result.stderr == ""
+
+
+def test_own_data_and_model_train_with_settings_from_a_file_that_options_override(launch, own_task, tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: from_file\nlearning_rate: 0.5\nrewards: [exact_number]\n")
+    result = launch("--config", "run.yaml", *own_task, "--learning_rate", "0.125", "--rewards", "length_penalty")
+    assert "Saved in from_file" in result.stdout
+    history = json.loads((tmp_path / "from_file" / "metrics.json").read_text())["log_history"]
+    assert any("rewards/length_penalty/mean" in entry for entry in history)
+    assert (tmp_path / "from_file" / "tokenizer.json").is_file()
+
+
+def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_names_works(launch, own_task, tmp_path):
+    options = [*own_task, "--output_dir", "out", "--save_steps", "1"]
+    launch(*options)
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
+    (tmp_path / "model").rename(tmp_path / "gone")  # nothing may be loaded before the refusal
+    refused = launch(*options, expect=2)
+    assert refused.stderr.startswith("error: --output_dir out already holds 1 checkpoint(s), the last checkpoint-1")
+    assert len(refused.stderr.splitlines()) == 1
+    remedy = re.search(r"`(--resume_from_checkpoint) (\S+)`", refused.stderr)
+    assert remedy, refused.stderr
+    (tmp_path / "gone").rename(tmp_path / "model")
+    launch(*options, *remedy.groups(), "--max_steps", "2")
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dataset_name", "x.jsonl"], r"Only --dataset_name is given; name both"),
+        (["--config", "none.yaml"], r"--config none.yaml does not exist"),
+        (["--model_name_or_path", "m", "--dataset_name", "x.jsonl"], r"x.jsonl does not exist"),
+        (["--model_name_or_path", "m", "--dataset_name", "x.jsonl", "--rewards", "nice"], r"no reward 'nice'"),
+        (["--global_batch_size", "12"], r"global_batch_size=12"),
+        (["--resume_from_checkpoint", "gone"], r"--resume_from_checkpoint gone does not exist"),
+    ],
+)
+def test_bad_input_ends_with_one_clear_line_and_status_2(launch, options, message):
+    result = launch(*options, expect=2)
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,143 @@
+"""The embedded demo: what it promises before any training, built from a recipe shortened to seconds.
+The full recipe and its learning curve are in tests/recipes; here the data, the reward, the cache and the measurement.
+No network, no state outside tmp_path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_ext.demo import task, warm_start
+from grpo_ext.demo.task import demo_words, exact_match, load_demo, sorted_letters_reward
+
+
+@pytest.fixture
+def short_recipe(monkeypatch):
+    monkeypatch.setitem(warm_start.RECIPE, "steps", 3)
+
+
+@pytest.fixture
+def tokenizer():
+    return warm_start.build_tokenizer()
+
+
+def test_no_held_out_word_is_in_the_training_or_the_warm_start_set():
+    warm, train, held_out = demo_words()
+    assert len(held_out) == len(set(held_out)) == task.EVAL_PROMPTS
+    assert not set(held_out) & (set(warm) | set(train))
+
+
+def test_words_are_the_same_every_time_and_leave_the_global_random_state_alone():
+    before = random.getstate()
+    assert demo_words() == demo_words()
+    assert random.getstate() == before
+
+
+def test_reward_is_one_for_the_sorted_letters_alone():
+    completions = ["abcd", "abdc", "abcde", "abc", ""]
+    rewards = sorted_letters_reward(prompts=["dbca>"] * 5, completions=completions, answer=["abcd"] * 5)
+    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_most_worked_examples_of_the_teacher_are_wrong():
+    rng = random.Random(0)
+    words, _, _ = demo_words()
+    wrong = sum(warm_start.careless_answer(word, rng) != "".join(sorted(word)) for word in words) / len(words)
+    assert 0.5 < wrong < 0.9
+
+
+def test_tokenizer_gives_one_token_per_letter_adds_none_and_reads_back(tokenizer):
+    ids = tokenizer("dbca>")["input_ids"]
+    assert len(ids) == 5
+    assert tokenizer.decode(ids) == "dbca>"
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    padded = tokenizer(["ab>", "dbca>"], padding=True)
+    assert padded["attention_mask"][0] == [0, 0, 1, 1, 1]
+
+
+def test_warm_start_loss_counts_the_answer_and_its_end_alone(tokenizer):
+    rng = random.Random(1)
+    batch = warm_start._worked_examples(["bac", "hgfed"], tokenizer, rng)
+    for ids, labels in zip(batch["input_ids"], batch["labels"]):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        counted = tokenizer.decode(labels[labels != -100])
+        assert counted == text.split(">")[1] + warm_start.EOS
+
+
+def test_demo_is_built_once_and_found_afterwards(short_recipe, monkeypatch, tmp_path):
+    first = load_demo(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [first.model_path.name], "something is left beside the model"
+    monkeypatch.setattr(warm_start, "train_warm_start", lambda *a: pytest.fail("built a second time"))
+    assert load_demo(tmp_path).model_path == first.model_path
+    monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path))
+    assert load_demo().model_path == first.model_path
+
+
+def test_a_changed_recipe_or_word_list_makes_another_model(monkeypatch):
+    key = warm_start.recipe_key(["abc"])
+    assert warm_start.recipe_key(["abd"]) != key
+    monkeypatch.setitem(warm_start.RECIPE, "learning_rate", 1e-9)
+    assert warm_start.recipe_key(["abc"]) != key
+
+
+def test_an_interrupted_build_leaves_nothing_behind(monkeypatch, tmp_path):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warm_start, "train_warm_start", stop)
+    with pytest.raises(KeyboardInterrupt):
+        load_demo(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_losing_the_race_to_build_takes_the_winners_model(short_recipe, monkeypatch, tmp_path):
+    real = warm_start._save_quietly
+
+    def save_after_another_process(model, tokenizer, folder):
+        real(model, tokenizer, folder)
+        winner = tmp_path / f"demo-{warm_start.recipe_key(demo_words()[0])}"
+        real(model, tokenizer, winner)
+        (winner / "winner").touch()
+
+    monkeypatch.setattr(warm_start, "_save_quietly", save_after_another_process)
+    found = load_demo(tmp_path).model_path
+    assert (found / "winner").exists()
+    assert list(tmp_path.iterdir()) == [found]
+
+
+def test_building_is_deterministic_and_leaves_the_callers_random_state_and_threads_alone(short_recipe, tmp_path):
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    paths = [load_demo(tmp_path / name).model_path for name in "ab"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    a, b = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in paths)
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert different == []
+
+
+def test_model_is_small_float32_and_without_dropout(tokenizer):
+    model = warm_start.build_model(tokenizer, seed=0)
+    assert 400_000 < sum(p.numel() for p in model.parameters()) < 600_000
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.config.attention_dropout == 0.0
+
+
+def test_exact_match_is_the_share_of_right_samples_and_changes_no_state(short_recipe, tmp_path):
+    demo = load_demo(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(demo.model_path).train()
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_path)
+    dataset = demo.eval_dataset.select(range(10))
+    state = torch.get_rng_state()
+    accuracy, samples = exact_match(model, tokenizer, dataset, batch_size=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert [prompt for prompt, _, _ in samples] == list(dataset["prompt"])
+    # the measurement must be able to reach both ends: gold answers that the model does give, and ones it cannot
+    given = dataset.remove_columns("answer").add_column("answer", [completion for _, completion, _ in samples])
+    assert exact_match(model, tokenizer, given, batch_size=4)[0] == 1.0
+    never = dataset.remove_columns("answer").add_column("answer", ["?"] * 10)
+    assert exact_match(model, tokenizer, never, batch_size=4)[0] == 0.0
+    assert 0.0 <= accuracy <= 1.0
