@@ -34,7 +34,8 @@ class Split:
     processes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.processes} x {self.micro_batch_size}"
+        plural = "" if self.processes == 1 else "es"
+        return f"{self.processes} process{plural}, micro-batch {self.micro_batch_size}"
 
 
 @dataclass
@@ -44,6 +45,7 @@ class SplitResult:
     Attributes:
         update_error: relative update error; NaN where there is none.
         metric_error: largest difference of a logged value, and its name.
+        float64_error: the update error of the same split in float64, where that was needed to tell.
         verdict: "reference", "same", "rounding", "differs" or "refused".
         reason: what is to blame, where that can be known.
     """
@@ -55,6 +57,7 @@ class SplitResult:
     metric_name: str
     verdict: str
     reason: str = ""
+    float64_error: float = math.nan
 
 
 @dataclass
@@ -77,16 +80,16 @@ class CheckReport:
     def table(self) -> Table:
         """The report for people."""
         table = Table(title=f"Update after {self.steps} steps, each split against the first")
-        for name in ("trainer", "processes", "micro-batch", "update error", "largest metric difference", "verdict"):
-            table.add_column(
-                name, justify="right" if "error" in name or name in ("processes", "micro-batch") else "left"
-            )
+        for name in ("trainer", "processes", "micro-batch", "update error", "in float64", "metrics", "verdict"):
+            table.add_column(name, justify="left" if name in ("trainer", "verdict") else "right")
         for r in self.results:
-            metric = "" if math.isnan(r.metric_error) else f"{r.metric_error:.1e}  {r.metric_name}"
-            error = "" if math.isnan(r.update_error) else f"{r.update_error:.1e}"
-            verdict = r.verdict + (f": {r.reason}" if r.reason else "")
-            table.add_row(r.trainer, str(r.split.processes), str(r.split.micro_batch_size), error, metric, verdict)
+            errors = ("" if math.isnan(e) else f"{e:.1e}" for e in (r.update_error, r.float64_error, r.metric_error))
+            table.add_row(r.trainer, str(r.split.processes), str(r.split.micro_batch_size), *errors, r.verdict)
         return table
+
+    def notes(self) -> list[str]:
+        """Why splits differ or were refused, one sentence each."""
+        return [f"{r.trainer}, {r.split}: {r.reason}" for r in self.results if r.reason]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -137,13 +140,17 @@ def _gap(a: Any, b: Any) -> float:
 def compare(split: Split, trainer: str, reference: RunResult, other: RunResult, tolerance: float) -> SplitResult:
     """Compare two runs of one trainer."""
     if other.error is not None:
-        return SplitResult(split, trainer, math.nan, math.nan, "", "refused", other.error.split("\n")[0][:160])
+        return SplitResult(split, trainer, math.nan, math.nan, "", "refused", _first_line(other.error))
     error = update_error(reference.delta, other.delta)
     gap, name = metric_difference(reference.log, other.log)
     if other is reference:
         return SplitResult(split, trainer, 0.0, 0.0, "", "reference")
     same = error <= tolerance and gap <= METRIC_TOLERANCE
     return SplitResult(split, trainer, error, gap, name, "same" if same else "differs")
+
+
+def _first_line(error: str) -> str:
+    return error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
 
 
 def blame(result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult) -> str:
@@ -292,9 +299,9 @@ def _compare_trainer(template: Run, splits: list[Split], tolerance: float, progr
     for result in doubtful:
         if result.split in exact:
             again = compare(result.split, OURS, exact[reference_split], exact[result.split], tolerance)
+            result.float64_error = again.update_error
             if again.verdict == "same":
                 result.verdict = "rounding"
-                result.reason = f"in float64 the update error is {again.update_error:.1e}"
                 continue
         result.reason = blame(result, template.config, reference, runs[result.split])
         if not result.reason and reference.delta.keys() == runs[result.split].delta.keys():

@@ -1,0 +1,21 @@
+"""Starts a script on real CPU processes through Accelerate's launcher, as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def accelerate_launch(script: Path, *args: str, config: Path | None = None, timeout: float = 300):
+    """Run `accelerate launch --config_file cpu_2.yaml script`; the environment says nothing about processes."""
+    config = config or ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
+    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", "0", str(script), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)

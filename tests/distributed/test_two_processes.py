@@ -1,0 +1,61 @@
+"""Two real processes through the configuration file that ships with the recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import accelerate_launch
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+
+
+def seen_by(folder: Path, groups: int) -> list[dict]:
+    done = accelerate_launch(SCRIPT, str(folder), str(groups))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def four_groups(tmp_path_factory):
+    return seen_by(tmp_path_factory.mktemp("four"), groups=4)
+
+
+def test_the_shipped_configuration_joins_two_processes(four_groups):
+    assert [seen["processes"] for seen in four_groups] == [2, 2]
+    assert four_groups[0]["parameters"] == four_groups[1]["parameters"]
+
+
+def test_every_completion_is_scored_once(four_groups):
+    # two steps of 16 completions, dealt to two processes; groups stay whole
+    counts = [len(seen["scored"]) for seen in four_groups]
+    assert counts == [16, 16]
+    for seen in four_groups:
+        prompts = [prompt for prompt, _ in seen["scored"]]
+        assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
+    assert four_groups[0]["logged_prompts"] == 16
+
+
+def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
+    assert sum(seen["evaluated"] for seen in four_groups) == 3 * 4
+    assert four_groups[0]["eval_reward"] == four_groups[1]["eval_reward"]
+
+
+def test_a_process_without_a_group_scores_nothing_and_learns_the_same(tmp_path):
+    first, second = seen_by(tmp_path, groups=1)
+    assert [len(first["scored"]), len(second["scored"])] == [8, 0]
+    assert first["parameters"] == second["parameters"]
+
+
+def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
+    from grpo_ext import GRPOConfig
+    from grpo_ext.errors import ConfigError
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    # as on a machine with one accelerator: Accelerate sees one process where the launcher started two
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: 1))
+    with pytest.raises(ConfigError, match=r"launcher started 2 processes .* joins 1"):
+        GRPOConfig(str(tmp_path), bf16=False)
