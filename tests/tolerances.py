@@ -7,10 +7,10 @@ two orders of summation differ by about 1e-7 to 1e-6 of its norm. That is the no
 # Relative update error of the default mode in float32 (the promise). Measured over the matrix: up to 4e-6.
 UPDATE = 1e-5
 
-# Adam divides by the square root of the second moment: an element whose gradient is itself rounding noise still moves
-# by a whole learning rate while that moment is below epsilon. With TRL's default of 1e-8 one such element changes the
-# update by 1e-4 to 1e-2 (stock TRL in one process shows the same). The float32 matrix runs AdamW with this epsilon, well
-# above the noise of a gradient element (about 1e-8); the default epsilon is tested in float64.
+# Adam divides the gradient by the root of its second moment: an element whose gradient is itself rounding noise still
+# moves by a whole learning rate. With TRL's default epsilon of 1e-8 one such element changes the update by 1e-5 to 1e-2
+# (stock TRL in one process shows the same). The float32 matrix runs AdamW with this epsilon, well above the noise of a
+# gradient element (about 1e-8); the default epsilon is tested in float64.
 ADAM_EPSILON = 1e-4
 
 # The same in float64 with Adam's default epsilon. TRL's log-probability kernel works in float32 inside (1e-8 to 1e-7).
@@ -22,8 +22,8 @@ DIFFERENT = 1e-3
 # |a - b| / max(1, |a|) of a logged value: float32 sums in another order. Measured: up to 1e-6.
 METRIC = 1e-5
 
-# Loss and gradients of one micro-batch against stock TRL on the same completions: the same float32 operations in another
-# order of multiplication by the denominators. Measured: up to 5e-7.
+# Loss and gradients of one micro-batch against stock TRL on the same completions: the same float32 operations with the
+# denominators multiplied in at another place. Measured: up to 5e-7.
 PARITY = 5e-6
 
 # Significance of a statistical test with a fixed seed: it either passes always or never, so this only says how unlikely

@@ -97,6 +97,9 @@ def demo_config_defaults() -> dict[str, Any]:
         "lr_scheduler_type": "linear",
         # Adam's first updates are of full size whatever the gradient; without a warm-up they can undo the warm start
         "warmup_steps": 10,
+        # above the rounding noise of a gradient element: Adam's default of 1e-8 lets such an element move by a whole
+        # learning rate, which is what float32 then shows of the split
+        "adam_epsilon": 1e-6,
         "beta": 0.0,
         "temperature": 1.0,
         "bf16": False,

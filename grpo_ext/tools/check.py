@@ -34,8 +34,7 @@ class Split:
     processes: int = 1
 
     def __str__(self) -> str:
-        plural = "" if self.processes == 1 else "es"
-        return f"{self.processes} process{plural}, micro-batch {self.micro_batch_size}"
+        return f"{self.processes} x {self.micro_batch_size}"
 
 
 @dataclass
@@ -80,7 +79,7 @@ class CheckReport:
     def table(self) -> Table:
         """The report for people."""
         table = Table(title=f"Update after {self.steps} steps, each split against the first")
-        for name in ("trainer", "processes", "micro-batch", "update error", "in float64", "metrics", "verdict"):
+        for name in ("trainer", "proc.", "micro", "update error", "float64", "metrics", "verdict"):
             table.add_column(name, justify="left" if name in ("trainer", "verdict") else "right")
         for r in self.results:
             errors = ("" if math.isnan(e) else f"{e:.1e}" for e in (r.update_error, r.float64_error, r.metric_error))
@@ -88,8 +87,12 @@ class CheckReport:
         return table
 
     def notes(self) -> list[str]:
-        """Why splits differ or were refused, one sentence each."""
-        return [f"{r.trainer}, {r.split}: {r.reason}" for r in self.results if r.reason]
+        """Why splits differ or were refused: one sentence for each reason, with the splits it holds for."""
+        grouped: dict[tuple[str, str], list[str]] = {}
+        for r in self.results:
+            if r.reason:
+                grouped.setdefault((r.trainer, r.reason), []).append(str(r.split))
+        return [f"{trainer} at {', '.join(where)}: {reason}." for (trainer, reason), where in grouped.items()]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -304,6 +307,8 @@ def _compare_trainer(template: Run, splits: list[Split], tolerance: float, progr
                 result.verdict = "rounding"
                 continue
         result.reason = blame(result, template.config, reference, runs[result.split])
+        if not result.reason and result.update_error <= tolerance:
+            result.reason = f"only the log differs, most in {result.metric_name}"
         if not result.reason and reference.delta.keys() == runs[result.split].delta.keys():
             result.reason = describe_difference(reference.delta, runs[result.split].delta)
     return compared

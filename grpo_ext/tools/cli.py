@@ -200,9 +200,11 @@ def quiet_libraries() -> None:
     """Keep the libraries' notices off the console of a command."""
     import warnings
 
+    import datasets
     import transformers
 
     warnings.simplefilter("ignore")
+    datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
 
 

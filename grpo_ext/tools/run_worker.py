@@ -79,6 +79,7 @@ def main(folder: Path) -> None:
     sys.path.extend(p for p in packed["path"] if p not in sys.path)
     runs = dill.loads(packed["runs"])
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    from accelerate import PartialState
     from safetensors.torch import save_file
 
     # on several processes an unforeseen error of one would leave the others waiting; there the launcher ends them all
@@ -94,6 +95,9 @@ def main(folder: Path) -> None:
             if delta:
                 save_file(delta, folder / run.name / "delta.safetensors")
             (folder / run.name / "result.json").write_text(json.dumps(meta, default=float))
+    # leaving it to the interpreter's exit aborts now and then
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

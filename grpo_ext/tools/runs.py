@@ -162,7 +162,7 @@ def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
         return settings
     unit = settings["per_device_train_batch_size"] * processes
     if batch % unit:
-        raise GrpoExtError(f"stock TRL cannot: {batch} completions are no multiple of {unit}")
+        raise GrpoExtError("the micro-batches of all processes do not divide the global batch")
     settings["gradient_accumulation_steps"] = batch // unit
     if rollout is not None:
         settings["steps_per_generation"] = rollout // unit

@@ -38,6 +38,8 @@ def main(folder: Path, groups: int) -> None:
         "parameters": sum(float(p.double().sum()) for p in trainer.model.parameters()),
     }
     (folder / f"rank_{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
