@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -221,6 +222,14 @@ def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
     say(f"Saved in {folder}: the model, its tokenizer, metrics.json")
 
 
+def command(name: str) -> str:
+    """How to call a console script of this environment from here, activated or not."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) is not None or not beside.exists():
+        return name
+    return os.path.relpath(beside)
+
+
 def show_samples(title: str, samples: list[tuple[str, str, str]], count: int = 5) -> None:
     say(title)
     for prompt, completion, answer in samples[:count]:
@@ -239,6 +248,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
         torch.set_num_threads(1)
     start_time = time.perf_counter()
+    say("Making the model (about 20 s the first time, then cached) ...")
     task = demo_task()
     main = PartialState().is_main_process
 
@@ -258,8 +268,9 @@ def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": console.accuracy}
     save(trainer, {**figures, "seconds": seconds})
-    say("Next, the same run on two processes, which learns the same:")
-    say("  accelerate launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py --use_cpu True")
+    say("Next, the same run on two processes, which learns the same; and the comparison of many splits:")
+    say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py")
+    say(f"  {command('grpo-ext')} check --against trl")
     trainer.end()
 
 
