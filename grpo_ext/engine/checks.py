@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PretrainedConfig
 
 from ..errors import DataError, ModelError, SplitDependentError
 
@@ -35,29 +36,37 @@ def check_causal_lm(model: Any) -> None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
 
 
+def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attributes of a module that are rates of random noise, and above zero; PEFT keeps some in a dict per adapter."""
+    is_dropout = "dropout" in type(module).__name__.lower()
+    for attribute, value in vars(module).items():
+        if not any(word in attribute for word in _RANDOM_ATTRIBUTES) and not (is_dropout and attribute == "p"):
+            continue
+        values = value.values() if isinstance(value, dict) else (value,)
+        if any(isinstance(v, float) and v > 0 for v in values):
+            yield attribute, value
+
+
 def random_parts(model: nn.Module) -> Iterator[str]:
     """Names of the parts of a model that draw random numbers in training, with their rates."""
     for path, module in model.named_modules():
-        where = f"{path or 'model'} ({type(module).__name__})"
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            if module.p > 0:
-                yield f"{where}: p={module.p}"
-            continue
-        for attribute, value in vars(module).items():
-            known = any(word in attribute for word in _RANDOM_ATTRIBUTES)
-            if known and isinstance(value, float) and value > 0:
-                yield f"{where}: {attribute}={value}"
+        for attribute, value in _rates(module):
+            yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
 
 
 def disable_random_parts(model: nn.Module) -> None:
-    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules."""
+    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules.
+
+    Some models read a rate from their configuration in every forward, so it is set to zero there too.
+    """
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-            continue
-        for attribute, value in list(vars(module).items()):
-            if any(word in attribute for word in _RANDOM_ATTRIBUTES) and isinstance(value, float) and value > 0:
-                setattr(module, attribute, 0.0)
+        for attribute, value in list(_rates(module)):
+            setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            for attribute, value in list(vars(config).items()):
+                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and isinstance(value, float):
+                    setattr(config, attribute, 0.0)
 
 
 def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:

@@ -17,6 +17,8 @@ from trl.trainer.utils import is_async_callable
 
 from ..errors import RewardError
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def _short(value: Any, limit: int = 120) -> str:
     text = repr(value)
@@ -30,12 +32,16 @@ def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: 
         RewardError: not a sequence, the wrong number of values, or a value that is no finite number.
     """
     try:
-        values = list(rewards)
+        iterator = iter(rewards)
     except TypeError:
         raise RewardError(
             f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for"
             f" each of the {len(completions)} completions."
         ) from None
+    try:
+        values = list(iterator)
+    except Exception as error:  # a generator runs only now
+        raise _failed(name, error) from error
     if len(values) != len(completions):
         raise RewardError(
             f"reward function '{name}' returned {len(values)} rewards for {len(completions)} completions; return one "
@@ -51,12 +57,20 @@ def _checked(name: str, row: int, value: Any, prompt: Any, completion: Any) -> f
         value = value.item()
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()  # numpy scalars
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not isinstance(value, Real) or not -_LARGEST <= _as_float(value) <= _LARGEST:  # NaN compares false
         raise RewardError(
             f"reward function '{name}' returned {_short(value)} in row {row} (prompt {_short(prompt)}, completion "
             f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."
         )
     return float(value)
+
+
+def _as_float(value: Any) -> float:
+    """The number as a float; infinity for an integer that has none."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _failed(name: str, error: Exception) -> RewardError:

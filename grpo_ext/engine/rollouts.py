@@ -7,6 +7,7 @@ Stands between the loaders and the window. Shapes: B rows, T tokens, V vocabular
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.generation import (
     EtaLogitsWarper,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -49,11 +51,16 @@ class KeyedChoice(LogitsProcessor):
         return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
+_FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
 def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
     """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them."""
     filters: list[LogitsProcessor] = []
     if config.temperature not in (None, 1.0):
         filters.append(TemperatureLogitsWarper(config.temperature))
+    if config.top_h is not None:
+        filters.append(TopHLogitsWarper(config.top_h))
     if config.top_k not in (None, 0):
         filters.append(TopKLogitsWarper(config.top_k))
     if config.top_p is not None and config.top_p < 1.0:
@@ -67,6 +74,20 @@ def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
     if config.eta_cutoff is not None and 0.0 < config.eta_cutoff < 1.0:
         filters.append(EtaLogitsWarper(config.eta_cutoff))
     return filters
+
+
+def _split_sampling(config: GenerationConfig, model: Any) -> tuple[list[LogitsProcessor], GenerationConfig]:
+    """The filters `generate` would sample with, and the configuration without them for a greedy `generate`.
+
+    Like `generate`, what the configuration leaves open is taken from the model's own.
+    """
+    sampling, greedy = copy.deepcopy(config), copy.deepcopy(config)
+    for name in _FILTERS:
+        if getattr(sampling, name, None) is None:
+            setattr(sampling, name, getattr(model.generation_config, name, None))
+        setattr(greedy, name, None)
+    greedy.do_sample = False
+    return sampling_filters(sampling), greedy
 
 
 def can_sample_by_key(config: GenerationConfig) -> bool:
@@ -106,12 +127,10 @@ def sample_chunk(
     options: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
     input_ids = pad(ids, padding_value=config.pad_token_id, **options).to(device)
     attention_mask = pad([torch.ones_like(row) for row in ids], padding_value=0, **options).to(device)
-    greedy = GenerationConfig.from_dict(config.to_dict())
-    greedy.update(do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
-    greedy.update(epsilon_cutoff=None, eta_cutoff=None)
+    filters, greedy = _split_sampling(config, model)
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-    processors = LogitsProcessorList([*sampling_filters(config), keyed])
+    processors = LogitsProcessorList([*filters, keyed])
     output = model.generate(
         input_ids=input_ids, attention_mask=attention_mask, generation_config=greedy, logits_processor=processors
     )
@@ -182,7 +201,9 @@ class Rollout:
         """Pad to a batch, prompts on the left and completions on the right, to the longest row in it."""
         batch = {}
         for name, values in self.fields.items():
-            fill = pad_token_id if name.endswith("_ids") else 1 if name == "tool_mask" else 0
+            # a ratio of 1 is no correction; the VESPO weight sums its logarithm over the padding too
+            neutral = 1 if name in ("tool_mask", *_SEQUENCE_FIELDS) else 0
+            fill = pad_token_id if name.endswith("_ids") else neutral
             if name == "advantages" or (name in _SEQUENCE_FIELDS and all(v.numel() == 1 for v in values)):
                 batch[name] = torch.stack(values)
             else:
