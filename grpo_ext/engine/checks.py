@@ -36,6 +36,10 @@ def check_causal_lm(model: Any) -> None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
 
 
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
 def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Attributes of a module that are rates of random noise, and above zero; PEFT keeps some in a dict per adapter."""
     is_dropout = "dropout" in type(module).__name__.lower()
@@ -43,7 +47,7 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if not any(word in attribute for word in _RANDOM_ATTRIBUTES) and not (is_dropout and attribute == "p"):
             continue
         values = value.values() if isinstance(value, dict) else (value,)
-        if any(isinstance(v, float) and v > 0 for v in values):
+        if any(_is_rate(v) for v in values):
             yield attribute, value
 
 
@@ -65,7 +69,7 @@ def disable_random_parts(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
             for attribute, value in list(vars(config).items()):
-                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and isinstance(value, float):
+                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and _is_rate(value):
                     setattr(config, attribute, 0.0)
 
 
@@ -108,7 +112,7 @@ def check_prompts(dataset: Any, split: str) -> None:
     Raises:
         DataError: names the split, and the row where there is one.
     """
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
         return
     if len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")

@@ -10,7 +10,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class ShareRule:
         rows = []
         for position in request.share:
             row = fetch(position)
-            rows += [row if i == 0 else copy.deepcopy(row) for i in range(self.num_generations)]
+            rows += [copy.deepcopy(row) for _ in range(self.num_generations)]
         return StepRows(rows, request)
 
 
@@ -147,7 +146,7 @@ class StepStream(IterableDataset):
             prompts = range(start, start + len(batch))
             for inside in range(ceil_div(len(batch), g.prompts_per_step) * g.num_iterations):
                 request = self.rule.request(self.epoch, step_layout(g, rollout, inside, prompts))
-                yield self.rule.rows(request, partial(_copy_of, batch))
+                yield self.rule.rows(request, batch.__getitem__)
 
 
 class StepLoader(DataLoader):
@@ -165,10 +164,6 @@ def _first(items: list[StepRows]) -> StepRows:
 
 def _itself(item: Any) -> Any:
     return item
-
-
-def _copy_of(batch: list[dict[str, Any]], position: int) -> dict[str, Any]:
-    return copy.deepcopy(batch[position])
 
 
 def make_loader(

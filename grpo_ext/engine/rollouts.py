@@ -86,6 +86,8 @@ def _split_sampling(config: GenerationConfig, model: Any) -> tuple[list[LogitsPr
         if getattr(sampling, name, None) is None:
             setattr(sampling, name, getattr(model.generation_config, name, None))
         setattr(greedy, name, None)
+    if sampling.top_k is None:
+        sampling.top_k = 50  # transformers' default, where neither says anything
     greedy.do_sample = False
     return sampling_filters(sampling), greedy
 

@@ -1,0 +1,260 @@
+"""Rewards: what is no reward is an error that names the function, the row and the value; everything else passes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from trl.trainer.utils import is_async_callable
+
+from grpo_ext.engine.rewards import check_reward_functions, check_rewards, checked_reward
+from grpo_ext.errors import RewardError
+
+PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
+COMPLETIONS = ["four", "seven", "eight"]
+
+
+def synchronous(result) -> Callable:
+    def graded(prompts, completions, **kwargs):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return graded
+
+
+def asynchronous(result) -> Callable:
+    async def graded(prompts, completions, **kwargs):
+        await asyncio.sleep(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return graded
+
+
+def call(function: Callable, **kwargs) -> list[float | None]:
+    checked = checked_reward(function, "graded")
+    found = checked(prompts=PROMPTS, completions=COMPLETIONS, **kwargs)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+BOTH = pytest.mark.parametrize("kind", [synchronous, asynchronous], ids=["sync", "async"])
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_wrong_number_of_rewards_is_refused(kind, count):
+    with pytest.raises(RewardError, match=f"'graded' returned {count} rewards for 3 completions; return one number or"):
+        call(kind([1.0] * count))
+
+
+@BOTH
+@pytest.mark.parametrize("result", [None, 1.0, 7, True, torch.tensor(1.0), np.float64(2.0)])
+def test_what_is_no_list_is_refused(kind, result):
+    with pytest.raises(RewardError, match=r"'graded' returned .*, which is no list; .* each of the 3 completions"):
+        call(kind(result))
+
+
+@BOTH
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], "[1.0]"),
+        ({"reward": 1.0}, "{'reward': 1.0}"),
+        (1j, "1j"),
+        (float, "<class 'float'>"),
+        (np.float32("nan"), "nan"),
+        (np.array([1.0, 2.0]), "array([1., 2.])"),
+        (torch.tensor(math.nan), "nan"),
+        (torch.tensor([-math.inf]), "-inf"),
+        (torch.tensor([1.0, 2.0]), "tensor([1., 2.])"),
+        (torch.tensor([]), "tensor([])"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(kind, row, value, shown):
+    rewards = [0.0, 0.0, 0.0]
+    rewards[row] = value
+    with pytest.raises(RewardError) as caught:
+        call(kind(rewards))
+    message = str(caught.value)
+    assert message.startswith(f"reward function 'graded' returned {shown} in row {row} ")
+    assert PROMPTS[row] in message
+    assert COMPLETIONS[row] in message
+    assert "a reward is a finite number, or None where the function does not apply" in message
+
+
+@BOTH
+def test_a_string_of_the_right_length_is_refused(kind):
+    with pytest.raises(RewardError, match="returned 'y' in row 0"):
+        call(kind("yes"))
+
+
+@BOTH
+@pytest.mark.parametrize("error", [ValueError("no boxed answer"), KeyError("answer"), ZeroDivisionError("by zero")])
+def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind, error):
+    with pytest.raises(RewardError) as caught:
+        call(kind(error))
+    message = str(caught.value)
+    assert f"'graded' raised {type(error).__name__}: {error}" in message
+    assert "return None for completions it cannot score" in message
+    assert caught.value.__cause__ is error
+
+
+@BOTH
+def test_an_interruption_is_no_reward_error(kind):
+    class Stop(BaseException):
+        pass
+
+    def interrupt(**kwargs):
+        raise Stop
+
+    async def interrupt_async(**kwargs):
+        raise Stop
+
+    with pytest.raises(Stop):
+        call(interrupt if kind is synchronous else interrupt_async)
+
+
+def test_a_long_value_is_shortened():
+    with pytest.raises(RewardError) as caught:
+        check_rewards("graded", ["x" * 5000], ["p" * 5000], ["c" * 5000])
+    assert len(str(caught.value)) < 700
+
+
+def test_an_integer_that_is_no_float_is_refused():
+    with pytest.raises(RewardError):
+        call(synchronous([0, 10**400, 0]))
+
+
+def test_a_reward_that_is_infinite_in_float32_is_refused():
+    with pytest.raises(RewardError):
+        call(synchronous([0.0, 1e39, 0.0]))
+
+
+def test_a_generator_that_raises_is_named():
+    def graded(prompts, completions, **kwargs):
+        yield 1.0
+        raise ValueError("no boxed answer")
+
+    with pytest.raises(RewardError, match="raised ValueError: no boxed answer"):
+        call(graded)
+
+
+# ---- What passes ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, -2.5], [1.0, 0.0, -2.5]),
+        ([1, 0, -3], [1.0, 0.0, -3.0]),
+        ([True, False, True], [1.0, 0.0, 1.0]),
+        ([None, 1.0, None], [None, 1.0, None]),
+        ([None, None, None], [None, None, None]),
+        ((1.0, 2.0, 3.0), [1.0, 2.0, 3.0]),
+        ([np.float32(0.5), np.int64(2), np.bool_(True)], [0.5, 2.0, 1.0]),
+        ([np.array(0.5), np.float64(1.5), np.float16(2.0)], [0.5, 1.5, 2.0]),
+        (np.array([0.5, 1.0, 2.0], dtype=np.float32), [0.5, 1.0, 2.0]),
+        ([torch.tensor(0.5), torch.tensor([2.0]), torch.tensor(True)], [0.5, 2.0, 1.0]),
+        (torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16), [0.5, 1.0, 2.0]),
+        ([Fraction(1, 2), 0, 1], [0.5, 0.0, 1.0]),
+    ],
+    ids=repr,
+)
+def test_numbers_of_every_kind_and_none_pass(kind, rewards, expected):
+    found = call(kind(rewards))
+    assert found == expected
+    assert all(value is None or type(value) is float for value in found)
+
+
+def test_a_generator_passes():
+    def graded(prompts, completions, **kwargs):
+        return (float(len(c)) for c in completions)
+
+    assert call(graded) == [4.0, 5.0, 5.0]
+
+
+@BOTH
+def test_columns_reach_the_function(kind):
+    seen = {}
+
+    def graded(prompts, completions, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions)
+        return [0.0] * 3
+
+    async def graded_async(prompts, completions, **kwargs):
+        return graded(prompts, completions, **kwargs)
+
+    call(graded if kind is synchronous else graded_async, answer=["4", "6", "8"], trainer_state=None)
+    assert seen == {"answer": ["4", "6", "8"], "trainer_state": None, "prompts": PROMPTS, "completions": COMPLETIONS}
+
+
+# ---- What a wrapped function is -------------------------------------------------------------------------------------
+
+
+class Graded:
+    def __init__(self, result: list[float]) -> None:
+        self.result = result
+
+    def __call__(self, prompts, completions, **kwargs):
+        return self.result
+
+
+class GradedAsync(Graded):
+    async def __call__(self, prompts, completions, **kwargs):
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("function", "is_async"),
+    [
+        (synchronous([1.0, 2.0, 3.0]), False),
+        (asynchronous([1.0, 2.0, 3.0]), True),
+        (functools.partial(synchronous([1.0, 2.0, 3.0]), extra=1), False),
+        (functools.partial(asynchronous([1.0, 2.0, 3.0]), extra=1), True),
+        (Graded([1.0, 2.0, 3.0]), False),
+        (GradedAsync([1.0, 2.0, 3.0]), True),
+    ],
+    ids=["function", "async", "partial", "async partial", "object", "async object"],
+)
+def test_a_wrapped_function_is_asynchronous_exactly_if_it_was(function, is_async):
+    assert is_async_callable(function) is is_async
+    assert is_async_callable(checked_reward(function, "graded")) is is_async
+    assert call(function) == [1.0, 2.0, 3.0]
+
+
+def test_a_wrapped_function_keeps_its_name():
+    def exact_match(prompts, completions, **kwargs):
+        """Whether it is right."""
+        return [1.0] * 3
+
+    wrapped = checked_reward(exact_match, "exact_match")
+    assert wrapped.__name__ == "exact_match"
+    assert wrapped.__doc__ == "Whether it is right."
+
+
+def test_reward_models_are_left_as_they_are_and_functions_get_their_own_names():
+    module = torch.nn.Linear(1, 1)
+    functions = [synchronous([math.nan] * 3), module, synchronous(None)]
+    checked = check_reward_functions(functions, ["first", "model", "third"])
+    assert checked[1] is module
+    for function, name in ((checked[0], "first"), (checked[2], "third")):
+        with pytest.raises(RewardError, match=f"'{name}'"):
+            function(prompts=PROMPTS, completions=COMPLETIONS)

@@ -1,0 +1,269 @@
+"""Layers: imports go one way, only engine/ names collectives, only trainer.py and config.py subclass TRL."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py"))
+
+# layer -> layers it may import; "package" is grpo_ext/__init__.py
+ALLOWED = {
+    "errors": set(),
+    "core": {"core", "errors"},
+    "config": {"core", "errors"},
+    "engine": {"core", "engine", "errors"},
+    "trainer": {"core", "engine", "config", "errors"},
+    "demo": {"demo", "core", "config", "errors"},
+    "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},
+    "package": {"config", "trainer"},
+}
+COLLECTIVES = {
+    "gather",
+    "gather_object",
+    "gather_for_metrics",
+    "reduce",
+    "broadcast",
+    "broadcast_object_list",
+    "pad_across_processes",
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "barrier",
+    "wait_for_everyone",
+}
+COMMUNICATORS = {"accelerator", "accelerate", "dist", "distributed", "state"}
+
+
+def layer_of(path: str) -> str:
+    """The layer of a file, by its place: "grpo_ext/core/losses.py" is in core."""
+    parts = Path(path).with_suffix("").parts[1:]
+    return "package" if parts == ("__init__",) else parts[0]
+
+
+def imported_modules(path: str, source: str) -> list[tuple[int, str]]:
+    """Every module that a file imports, absolute, with the line; names of `from` imports are appended."""
+    package = list(Path(path).parent.parts)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def layer_violations(path: str, source: str) -> list[str]:
+    layer, found = layer_of(path), []
+    for line, module in imported_modules(path, source):
+        parts = module.split(".")
+        if parts[0] in ("recipes", "tests"):
+            found.append(f"{path}:{line} imports {module}")
+        elif parts[0] == "grpo_ext":
+            known = len(parts) > 1 and parts[1] in ALLOWED
+            target = parts[1] if known else "package"
+            if target not in ALLOWED[layer]:
+                found.append(f"{path}:{line} ({layer}) imports {module} ({target})")
+    return found
+
+
+def impurities(path: str, source: str) -> list[str]:
+    """Imports of core/ that are neither torch, nor the standard library, nor this package."""
+    pure = {*sys.stdlib_module_names, "torch", "grpo_ext"}
+    found = [(line, module) for line, module in imported_modules(path, source) if module.split(".")[0] not in pure]
+    found += [(n, m) for n, m in imported_modules(path, source) if m.startswith("torch.distributed")]
+    return [f"{path}:{line} imports {module}" for line, module in found]
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`; calls and subscripts in between are looked through."""
+    if isinstance(node, ast.Attribute):
+        return [*dotted(node.value), node.attr]
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        return dotted(node.func if isinstance(node, ast.Call) else node.value)
+    return []
+
+
+def collectives(path: str, source: str) -> list[str]:
+    """Where a file names a collective of Accelerate or torch.distributed."""
+    found = []
+    for line, module in imported_modules(path, source):
+        parts = module.split(".")
+        if (parts[0] == "accelerate" or parts[:2] == ["torch", "distributed"]) and parts[-1] in COLLECTIVES:
+            found.append(f"{path}:{line} imports {module}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+            base = dotted(node.value)
+            if any(name.lstrip("_") in COMMUNICATORS for name in base):
+                found.append(f"{path}:{node.lineno} uses {'.'.join([*base, node.attr])}")
+    return found
+
+
+def trl_subclasses(path: str, source: str) -> list[str]:
+    """Classes of a file that have a base imported from TRL."""
+    tree, from_trl = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            from_trl |= {a.asname or "trl" for a in node.names if a.name.split(".")[0] == "trl"}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "trl":
+            from_trl |= {alias.asname or alias.name for alias in node.names}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [f"{path}:{c.lineno} class {c.name}" for c in classes if any(set(dotted(b)[:1]) & from_trl for b in c.bases)]
+
+
+def source_of(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+# ---- The package ----------------------------------------------------------------------------------------------------
+
+
+def test_every_file_is_in_a_known_layer():
+    assert len(FILES) > 20
+    assert {layer_of(path) for path in FILES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_go_one_way(path):
+    assert layer_violations(path, source_of(path)) == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) in ("core", "errors")])
+def test_the_core_needs_torch_and_the_standard_library_alone(path):
+    assert impurities(path, source_of(path)) == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) != "engine"])
+def test_only_the_engine_names_collectives(path):
+    assert collectives(path, source_of(path)) == []
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_only_the_trainer_and_the_config_subclass_trl(path):
+    classes = trl_subclasses(path, source_of(path))
+    expected = 1 if path in ("grpo_ext/trainer.py", "grpo_ext/config.py") else 0
+    assert len(classes) == expected, classes
+
+
+def test_the_engine_does_name_collectives():
+    # or the search above finds nothing anywhere
+    assert [path for path in FILES if collectives(path, source_of(path))] != []
+
+
+def test_importing_the_core_loads_neither_trl_nor_transformers():
+    code = (
+        "import sys\n"
+        "from grpo_ext.core import advantages, geometry, keyed_random, losses\n"
+        "loaded = {'trl', 'transformers', 'accelerate', 'datasets', 'peft'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"importing grpo_ext.core loads {done.stderr}"
+
+
+# ---- Each rule can fail ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("grpo_ext/core/losses.py", "from ..engine.window import run_window"),
+        ("grpo_ext/core/losses.py", "from ..config import GRPOConfig"),
+        ("grpo_ext/core/losses.py", "from .. import trainer"),
+        ("grpo_ext/core/losses.py", "import grpo_ext"),
+        ("grpo_ext/core/losses.py", "def f():\n    from grpo_ext.engine import window"),
+        ("grpo_ext/engine/window.py", "from ..trainer import GRPOTrainer"),
+        ("grpo_ext/engine/window.py", "from grpo_ext import GRPOTrainer"),
+        ("grpo_ext/engine/window.py", "from ..tools.check import check"),
+        ("grpo_ext/config.py", "from .engine import checks"),
+        ("grpo_ext/trainer.py", "from .tools.runs import Run"),
+        ("grpo_ext/trainer.py", "from .demo.task import load_demo"),
+        ("grpo_ext/demo/task.py", "from ..tools.data import load_prompts"),
+        ("grpo_ext/tools/cli.py", "import recipes.grpo"),
+        ("grpo_ext/tools/cli.py", "from tests.helpers import tiny_model"),
+        ("grpo_ext/errors.py", "from .core.geometry import ceil_div"),
+    ],
+)
+def test_an_import_against_the_direction_would_be_found(path, source):
+    assert len(layer_violations(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("grpo_ext/core/losses.py", "from ..errors import ConfigError\nfrom .geometry import ceil_div\nimport torch"),
+        ("grpo_ext/engine/window.py", "from ..core.geometry import ceil_div\nfrom .rollouts import chunks_of"),
+        ("grpo_ext/tools/cli.py", "from grpo_ext import GRPOTrainer\nfrom ..demo.task import load_demo"),
+    ],
+)
+def test_an_import_along_the_direction_is_allowed(path, source):
+    assert layer_violations(path, source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import transformers", "from trl.trainer.utils import pad", "import numpy", "import torch.distributed as d"],
+)
+def test_an_impure_core_would_be_found(source):
+    assert impurities("grpo_ext/core/losses.py", source) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from accelerate.utils import gather as everywhere",
+        "from accelerate.utils import broadcast_object_list",
+        "from torch.distributed import all_reduce",
+        "class T:\n    def f(self, x):\n        return self.accelerator.gather(x)",
+        "def f(accelerator, x):\n    accelerator.reduce(x)",
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "torch.distributed.broadcast(x, 0)",
+        "Accelerator().accelerator.wait_for_everyone()",
+    ],
+)
+def test_a_collective_would_be_found(source):
+    assert collectives("grpo_ext/trainer.py", source) != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "probabilities.gather(-1, tokens)",
+        "from functools import reduce",
+        "context.meter.reduce()",
+        "x = accelerator.device",
+    ],
+)
+def test_what_is_no_collective_is_not_taken_for_one(source):
+    assert collectives("grpo_ext/trainer.py", source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import trl\nclass T(trl.GRPOTrainer): ...",
+        "from trl import GRPOTrainer\nclass T(GRPOTrainer): ...",
+        "from trl.trainer.grpo_trainer import GRPOTrainer as Base\nclass T(Mixin, Base): ...",
+        "import trl as t\nclass T(t.GRPOConfig): ...",
+    ],
+)
+def test_a_subclass_of_trl_would_be_found(source):
+    assert len(trl_subclasses("grpo_ext/tools/bench.py", source)) == 1
+
+
+def test_using_a_class_of_trl_is_not_subclassing_it():
+    source = "import trl\nfrom trl import GRPOConfig\nclass Loud(dict): ...\nx = GRPOConfig()"
+    assert trl_subclasses("grpo_ext/tools/bench.py", source) == []
