@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import trl
+from trl.trainer.utils import get_config_model_id
 
-from .core.geometry import BatchGeometry, resolve_geometry
+from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
 from .core.losses import LOSS_TYPES, LossConfig
 from .errors import ConfigError
 
@@ -165,6 +166,14 @@ class GRPOConfig(trl.GRPOConfig):
         )
 
     @classmethod
+    def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
+        """The configuration of a trainer: the given one, TRL's converted, or a default named after the model."""
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            return cls(f"{name.split('/')[-1]}-GRPO")
+        return args if isinstance(args, GRPOConfig) else cls.from_trl(args)
+
+    @classmethod
     def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
         values: dict[str, Any] = {}
@@ -173,15 +182,23 @@ class GRPOConfig(trl.GRPOConfig):
                 values[spec.name] = getattr(args, spec.name)
         if values["steps_per_generation"] is not None:
             values["generation_batch_size"] = None  # TRL fills in both; one of them says it all
-        return cls(**values)
+        config = cls(**values)
+        for name, value in vars(args).items():  # fields of a subclass
+            if not hasattr(config, name):
+                setattr(config, name, value)
+        return config
 
     def for_loop(self) -> GRPOConfig:
         """The copy that the Trainer's loop reads: one batch per optimizer step, sizes filled in."""
+        self.geometry = self.resolve_geometry(self.world_size)  # sizes may have been changed after construction
         args = copy.copy(self)  # shallow: keeps what __post_init__ computed (devices, plugins)
         args.global_batch_size = self.geometry.global_batch_size
         args.rollout_batch_size = self.geometry.rollout_batch_size
         args.generation_batch_size = self.geometry.rollout_batch_size
         args.steps_per_generation = self.geometry.steps_per_rollout
+        if self.use_vllm:  # while TRL builds the engine this number sizes its queue: the largest share
+            share = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
+            args.steps_per_generation = ceil_div(share, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         return args
 

@@ -11,7 +11,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import trl
@@ -22,11 +24,10 @@ from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import RewardFunc
-from trl.trainer.utils import get_config_model_id
 
 from .config import GRPOConfig
 from .core.advantages import group_advantages
-from .core.geometry import describe_plan
+from .core.geometry import ceil_div, check_equal_shares, describe_plan
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
 from .engine import checks
@@ -45,9 +46,9 @@ from .engine.rollouts import (
     rows_by_chunk,
     sample_chunk,
 )
-from .engine.scoring import RouterOutput, capture_router, score_in_chunks, with_positions
+from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks, with_positions
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
-from .engine.window import MicroBatch, StepMeter, plan_window, run_window, shards_parameters
+from .engine.window import MicroBatch, StepMeter, clear_cache_every, plan_window, run_window, shards_parameters
 from .errors import ConfigError
 
 logger = get_logger(__name__)
@@ -107,15 +108,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        config = _as_config(args, model)
         if not isinstance(model, str):
             checks.check_causal_lm(model)
-        for split, dataset in _named_datasets(train_dataset, eval_dataset):
-            if dataset is not None and environment_factory is None:
-                checks.check_prompts(dataset, split)
+        config = GRPOConfig.for_model(args, model)
+        if environment_factory is None:
+            checks.check_data_sets(train_dataset, eval_dataset)
+        self._given_args = args
         self._uncovered: list[str] = []
         self._stock = rollout_func is not None
         self._rollout: Rollout | None = None
+        self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
         self._request: RolloutRequest | None = None
         self._identity: RowIdentity | None = None
         with reference_snapshot(model, config.beta, peft_config):
@@ -136,6 +138,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 environment_factory=environment_factory,
             )
         self.geometry = config.geometry
+        if not self._stock:
+            self.args.steps_per_generation = self.geometry.steps_per_rollout
         if self._is_vlm and not self._stock:
             self._stock = True
             config.for_trl(onto=self.args)
@@ -144,6 +148,12 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
         checks.check_causal_lm(policy)
+        if not self._stock:
+            checks.check_overrides(type(self), GRPOTrainer)
+            checks.check_parallelism(self.get_tp_size())
+            if self.use_vllm:
+                length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+                check_equal_shares(self.geometry, length, self.args.dataloader_drop_last)
         if config.disable_dropout:
             for module in (policy, self.ref_model):
                 if module is not None:
@@ -161,9 +171,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
         elif self.use_vllm or self.use_transformers_continuous_batching:
-            self._uncovered.append("sampling by this generation backend is not keyed; only the update is covered")
+            self._uncovered.append("this generation backend does not sample by key; only the update is covered")
         elif not can_sample_by_key(self.generation_config):
-            self._uncovered.append("generation_kwargs ask for something else than plain sampling; it is not keyed")
+            self._uncovered.append("generation_kwargs ask for more than plain sampling, which is not done by key")
 
     def _check_prompt_lengths(self) -> None:
         if not hasattr(self.train_dataset, "__len__"):
@@ -200,9 +210,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         beside it.
         """
         if not resume_from_checkpoint:
-            self.args.output_dir = free_output_dir(str(self.args.output_dir), self.accelerator.process_index)
+            self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
+        self._rollout = self._rollout_name = None
         self._announce()
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _move_output(self, folder: str) -> None:
+        """Write to `folder` from now on, also where the script saves to the `output_dir` of its own arguments."""
+        for args in (self.args, self._given_args):
+            if args is not None and args.output_dir != folder:
+                args.output_dir = folder
+        if self.log_completions and self.accelerator.is_main_process:
+            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
 
     def _announce(self) -> None:
         for sentence in self._uncovered:
@@ -220,7 +239,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _share_rule(self, num_generations: int) -> ShareRule:
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        return ShareRule(num_generations, self.geometry.rollout_chunk_size, processes, rank)
+        # an inference server batches by itself, and needs equal shares: there a chunk is one group
+        chunk = num_generations if self.use_vllm else self.geometry.rollout_chunk_size
+        return ShareRule(num_generations, chunk, processes, rank)
 
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer step; see `engine.prompt_order`."""
@@ -255,6 +276,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
         return make_eval_loader(dataset, self._share_rule(self.num_generations_eval))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As for evaluation; used by `predict`."""
+        return super().get_test_dataloader(test_dataset) if self._stock else self.get_eval_dataloader(test_dataset)
 
     # ---- Rollouts -------------------------------------------------------------------------------------------------
 
@@ -326,46 +351,63 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._request is None or self._stock:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._request.ghost:
-            none = torch.zeros(0, len(self.reward_funcs), device=self.accelerator.device)
-            rewards = ragged_gather(none)
-        else:
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._gathered_rewards = rewards
-        return rewards
+            return ragged_gather(torch.zeros(0, len(self.reward_funcs), device=self.accelerator.device))
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's scoring of this process's share, with the advantages of the whole rollout batch in `all_advantages`."""
+        """TRL's scoring of this process's share, with this share's part of the advantages of the whole rollout batch.
+
+        The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
+        """
         if self._stock or not isinstance(inputs, StepRows):
             return super()._generate_and_score_completions(inputs)
-        self._request, self._identity = inputs.request, None
+        request, rewards = inputs.request, []
+        calculate = self._calculate_rewards
+
+        def remember(*args: Any) -> torch.Tensor:
+            rewards.append(calculate(*args))
+            return rewards[-1]
+
+        self._request, self._identity = request, None
         try:
-            with ragged_scoring(self.accelerator, inputs.request.ghost):
+            with (
+                ragged_scoring(self.accelerator, request.ghost),
+                mock.patch.object(self, "_calculate_rewards", remember),
+            ):
                 scored = super()._generate_and_score_completions(list(inputs))
         finally:
             self._request, self._identity = None, None
-        scored["all_advantages"] = group_advantages(
-            self._gathered_rewards,
-            self.reward_weights.to(self._gathered_rewards.device),
-            inputs.request.num_generations,
+        advantages = group_advantages(
+            rewards[-1],
+            self.reward_weights.to(rewards[-1].device),
+            request.num_generations,
             self.scale_rewards,
             self.multi_objective_aggregation,
         )
+        # TRL cuts its slice as if all shares were equal
+        first = request.share.start * request.num_generations
+        scored["advantages"] = advantages[first : first + len(inputs)]
         return scored
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
-        if self._stock or not isinstance(generation_batch, StepRows):
+        if self._stock:
             return super()._prepare_inputs(generation_batch)
+        if not isinstance(generation_batch, StepRows):
+            raise ConfigError(
+                f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
+                "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
+            )
         request = generation_batch.request
-        if self.model.training and self._rollout is not None and not request.layout.starts_rollout:
+        name = (request.epoch, request.layout.rollout)
+        if self.model.training and self._rollout is not None and self._rollout_name == name:
             rollout = self._rollout
         else:
             scored = self._generate_and_score_completions(generation_batch)
-            advantages = scored.pop("all_advantages")
-            rollout = gather_rollout(scored, advantages, 0 if request.ghost else len(generation_batch))
+            rollout = gather_rollout(scored, 0 if request.ghost else len(generation_batch))
         if not self.model.training:
             return rollout
-        self._rollout = rollout
+        self._rollout, self._rollout_name = rollout, name
         prompts, group = request.layout.step_prompts, request.num_generations
         return rollout.select(range(prompts.start * group, prompts.stop * group))
 
@@ -387,6 +429,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         loss = self._finish_step(context)
         self._step += 1
+        clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return loss
 
@@ -461,7 +504,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         positioned = with_positions(model) if self._position_aware else model
         scorer = super()._get_per_token_logps_and_entropies
-        return score_in_chunks(scorer, positioned, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        share = Chunking(self.pad_to_multiple_of)
+        if self._request is not None and shards_parameters(self.accelerator):
+            # while a share is scored every forward is a collective there: the same number of chunks everywhere
+            size = kwargs.get("batch_size") or input_ids.size(0)
+            chunks = max_over_processes(ceil_div(input_ids.size(0), size), self.accelerator.device)
+            share = Chunking(self.pad_to_multiple_of, at_least=chunks)
+        return score_in_chunks(scorer, positioned, share, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
@@ -517,18 +566,3 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name, value in values.items():
             self._metrics[mode][name].append(value)
         return torch.tensor(loss, device=self.accelerator.device)
-
-
-def _as_config(args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
-    if args is None:
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
-        return GRPOConfig(f"{name.split('/')[-1]}-GRPO")
-    return args if isinstance(args, GRPOConfig) else GRPOConfig.from_trl(args)
-
-
-def _named_datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
-    yield "training", train
-    if isinstance(evaluation, dict):
-        yield from ((f"evaluation '{name}'", dataset) for name, dataset in evaluation.items())
-    else:
-        yield "evaluation", evaluation

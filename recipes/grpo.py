@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
 from grpo_ext.engine.output_folder import checkpoints_in
-from grpo_ext.errors import ConfigError, GrpoExtError
+from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.rewards import resolve_rewards
 
@@ -344,7 +345,10 @@ def main(argv: list[str]) -> None:
             run(script, training, model)
     except GrpoExtError as error:
         # from the environment: a refusal may come before the processes know of each other
-        if os.environ.get("RANK", "0") == "0":
+        failed_here = isinstance(error, RewardError)  # on this process alone, with the row it holds
+        if failed_here and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        if failed_here or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

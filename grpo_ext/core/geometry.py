@@ -152,7 +152,8 @@ def resolve_geometry(
         rollout = full_step
     if rollout % full_step:
         raise ConfigError(
-            f"rollout_batch_size={rollout} is not a multiple of global_batch_size={full_step}; a generation phase "
+            f"{_rollout_name(rollout_batch_size, steps_per_generation)}={rollout} is not a multiple of "
+            f"global_batch_size={full_step}; a generation phase "
             f"feeds whole optimizer steps; use {_multiples_around(rollout, full_step)}."
         )
     return BatchGeometry(
@@ -164,6 +165,13 @@ def resolve_geometry(
         num_processes=num_processes,
         rollout_chunk_size=_chunk_size(rollout_chunk_size, num_generations),
     )
+
+
+def _rollout_name(rollout_batch_size: int | None, steps_per_generation: int | None) -> str:
+    """The field a user set the rollout batch with."""
+    if steps_per_generation is not None:
+        return f"rollout_batch_size (from steps_per_generation={steps_per_generation})"
+    return "generation_batch_size" if rollout_batch_size is None else "rollout_batch_size"
 
 
 def _global_batch(
@@ -283,6 +291,23 @@ def rollout_share(num_prompts: int, num_generations: int, chunk_size: int, num_p
     groups = max(1, chunk_size // num_generations)
     chunks = even_share(ceil_div(num_prompts, groups), num_processes, rank)
     return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))
+
+
+def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
+    """Refuse rollout batches that cannot be dealt to the processes in equal shares, which TRL's vLLM client expects.
+
+    Raises:
+        ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.
+    """
+    processes, prompts = geometry.num_processes, geometry.prompts_per_rollout
+    tail = 0 if num_prompts is None else EpochLayout(geometry, num_prompts, drop_last).trained_prompts % prompts
+    if processes > 1 and (prompts % processes or tail % processes):
+        raise ConfigError(
+            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
+            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
+            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
+            " last rollout batch is one too."
+        )
 
 
 def describe_plan(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool, epochs: float | None) -> str:

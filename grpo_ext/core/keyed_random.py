@@ -64,6 +64,8 @@ def completion_keys(
 
 def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tensor:
     """Uniform numbers in [0, 1) with 53 random bits, float64, shape (B,), one per key and token position."""
+    if keys_B.device.type == "mps":
+        keys_B, positions_B = keys_B.cpu(), torch.as_tensor(positions_B).cpu()
     bits = _shift_right(mix(keys_B, positions_B), 11)
     return bits.to(torch.float64) * 2.0**-53
 
@@ -81,6 +83,9 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 token ids, shape (B,).
     """
+    if scores_BV.device.type == "mps" or (scores_BV.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        # no float64 there, or no deterministic running sum
+        return choose(scores_BV.cpu(), uniforms_B.cpu()).to(scores_BV.device)
     cdf = torch.softmax(scores_BV.to(torch.float64), dim=-1).cumsum(dim=-1)
     total = cdf[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))

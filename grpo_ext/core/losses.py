@@ -81,6 +81,15 @@ class TokenBatch:
     sampling_ratio: torch.Tensor | None = None
     entropy_keep_BT: torch.Tensor | None = None
 
+    @property
+    def advantages(self) -> torch.Tensor:
+        """The advantages against tokens: (B, 1), or (B, T) where a subclass gives one per token."""
+        return _against_tokens(self.advantages_B)
+
+
+def _against_tokens(advantages: torch.Tensor) -> torch.Tensor:
+    return advantages[:, None] if advantages.dim() == 1 else advantages
+
 
 @dataclass
 class TokenLoss:
@@ -126,7 +135,7 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
     if batch.sampling_ratio is not None:
         log_w = log_w + batch.sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
     log_w = log_w.clamp(lowest, 20.0)
-    positive = batch.advantages_B[:, None] >= 0
+    positive = batch.advantages >= 0
     k = torch.where(positive, cfg.vespo_k_pos, cfg.vespo_k_neg)
     lam = torch.where(positive, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).clamp(min=1e-4)
     phi = torch.exp(lam + k * log_w - lam * log_w.exp())
@@ -142,7 +151,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     Returns:
         `TokenLoss`; `loss_BT` is (B, 1) where every factor is per sequence.
     """
-    logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages_B[:, None]
+    logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     log_ratio = logps - old
     ratio = torch.exp(importance_log_ratio(log_ratio, mask, cfg.importance_sampling_level))
@@ -190,7 +199,7 @@ def token_weights(cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts) ->
 
 def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages_B: torch.Tensor) -> dict[str, torch.Tensor]:
     """Where the ratio was clipped, as 0/1 tensors shaped like `ratio`, under TRL's metric names."""
-    advantages = advantages_B[:, None]
+    advantages = _against_tokens(advantages_B)
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:

@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
 
-from ..errors import DataError, ModelError, SplitDependentError
+from ..errors import ConfigError, DataError, ModelError, SplitDependentError
+
+logger = get_logger(__name__)
 
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
@@ -106,6 +109,54 @@ def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None,
     return found
 
 
+_UNUSED_HOOKS = (
+    "_get_train_sampler",
+    "_get_eval_sampler",
+    "get_high_entropy_mask",
+    "get_gamma_weights",
+    "get_off_policy_mask",
+)
+
+
+def check_overrides(cls: type, ours: type) -> None:
+    """Warn of methods a subclass overrides that TRL calls and this trainer does not."""
+    unused = [name for name in _UNUSED_HOOKS if getattr(cls, name) is not getattr(ours, name)]
+    if unused:
+        logger.warning(
+            f"{cls.__name__} overrides {', '.join(unused)}, which stock TRL calls and grpo_ext does not; the override"
+            " has no effect here. Loaders and losses are built from engine.prompt_order and core.losses."
+        )
+
+
+def check_parallelism(tensor_parallel_size: int) -> None:
+    """Refuse tensor parallelism, whose ranks would be given different rows.
+
+    Raises:
+        ConfigError: more than one rank holds parts of one layer.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor parallel size {tensor_parallel_size}: this trainer deals rows to every process, and the ranks of "
+            "one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
+        )
+
+
+def check_data_sets(train: Any, evaluation: Any) -> None:
+    """`check_prompts` for the training set and every evaluation set.
+
+    Raises:
+        DataError: names the set.
+    """
+    named = {"training": train}
+    if isinstance(evaluation, dict):
+        named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}
+    else:
+        named["evaluation"] = evaluation
+    for split, dataset in named.items():
+        if dataset is not None:
+            check_prompts(dataset, split)
+
+
 def check_prompts(dataset: Any, split: str) -> None:
     """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
 
@@ -116,6 +167,12 @@ def check_prompts(dataset: Any, split: str) -> None:
         return
     if len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
+    if _is_transformed(dataset):  # the columns come into being row by row
+        if "prompt" not in dataset[0]:
+            raise DataError(
+                f"the transform of the {split} data set gives no 'prompt'; it gives {', '.join(dataset[0])}."
+            )
+        return
     columns = getattr(dataset, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise DataError(
@@ -130,8 +187,14 @@ def check_prompts(dataset: Any, split: str) -> None:
             )
 
 
+def _is_transformed(dataset: Any) -> bool:
+    return getattr(dataset, "format", {}).get("type") == "custom"
+
+
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts of a map-style data set, read in blocks."""
+    """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
+    if _is_transformed(dataset):
+        return
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
         yield from block["prompt"]
 

@@ -122,19 +122,27 @@ class StepDataset(Dataset):
 
 
 class StepStream(IterableDataset):
-    """Optimizer steps over a stream: every process reads the whole stream and keeps its share of each rollout."""
+    """Optimizer steps over a stream: every process reads the whole stream and keeps its share of each rollout.
+
+    It passes over the stream again and again, because the Trainer takes a loader without a length for one long epoch;
+    so a step's place is its number, and skipping steps on resume arrives where the run had been.
+    """
 
     def __init__(self, stream: Any, geometry: BatchGeometry, rule: ShareRule, drop_last: bool) -> None:
         self.stream, self.geometry, self.rule, self.drop_last = stream, geometry, rule, drop_last
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch; reshuffles a shuffled stream."""
-        self.epoch = epoch
-        if hasattr(self.stream, "set_epoch"):
-            self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StepRows]:
+        for epoch in itertools.count():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)  # reshuffles a shuffled stream
+            empty = True
+            for rows in self._pass(epoch):
+                empty = False
+                yield rows
+            if empty:
+                return
+
+    def _pass(self, epoch: int) -> Iterator[StepRows]:
         g, rows = self.geometry, iter(self.stream)
         for rollout in itertools.count():
             batch = list(itertools.islice(rows, g.prompts_per_rollout))
@@ -145,7 +153,7 @@ class StepStream(IterableDataset):
             start = rollout * g.prompts_per_rollout
             prompts = range(start, start + len(batch))
             for inside in range(ceil_div(len(batch), g.prompts_per_step) * g.num_iterations):
-                request = self.rule.request(self.epoch, step_layout(g, rollout, inside, prompts))
+                request = self.rule.request(epoch, step_layout(g, rollout, inside, prompts))
                 yield self.rule.rows(request, batch.__getitem__)
 
 
@@ -154,8 +162,8 @@ class StepLoader(DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
-        target = self.dataset if isinstance(self.dataset, IterableDataset) else self.batch_sampler
-        target.set_epoch(epoch)  # type: ignore[union-attr]
+        if isinstance(self.batch_sampler, EpochSteps):  # a stream counts its own passes
+            self.batch_sampler.set_epoch(epoch)
 
 
 def _first(items: list[StepRows]) -> StepRows:

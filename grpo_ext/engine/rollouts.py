@@ -31,7 +31,7 @@ from .collectives import ragged_gather
 from .prompt_order import RolloutRequest
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_SEQUENCE_FIELDS = ("importance_sampling_ratio",)  # may be one value per sequence
+_SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages")  # may be one value per sequence
 
 
 class KeyedChoice(LogitsProcessor):
@@ -52,6 +52,17 @@ class KeyedChoice(LogitsProcessor):
 
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+_NOT_PLAIN = (
+    "watermarking_config",
+    "guidance_scale",
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
 
 
 def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
@@ -94,7 +105,8 @@ def _split_sampling(config: GenerationConfig, model: Any) -> tuple[list[LogitsPr
 
 def can_sample_by_key(config: GenerationConfig) -> bool:
     """Whether this configuration is plain sampling, which is what keys can stand in for."""
-    return bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
+    plain = bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
+    return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
 
 
 def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
@@ -204,23 +216,24 @@ class Rollout:
         batch = {}
         for name, values in self.fields.items():
             # a ratio of 1 is no correction; the VESPO weight sums its logarithm over the padding too
-            neutral = 1 if name in ("tool_mask", *_SEQUENCE_FIELDS) else 0
+            neutral = 1 if name in ("tool_mask", "importance_sampling_ratio") else 0
             fill = pad_token_id if name.endswith("_ids") else neutral
-            if name == "advantages" or (name in _SEQUENCE_FIELDS and all(v.numel() == 1 for v in values)):
+            if name in _SEQUENCE_FIELDS and all(v.numel() == 1 for v in values):
                 batch[name] = torch.stack(values)
             else:
                 side = "left" if name in _PROMPT_FIELDS else "right"
                 batch[name] = pad(values, fill, side, pad_to_multiple_of)
-        batch["advantages"] = batch["advantages"].view(-1)
+        if batch["advantages"].size(1) == 1:  # one per completion; TRL lets a subclass give one per token
+            batch["advantages"] = batch["advantages"].view(-1)
         return batch
 
 
-def gather_rollout(scored: dict[str, Any], advantages: torch.Tensor, rows: int) -> Rollout:
+def gather_rollout(scored: dict[str, Any], rows: int) -> Rollout:
     """Collect the shares of all processes into the rollout batch every process holds.
 
     Args:
-        scored: what TRL's `_generate_and_score_completions` returned for this process's share, padded.
-        advantages: advantages of the whole rollout batch, in global order.
+        scored: what `_generate_and_score_completions` returned for this process's share, padded; tensors with one row
+            per completion are kept, (B,), (B, 1) or (B, T).
         rows: rows of this process that count (0 on a ghost).
     """
     prompt_lengths = scored["prompt_mask"].sum(1)
@@ -229,16 +242,15 @@ def gather_rollout(scored: dict[str, Any], advantages: torch.Tensor, rows: int) 
     fields: dict[str, list[torch.Tensor]] = {}
     for name in sorted(scored):
         value = scored[name]
-        if name == "advantages" or not isinstance(value, torch.Tensor) or value.dim() != 2:
+        if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2) or value.size(0) != len(lengths):
             continue
         if name in _PROMPT_FIELDS:
             parts = [row[row.size(0) - n :] for row, n in zip(value, prompt_lengths.tolist())]
-        elif value.size(1) == 1 and name in _SEQUENCE_FIELDS:
-            parts = list(value)
+        elif value.dim() == 1 or (value.size(1) == 1 and name in _SEQUENCE_FIELDS):
+            parts = list(value.view(-1, 1))
         else:
             parts = [row[:n] for row, n in zip(value, lengths.tolist())]
         fields[name] = _gather_parts(parts, rows)
-    fields["advantages"] = list(advantages.cpu().view(-1, 1))
     return Rollout(fields)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import ceil_div
 from .checks import position_ids
 
 
@@ -51,8 +52,21 @@ def capture_router(model: Any, enabled: bool) -> Iterator[list[RouterOutput]]:
         handle.remove()
 
 
+@dataclass(frozen=True)
+class Chunking:
+    """How `score_in_chunks` cuts a batch.
+
+    Attributes:
+        multiple: prompts and completions keep a width that is a multiple of this (`pad_to_multiple_of`).
+        at_least: number of chunks to score; further ones repeat the last and are thrown away.
+    """
+
+    multiple: int | None = None
+    at_least: int = 0
+
+
 def trim(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Cut columns that are padding in every row: prompts on the left, completions on the right.
 
@@ -62,15 +76,19 @@ def trim(
     prompt_width = input_ids.size(1) - logits_to_keep
     used = attention_mask.bool().any(0)
     prompt_used, completion_used = used[:prompt_width].nonzero(), used[prompt_width:].nonzero()
-    start = int(prompt_used[0]) if len(prompt_used) else prompt_width - 1
+    prompt = prompt_width - int(prompt_used[0]) if len(prompt_used) else 1
     width = int(completion_used[-1]) + 1 if len(completion_used) else 1
-    columns = slice(start, prompt_width + width)
+    if multiple is not None:
+        prompt = min(ceil_div(prompt, multiple) * multiple, prompt_width)
+        width = min(ceil_div(width, multiple) * multiple, logits_to_keep)
+    columns = slice(prompt_width - prompt, prompt_width + width)
     return input_ids[:, columns], attention_mask[:, columns], width
 
 
 def score_in_chunks(
     scorer: Callable[..., Any],
     model: Any,
+    chunking: Chunking,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     logits_to_keep: int,
@@ -83,11 +101,14 @@ def score_in_chunks(
         Log-probabilities (B, logits_to_keep), entropies alike or None, mean auxiliary loss or None.
     """
     rows = input_ids.size(0)
+    parts = [slice(start, start + (batch_size or rows)) for start in range(0, rows, batch_size or rows)]
     logps, entropies, aux_losses = [], [], []
-    for start in range(0, rows, batch_size or rows):
-        part = slice(start, start + (batch_size or rows))
-        ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep)
+    for number in range(max(len(parts), chunking.at_least)):
+        part = parts[min(number, len(parts) - 1)]
+        ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep, chunking.multiple)
         part_logps, part_entropies, part_aux = scorer(model, ids, mask, width, **options)
+        if number >= len(parts):
+            continue
         padding = (0, logits_to_keep - width)
         logps.append(torch.nn.functional.pad(part_logps, padding))
         if part_entropies is not None:

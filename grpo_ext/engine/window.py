@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils import gather as equal_gather
+from accelerate.utils.memory import clear_device_cache
 
 from ..core.geometry import even_share
 from .collectives import max_over_processes, sum_over_processes
@@ -37,6 +38,12 @@ def plan_micro_batches(rows: Sequence[int], micro_batch_size: int, at_least: int
     planned = [MicroBatch(tuple(rows[part])) for part in chunks_of(len(rows), micro_batch_size)]
     filler = MicroBatch((rows[0] if rows else 0,), weight=0.0)
     return planned + [filler] * (at_least - len(planned))
+
+
+def clear_cache_every(steps: int | None, step: int) -> None:
+    """Honour `torch_empty_cache_steps`: free the device's cache every so many optimizer steps."""
+    if steps is not None and step % steps == 0:
+        clear_device_cache()
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
@@ -93,14 +100,19 @@ class StepMeter:
     highs: dict[str, torch.Tensor] = field(default_factory=dict)
     lowest: set[str] = field(default_factory=set)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64, or float32 on the one kind of device that has no float64."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
     def add_total(self, name: str, part: torch.Tensor, weight: float) -> None:
         """Add a part of a step-wide total, such as the loss."""
-        value = part.detach().double().to(self.device) * weight
+        value = part.detach().to(self.dtype).to(self.device) * weight
         self.totals[name] = self.totals[name] + value if name in self.totals else value
 
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
-        pair = torch.stack([total.detach().double(), torch.as_tensor(count, device=total.device).double()])
+        pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])
         pair = pair.to(self.device) * weight
         self.sums[name] = self.sums[name] + pair if name in self.sums else pair
 
@@ -114,7 +126,7 @@ class StepMeter:
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
         """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
-        signed = (-values if lowest else values).detach().double()
+        signed = (-values if lowest else values).detach().to(self.dtype)
         if weight == 0.0:
             signed = torch.full_like(signed, -math.inf)
         high = torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max().to(self.device)
@@ -124,7 +136,7 @@ class StepMeter:
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        one = torch.ones((), dtype=torch.float64, device=self.device)
+        one = torch.ones((), dtype=self.dtype, device=self.device)
         pairs = {name: torch.stack([value, one]) for name, value in self.totals.items()} | self.sums
         result: dict[str, float] = {}
         if pairs:

@@ -23,7 +23,8 @@ from .runs import OURS, STOCK, Run, RunResult, run_all
 
 TOLERANCE = 1e-5  # relative update error in float32, the promise of the default mode
 METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are float32 sums in another order
-_TIMING = ("time", "runtime", "per_second", "total_flos")
+_TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
+_TIMING_ENDS = ("_runtime", "_per_second")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class SplitResult:
         update_error: relative update error; NaN where there is none.
         metric_error: largest difference of a logged value, and its name.
         float64_error: the update error of the same split in float64, where that was needed to tell.
-        verdict: "reference", "same", "rounding", "differs" or "refused".
+        verdict: "reference", "same", "rounding", "differs", "nothing learned" or "refused".
         reason: what is to blame, where that can be known.
     """
 
@@ -122,7 +123,7 @@ def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any
     worst, name = 0.0, ""
     for line_a, line_b in zip(reference, other):
         for key in line_a.keys() | line_b.keys():
-            if any(word in key for word in _TIMING):
+            if key in _TIMING or key.endswith(_TIMING_ENDS):
                 continue
             gap = _gap(line_a.get(key), line_b.get(key))
             if gap > worst:
@@ -146,6 +147,9 @@ def compare(split: Split, trainer: str, reference: RunResult, other: RunResult, 
         return SplitResult(split, trainer, math.nan, math.nan, "", "refused", _first_line(other.error))
     error = update_error(reference.delta, other.delta)
     gap, name = metric_difference(reference.log, other.log)
+    if not any(float(d.abs().max()) > 0 for d in other.delta.values()):
+        nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
+        return SplitResult(split, trainer, error, gap, name, "nothing learned", nothing)
     if other is reference:
         return SplitResult(split, trainer, 0.0, 0.0, "", "reference")
     same = error <= tolerance and gap <= METRIC_TOLERANCE

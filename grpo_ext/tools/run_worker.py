@@ -16,6 +16,10 @@ from typing import Any
 import dill
 
 
+class _Refused(Exception):
+    """A run that was refused before training."""
+
+
 def _build(run: Any, folder: Path, processes: int) -> Any:
     import torch
     from datasets import load_from_disk
@@ -54,10 +58,9 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
     )
 
 
-def _train(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     from transformers import PrinterCallback
 
-    trainer = _build(run, folder, processes)
     if trainer.accelerator.num_processes != processes:
         raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
     trainer.remove_callback(PrinterCallback)
@@ -82,15 +85,21 @@ def main(folder: Path) -> None:
     from accelerate import PartialState
     from safetensors.torch import save_file
 
-    # on several processes an unforeseen error of one would leave the others waiting; there the launcher ends them all
-    recoverable: type[Exception] = Exception if processes == 1 else ValueError
+    # refusals at construction reach every process alike; an error in training on one of several would leave the
+    # others waiting in a collective, so there the launcher ends them all
+    recoverable: type[Exception] = Exception if processes == 1 else _Refused
     for run in runs:
         (folder / run.name).mkdir(exist_ok=True)
         delta: dict[str, Any] = {}
         try:
-            delta, meta = _train(run, folder, processes)
-        except recoverable as error:  # refusals, ours and TRL's
-            meta = {"log": [], "error": f"{type(error).__name__}: {error}", "seconds": 0.0}
+            try:
+                trainer = _build(run, folder, processes)
+            except ValueError as error:  # ours and TRL's
+                raise _Refused(f"{type(error).__name__}: {error}") from error
+            delta, meta = _train(run, trainer, processes)
+        except recoverable as error:
+            text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+            meta = {"log": [], "error": text, "seconds": 0.0}
         if main_process:
             if delta:
                 save_file(delta, folder / run.name / "delta.safetensors")

@@ -6,8 +6,10 @@ processes share one launch, because importing the libraries takes longer than tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -121,23 +123,42 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
         command = launch_command(processes, folder, ["-m", "grpo_ext.tools.run_worker", str(folder)])
         if processes > 1:  # the launcher takes a module only through its own flag
             command = [*command[:-3], "--module", "grpo_ext.tools.run_worker", str(folder)]
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+        quiet = {"TOKENIZERS_PARALLELISM": "false"}
+        if all(Path(run.model_path).is_dir() for run in runs):
+            quiet["HF_HUB_OFFLINE"] = "1"  # nothing to look for there
         if processes > 1 and torch.cuda.device_count() < processes:
             quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
         env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
-        try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
+        status, output = _finish(command, env, timeout_s)
+        if status is None:
             raise LaunchError(
                 f"{len(runs)} run(s) on {processes} process(es) took more than {timeout_s:g} s; use fewer steps or "
-                f"splits. Last output: {str(error.stdout or '')[-800:]}"
-            ) from None
-        if done.returncode != 0:
+                f"splits. Last output:\n{output[-800:]}"
+            )
+        if status != 0:
             raise LaunchError(
-                f"{len(runs)} run(s) on {processes} process(es) ended with status {done.returncode}. Last output:\n"
-                + (done.stdout + done.stderr)[-3000:]
+                f"{len(runs)} run(s) on {processes} process(es) ended with status {status}. Last output:\n"
+                + output[-3000:]
             )
         return [read_result(folder / run.name, run.name) for run in runs]
+
+
+def _finish(command: Sequence[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
+    """Exit status and output of a command; None after `timeout_s`, with every process it had started ended."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as p:
+        try:
+            output, _ = p.communicate(timeout=timeout_s)
+            return p.returncode, output
+        except BaseException as error:  # a launcher's processes outlive it, also on Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(p.pid, signal.SIGKILL)
+            output, _ = p.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, output
+            raise
 
 
 def read_result(folder: Path, name: str) -> RunResult:

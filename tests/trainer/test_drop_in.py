@@ -348,3 +348,159 @@ def test_an_error_of_a_reward_function_names_it_in_training(tmp_path):
 
     with pytest.raises(RewardError, match=r"'flawed' returned nan in row 5"):
         make(tmp_path, rewards=flawed).train()
+
+
+def test_a_subclass_may_shape_rewards_and_advantages(tmp_path):
+    class Negated(GRPOTrainer):
+        def _calculate_rewards(self, *args):
+            return -super()._calculate_rewards(*args)
+
+    class Silent(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            scored = super()._generate_and_score_completions(inputs)
+            scored["advantages"] = 0 * scored["advantages"]
+            return scored
+
+    class PerToken(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            scored = super()._generate_and_score_completions(inputs)
+            scored["advantages"] = scored["advantages"][:, None].expand_as(scored["completion_mask"]).clone()
+            return scored
+
+    def negative_reward(prompts, completions, **kwargs):
+        return [-r for r in letter_reward(prompts, completions)]
+
+    def trained(cls, reward):
+        args = GRPOConfig(**config_kwargs(tmp_path / "out", max_steps=1, max_grad_norm=0.0))
+        trainer = cls(tiny_model(), reward, args, prompts(), processing_class=tiny_tokenizer())
+        trainer.train()
+        return parameters(trainer)
+
+    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    plain = trained(GRPOTrainer, letter_reward)
+    assert torch.equal(trained(Negated, negative_reward), plain)
+    assert not torch.equal(trained(Negated, letter_reward), plain)
+    assert torch.equal(trained(Silent, letter_reward), start)
+    assert torch.allclose(trained(PerToken, letter_reward), plain, atol=1e-7)
+
+
+def test_an_override_that_has_no_effect_is_said(tmp_path, caplog):
+    class Sampled(GRPOTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return super()._get_train_sampler(dataset)
+
+    args = GRPOConfig(**config_kwargs(tmp_path))
+    Sampled(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert "Sampled overrides _get_train_sampler" in caplog.text
+
+
+def test_fields_of_a_trl_config_subclass_survive(tmp_path):
+    from dataclasses import dataclass
+
+    @dataclass
+    class Mine(trl.GRPOConfig):
+        my_flag: int = 7
+
+    kwargs = config_kwargs(tmp_path, per_device_train_batch_size=16)
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        kwargs.pop(name)
+    trainer = GRPOTrainer(tiny_model(), letter_reward, Mine(**kwargs), prompts(), processing_class=tiny_tokenizer())
+    assert trainer.args.my_flag == 7
+
+
+def test_sizes_changed_after_construction_count(tmp_path):
+    args = GRPOConfig(**config_kwargs(tmp_path))
+    args.global_batch_size, args.num_generations = 8, 2
+    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_step) == (8, 4)
+
+
+def test_predict_scores_a_data_set(tmp_path):
+    trainer = make(tmp_path)
+    output = trainer.predict(prompts(3, seed=5))
+    assert isinstance(output.metrics["test_loss"], float)
+
+
+def test_training_again_from_a_checkpoint_samples_its_own_rollouts(tmp_path):
+    rows = prompts(22)
+    settings = {"dataset": rows, "rollout_batch_size": 32, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = make(tmp_path, **settings)
+    trainer.train()
+    first = {line["step"]: line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line}
+    scored = []
+    inner = trainer.reward_funcs[0]
+    trainer.reward_funcs = [lambda **kw: (scored.append(len(kw["completions"])), inner(**kw))[1]]
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    # step 2 is the second of its rollout, whose completions are not those held from step 3
+    assert scored == [32, 32]
+    assert first[3] > 0
+
+
+def test_a_stream_resumes_where_it_had_been(tmp_path):
+    rows = prompts(10)
+
+    def stream():
+        return IterableDataset.from_generator(lambda: iter(rows.to_list()))
+
+    settings = {"shuffle_dataset": False, "max_steps": 7}
+    whole = make(tmp_path / "a", dataset=stream(), **settings)
+    whole.train()
+    first = make(tmp_path / "b", dataset=stream(), save_strategy="steps", save_steps=4, **settings)
+    first.train()
+    second = make(tmp_path / "b", dataset=stream(), **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "b" / "out" / "checkpoint-4"))
+    assert torch.allclose(parameters(whole), parameters(second), atol=1e-7)
+
+
+def test_completions_are_logged_beside_an_earlier_run(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "log_completions": True}
+    make(tmp_path, **settings).train()
+    args = GRPOConfig(**config_kwargs(tmp_path / "out", **settings))
+    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    trainer.train()
+    assert list((tmp_path / "out-2" / "completions").iterdir())
+    assert args.output_dir == str(tmp_path / "out-2")  # save_model(args.output_dir) does not overwrite either
+
+
+def test_a_data_set_with_a_transform_trains(tmp_path):
+    rows = prompts().rename_column("prompt", "text").with_transform(lambda b: {"prompt": b["text"]})
+    trainer = make(tmp_path, dataset=rows)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_reference_model_is_synchronised(tmp_path):
+    trainer = make(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
+    trainer.train()
+    reference = torch.cat([p.detach().flatten() for p in trainer.ref_model.parameters()])
+    assert torch.allclose(reference, parameters(trainer))
+
+
+def test_a_loaded_adapter_is_its_own_reference(tmp_path):
+    from peft import get_peft_model
+
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False))
+    trainer = make(tmp_path, model=adapted, beta=0.1)
+    trainer.train()
+    # against the base model the divergence would not start at zero
+    assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
+    assert log_of(trainer, "kl")[1] > 0
+
+
+def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
+    extra = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    trainer = make(tmp_path, model=tiny_model("moe"), extra=extra)
+    trainer.train()
+    assert all(value > 0 for value in log_of(trainer, "aux_loss"))
+
+
+def test_padding_to_a_multiple_reaches_the_scoring(tmp_path):
+    widths = []
+    trainer = make(tmp_path, pad_to_multiple_of=8, max_completion_length=16, beta=0.1)
+    embed = trainer.model.get_input_embeddings()
+    embed.register_forward_hook(
+        lambda m, args, out: widths.append(args[0].shape[1]) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    assert widths
+    assert all(width % 8 == 0 for width in widths)

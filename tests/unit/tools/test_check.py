@@ -1,0 +1,114 @@
+"""The comparison itself: it tells same from different, and never passes on nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_ext.errors import ConfigError, GrpoExtError
+from grpo_ext.tools.check import CheckReport, Split, check, compare, metric_difference, update_error
+from grpo_ext.tools.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
+from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+def delta(*values: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.tensor(values, dtype=torch.float64)}
+
+
+def test_update_error_is_the_relative_distance_of_the_updates():
+    assert update_error(delta(3.0, 4.0), delta(3.0, 4.5)) == pytest.approx(0.1)
+    assert update_error(delta(3.0, 4.0), delta(3.0, 4.0)) == 0.0
+    assert update_error(delta(0.0), delta(1.0)) == math.inf
+    assert update_error(delta(1.0), {"other": torch.ones(1)}) == math.inf
+
+
+def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
+    a = [{"loss": 1.0, "step_time": 1.0, "rewards/time_bonus/mean": 0.5, "train_runtime": 3.0}]
+    b = [{"loss": 1.0, "step_time": 9.0, "rewards/time_bonus/mean": 0.7, "train_runtime": 4.0}]
+    gap, name = metric_difference(a, b)
+    assert name == "rewards/time_bonus/mean"
+    assert gap == pytest.approx(0.2)
+    assert metric_difference(a, a * 2)[0] == math.inf
+    assert metric_difference([{"x": math.nan}], [{"x": math.nan}])[0] == 0.0
+    assert metric_difference([{"x": 1.0}], [{}])[0] == math.inf
+
+
+def verdict(reference: RunResult, other: RunResult) -> str:
+    return compare(Split(1), OURS, reference, other, tolerance=1e-5).verdict
+
+
+def test_verdicts():
+    reference = RunResult("a", delta(1.0), [{"loss": 1.0}])
+    assert verdict(reference, reference) == "reference"
+    assert verdict(reference, RunResult("b", delta(1.0 + 1e-7), [{"loss": 1.0}])) == "same"
+    assert verdict(reference, RunResult("b", delta(1.1), [{"loss": 1.0}])) == "differs"
+    assert verdict(reference, RunResult("b", delta(1.0), [{"loss": 1.1}])) == "differs"
+    assert verdict(reference, RunResult("b", error="no")) == "refused"
+
+
+def test_a_run_that_learned_nothing_is_no_success():
+    still = RunResult("a", delta(0.0), [{"loss": 0.0}])
+    result = compare(Split(1), OURS, still, still, tolerance=1e-5)
+    assert result.verdict == "nothing learned"
+    assert not CheckReport([result], steps=1).ok
+
+
+def test_stock_settings_are_derived_or_refused():
+    config = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
+    assert stock_config(config, processes=2) == {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "seed": 1,
+    }
+    with pytest.raises(GrpoExtError, match="do not divide"):
+        stock_config({**config, "per_device_train_batch_size": 5}, processes=1)
+
+
+def test_a_check_needs_a_global_batch_and_known_names(tmp_path):
+    with pytest.raises(ConfigError, match="global_batch_size is not set"):
+        check("model", prompts(), letter_reward, {})
+    with pytest.raises(ConfigError, match="against='verl' is unknown"):
+        check("model", prompts(), letter_reward, {"global_batch_size": 16}, against="verl")
+    with pytest.raises(ConfigError, match="global_batch_size=15"):
+        check("model", prompts(), letter_reward, {"global_batch_size": 15, "num_generations": 4})
+
+
+def test_check_trains_and_compares_an_object_with_a_local_reward():
+    factor = 2.0  # a closure reaches the processes too
+
+    def scaled(prompts, completions, **kwargs):
+        return [factor * r for r in letter_reward(prompts, completions)]
+
+    config = {
+        "global_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,
+        "gradient_checkpointing": False,
+    }
+    splits = [Split(8), Split(3)]
+    report = check(
+        tiny_model(), prompts(), scaled, config, processing_class=tiny_tokenizer(), splits=splits, against="trl"
+    )
+    assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
+    assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
+    assert report.ok
+
+
+def test_an_unseen_error_in_training_is_reported(tmp_path):
+    def broken(prompts, completions, **kwargs):
+        raise KeyError("missing")
+
+    tiny_model().save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    prompts().save_to_disk(str(tmp_path / "d"))
+    config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
+    run = Run("r", str(tmp_path / "m"), str(tmp_path / "d"), (broken,), config)
+    assert "'broken' raised KeyError" in run_all([run], processes=1)[0].error
+    # on several processes the launch ends with the message, and does not wait for ever
+    with pytest.raises(LaunchError, match="'broken' raised KeyError"):
+        run_all([run], processes=2)

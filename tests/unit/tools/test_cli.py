@@ -1,0 +1,58 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools.cli import integers, read_config
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "grpo_ext.tools.cli", *args], capture_output=True, text=True)
+
+
+def test_plan_prints_the_layout_for_any_number_of_processes():
+    done = run(
+        "plan", "--global_batch_size", "16", "--num-generations", "4", "--num_processes", "3", "--num_prompts", "10"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "16 completions = 4 prompts x 4" in done.stdout
+    assert "10 prompts = 3 optimizer steps" in done.stdout
+    assert "2 prompts = 8 completions" in done.stdout
+
+
+def test_plan_reads_the_settings_of_a_recipe(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("global_batch_size: 24\nnum_generations: 4\nlearning_rate: 1.0e-5\n")
+    assert "24 completions = 6 prompts x 4" in run("plan", "--config", str(path)).stdout
+
+
+def test_an_error_is_one_message_and_status_2():
+    done = run("plan", "--global_batch_size", "15", "--num_generations", "4")
+    assert done.returncode == 2
+    assert "use 12 or 16" in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+
+
+def test_plan_loads_no_model_library():
+    code = "import sys, grpo_ext.tools.cli as c; c.plan(num_processes=2); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("False")
+
+
+def test_lists_and_files_are_checked(tmp_path):
+    assert integers("16,5,1", "sizes") == [16, 5, 1]
+    with pytest.raises(ConfigError, match="no list of whole numbers"):
+        integers("16,x", "sizes")
+    with pytest.raises(ConfigError, match="below 1"):
+        integers("0", "sizes")
+    with pytest.raises(ConfigError, match="is no file"):
+        read_config(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="holds no settings"):
+        read_config(tmp_path / "list.yaml")
