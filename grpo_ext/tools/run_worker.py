@@ -109,5 +109,15 @@ def main(folder: Path) -> None:
     PartialState().destroy_process_group()
 
 
+def reporting(folder: Path) -> None:
+    """`main`, leaving the error of this process where the caller finds it among what the launcher prints."""
+    try:
+        main(folder)
+    except Exception as error:
+        path = folder / f"error_{os.environ.get('RANK', '0')}.txt"
+        path.write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    reporting(Path(sys.argv[1]))

@@ -137,10 +137,16 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
             )
         if status != 0:
             raise LaunchError(
-                f"{len(runs)} run(s) on {processes} process(es) ended with status {status}. Last output:\n"
-                + output[-3000:]
+                f"{len(runs)} run(s) on {processes} process(es) ended with status {status}. "
+                + (_first_error(folder) or f"Last output:\n{output[-3000:]}")
             )
         return [read_result(folder / run.name, run.name) for run in runs]
+
+
+def _first_error(folder: Path) -> str:
+    """The error of the process that failed first; the others fail because it is gone."""
+    errors = sorted(folder.glob("error_*.txt"), key=lambda path: path.stat().st_mtime)
+    return errors[0].read_text()[:3000] if errors else ""
 
 
 def _finish(command: Sequence[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str]:

@@ -84,6 +84,7 @@ OVERRIDES = {
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "get_eval_dataloader": ["eval_dataset"],
+    "get_test_dataloader": ["test_dataset"],
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_generate_and_score_completions": ["inputs"],

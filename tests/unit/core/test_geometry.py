@@ -16,6 +16,7 @@ from grpo_ext.core.geometry import (
     BatchGeometry,
     EpochLayout,
     ceil_div,
+    check_equal_shares,
     describe_plan,
     even_share,
     resolve_geometry,
@@ -117,7 +118,7 @@ def test_trls_product_that_cuts_a_group_is_refused_with_all_three_factors():
 @pytest.mark.parametrize("value", [20, 40])
 def test_a_rollout_that_cuts_an_optimizer_step_is_refused_with_multiples_that_work(field, value):
     message = refusal(global_batch_size=16, **{field: value})
-    assert f"rollout_batch_size={value}" in message
+    assert f"batch_size={value} is not a multiple" in message
     assert "global_batch_size=16" in message
     for remedy in multiples_offered(message):
         assert resolve(global_batch_size=16, rollout_batch_size=remedy).rollout_batch_size == remedy
@@ -444,3 +445,23 @@ def test_the_plan_says_when_processes_have_nothing_to_sample():
     assert "only 1 of 4 processes sample" in idle
     assert "only" not in describe_plan(geometry(chunk=2, processes=4), 12, False, None)
     assert "unknown length" in describe_plan(geometry(), None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("processes", "num_prompts", "drop_last", "fits"),
+    [
+        (1, 7, False, True),
+        (2, 8, False, True),
+        (2, 10, False, True),
+        (2, 9, False, False),
+        (2, 9, True, True),
+        (3, 8, False, False),
+    ],
+)
+def test_equal_shares_are_checked_up_to_the_last_rollout(processes, num_prompts, drop_last, fits):
+    g = resolve(num_generations=4, num_processes=processes, micro_batch_size=4, global_batch_size=16)
+    if fits:
+        check_equal_shares(g, num_prompts, drop_last)
+        return
+    with pytest.raises(ConfigError, match=f"on {processes} processes; choose a rollout_batch_size"):
+        check_equal_shares(g, num_prompts, drop_last)

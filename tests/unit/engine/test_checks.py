@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfi
 from grpo_ext.engine.checks import (
     accepts_positions,
     check_causal_lm,
+    check_parallelism,
     check_prompt_lengths,
     check_prompts,
     disable_random_parts,
@@ -25,7 +26,7 @@ from grpo_ext.engine.checks import (
     refuse_split_dependence,
     split_dependence,
 )
-from grpo_ext.errors import DataError, ModelError, SplitDependentError
+from grpo_ext.errors import ConfigError, DataError, ModelError, SplitDependentError
 
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 ROTARY = {
@@ -397,3 +398,9 @@ def test_a_rate_that_is_a_whole_number_is_found():
     assert list(random_parts(model)) != []
     disable_random_parts(model)
     assert list(random_parts(model)) == []
+
+
+def test_tensor_parallelism_is_refused():
+    check_parallelism(1)
+    with pytest.raises(ConfigError, match="tensor parallel size 2"):
+        check_parallelism(2)
