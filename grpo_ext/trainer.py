@@ -40,10 +40,10 @@ from .engine.rewards import check_reward_functions
 from .engine.rollouts import (
     Rollout,
     RowIdentity,
+    ShareSampling,
     can_sample_by_key,
     gather_rollout,
     request_keys,
-    rows_by_chunk,
     sample_chunk,
 )
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks, with_positions
@@ -170,10 +170,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
-        elif self.use_vllm or self.use_transformers_continuous_batching:
-            self._uncovered.append("this generation backend does not sample by key; only the update is covered")
-        elif not can_sample_by_key(self.generation_config):
-            self._uncovered.append("generation_kwargs ask for more than plain sampling, which is not done by key")
+        elif not self._samples_by_key():
+            self._uncovered.append("this way of generating does not sample by key; only the update is covered")
+
+    def _samples_by_key(self) -> bool:
+        if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
+            return False
+        return can_sample_by_key(self.generation_config)
 
     def _check_prompt_lengths(self) -> None:
         if not hasattr(self.train_dataset, "__len__"):
@@ -182,7 +185,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.iterate_prompts(self.train_dataset),
             lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],
             self.model.config,
-            self.max_completion_length,
+            self.max_completion_length or 0,  # None: as long as the model allows
         )
 
     @property
@@ -286,8 +289,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], Any]:
-        backend = self.use_vllm or self.use_transformers_continuous_batching
-        if self._request is None or self._stock or backend or not can_sample_by_key(self.generation_config):
+        if self._request is None or not self._samples_by_key():
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
@@ -301,34 +303,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         return completions, None
 
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
-        """Sample the given rows of the share, chunk by chunk; later turns keep the chunks of the first."""
-        chunk = max(1, self.geometry.rollout_chunk_size // request.num_generations) * request.num_generations
-        parts = rows_by_chunk(rows, chunk)
-        calls = 0 if request.ghost else len(parts)
-        if shards_parameters(self.accelerator):  # generate is a collective there: the same number of calls everywhere
-            calls = max_over_processes(calls, self.accelerator.device)
+        def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
+            config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
+            return sample_chunk(model, prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of)
+
+        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
+            sharded = shards_parameters(self.accelerator)
+            return max_over_processes(own, self.accelerator.device) if sharded else own
+
         keys = request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
-        result: list[list[int]] = [[self._tokenizer.eos_token_id] for _ in rows]
+        share = ShareSampling(request, self._identity, keys, self.geometry.rollout_chunk_size, calls)
         with self._generating() as model:
-            for call in range(calls):
-                part = parts[call % len(parts)]
-                index = torch.tensor([rows[i] for i in part])
-                prompts = [prompt_ids[i] for i in part]
-                offsets = torch.zeros_like(index) if self._identity is None else self._identity.offsets(index, prompts)
-                tokens = sample_chunk(
-                    model,
-                    prompts,
-                    keys[index],
-                    offsets,
-                    self.generation_config,
-                    self.eos_token_ids,
-                    self.accelerator.device,
-                    self.pad_to_multiple_of,
-                )
-                if call < len(parts) and not request.ghost:
-                    for i, row in zip(part, tokens):
-                        result[i] = row
-        return result
+            return share.run(lambda *chunk: sample(model, *chunk), prompt_ids, rows, self._tokenizer.eos_token_id)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[Any]:

@@ -231,6 +231,15 @@ def command(name: str) -> str:
     return os.path.relpath(beside)
 
 
+def finish(trainer: GRPOTrainer) -> None:
+    """Close trackers and the process group."""
+    trainer.accelerator.wait_for_everyone()
+    # gloo's threads let go of their last operation under the interpreter lock; destroying the group in that moment
+    # deadlocks (torch 2.13)
+    time.sleep(0.2)
+    trainer.end()
+
+
 def show_samples(title: str, samples: list[tuple[str, str, str]], count: int = 5) -> None:
     say(title)
     for prompt, completion, answer in samples[:count]:
@@ -272,7 +281,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
     say("Next, the same run on two processes, which learns the same; and the comparison of many splits:")
     say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py")
     say(f"  {command('grpo-ext')} check --against trl")
-    trainer.end()
+    finish(trainer)
 
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
@@ -325,7 +334,7 @@ def run(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
     save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
-    trainer.end()
+    finish(trainer)
 
 
 def main(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ Stands between the loaders and the window. Shapes: B rows, T tokens, V vocabular
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,6 +187,48 @@ class RowIdentity:
         """Record what the rows have become."""
         for row, ids, tokens in zip(rows, continued, new):
             self.histories[row] = list(ids) + list(tokens)
+
+
+@dataclass(frozen=True)
+class ShareSampling:
+    """Samples the rows of one process's share, chunk by chunk; later turns keep the chunks of the first.
+
+    Attributes:
+        identity: the rows' histories, None in the first turn.
+        keys_B: key of every row of the share.
+        chunk_size: completions per chunk, in whole groups.
+        calls: from this process's number of chunks to the number of `generate` calls it has to make.
+    """
+
+    request: RolloutRequest
+    identity: RowIdentity | None
+    keys_B: torch.Tensor
+    chunk_size: int
+    calls: Callable[[int], int]
+
+    def run(
+        self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
+    ) -> list[list[int]]:
+        """New token ids of each of `rows`; a ghost's rows are one `filler` token, sampled only to keep step.
+
+        Args:
+            sample: from prompts, keys and token offsets of a chunk to its new token ids.
+            prompt_ids: token ids so far of each of `rows`.
+        """
+        group = self.request.num_generations
+        parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
+        own = 0 if self.request.ghost else len(parts)
+        result: list[list[int]] = [[filler] for _ in rows]
+        for call in range(self.calls(own)):
+            part = parts[call % len(parts)]
+            index = torch.tensor([rows[i] for i in part])
+            prompts = [prompt_ids[i] for i in part]
+            offsets = torch.zeros_like(index) if self.identity is None else self.identity.offsets(index, prompts)
+            tokens = sample(prompts, self.keys_B[index], offsets)
+            if call < own:
+                for i, row in zip(part, tokens):
+                    result[i] = row
+        return result
 
 
 @dataclass

@@ -82,7 +82,6 @@ def main(folder: Path) -> None:
     sys.path.extend(p for p in packed["path"] if p not in sys.path)
     runs = dill.loads(packed["runs"])
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    from accelerate import PartialState
     from safetensors.torch import save_file
 
     # refusals at construction reach every process alike; an error in training on one of several would leave the
@@ -104,9 +103,21 @@ def main(folder: Path) -> None:
             if delta:
                 save_file(delta, folder / run.name / "delta.safetensors")
             (folder / run.name / "result.json").write_text(json.dumps(meta, default=float))
-    # leaving it to the interpreter's exit aborts now and then
-    PartialState().wait_for_everyone()
-    PartialState().destroy_process_group()
+
+
+def leave(folder: Path, patience_s: float = 60.0) -> None:
+    """End this process once every process of the launch is done, without taking torch's process group down.
+
+    With several models wrapped for data parallel training the order of destruction is open, and gloo's destructor can
+    wait for a thread that waits for the interpreter lock: a deadlock at exit, now and then.
+    """
+    (folder / f"done_{os.environ.get('RANK', '0')}").touch()
+    processes, start = int(os.environ.get("WORLD_SIZE", "1")), time.perf_counter()
+    while len(list(folder.glob("done_*"))) < processes and time.perf_counter() - start < patience_s:
+        time.sleep(0.05)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def reporting(folder: Path) -> None:
@@ -121,3 +132,4 @@ def reporting(folder: Path) -> None:
 
 if __name__ == "__main__":
     reporting(Path(sys.argv[1]))
+    leave(Path(sys.argv[1]))

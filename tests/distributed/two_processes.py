@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.tools.run_worker import leave
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
@@ -38,9 +39,8 @@ def main(folder: Path, groups: int) -> None:
         "parameters": sum(float(p.double().sum()) for p in trainer.model.parameters()),
     }
     (folder / f"rank_{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    leave(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, GrpoExtError
-from grpo_ext.tools.check import CheckReport, Split, check, compare, metric_difference, update_error
+from grpo_ext.tools.check import CheckReport, Split, SplitResult, check, compare, metric_difference, update_error
 from grpo_ext.tools.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
 from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -112,3 +112,36 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
     # on several processes the launch ends with the message, and does not wait for ever
     with pytest.raises(LaunchError, match="'broken' raised KeyError"):
         run_all([run], processes=2)
+
+
+def test_dropout_makes_a_split_differ_and_is_blamed():
+    # the negative control of the comparison: noise drawn per micro-batch
+    config = {
+        "global_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "allow_split_dependent": True,
+    }
+    noisy = tiny_model("gpt2", resid_pdrop=0.2)
+    report = check(
+        noisy, prompts(), letter_reward, config, processing_class=tiny_tokenizer(), splits=[Split(8), Split(4)], steps=2
+    )
+    assert [r.verdict for r in report.results] == ["reference", "differs"]
+    assert not report.ok
+    assert "allow_split_dependent" in report.notes()[0]
+
+
+@pytest.mark.parametrize(("word", "status"), [("same", 0), ("rounding", 0), ("differs", 1), ("nothing learned", 1)])
+def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status):
+    from typer.testing import CliRunner
+
+    from grpo_ext.tools import cli
+
+    result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
+    monkeypatch.setattr(cli, "_task", lambda *args: {"model": "", "dataset": None, "rewards": [], "config": {}})
+    monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
+    done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
+    assert done.exit_code == status, done.output
+    assert word in done.output
