@@ -81,7 +81,8 @@ class CheckReport:
         """The report for people."""
         table = Table(title=f"Update after {self.steps} steps, each split against the first")
         for name in ("trainer", "proc.", "micro", "update error", "float64", "metrics", "verdict"):
-            table.add_column(name, justify="left" if name in ("trainer", "verdict") else "right")
+            words = name in ("trainer", "verdict")
+            table.add_column(name, justify="left" if words else "right", no_wrap=words)
         for r in self.results:
             errors = ("" if math.isnan(e) else f"{e:.1e}" for e in (r.update_error, r.float64_error, r.metric_error))
             table.add_row(r.trainer, str(r.split.processes), str(r.split.micro_batch_size), *errors, r.verdict)

@@ -166,7 +166,8 @@ def check(
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
     if not report.ok:
-        console.print("At least one split learns something else.")
+        learned = all(r.verdict != "nothing learned" for r in report.results)
+        console.print("At least one split learns something else." if learned else "Nothing was learned to compare.")
         raise typer.Exit(1)
     if any(r.verdict == "rounding" for r in report.results):
         console.print(
