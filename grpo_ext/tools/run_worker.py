@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,9 @@ def reporting(folder: Path) -> None:
     except Exception as error:
         path = folder / f"error_{os.environ.get('RANK', '0')}.txt"
         path.write_text(f"{type(error).__name__}: {error}")
-        raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once, so that the launcher ends the others; see `leave`
 
 
 if __name__ == "__main__":
