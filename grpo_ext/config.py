@@ -81,8 +81,9 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         self._check_names()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1 and not torch.accelerator.is_available():
-            # Accelerate joins CPU processes into one run only if told so; else each would train alone as process 0
+        if not torch.accelerator.is_available():
+            # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
+            # CPU processes into one run only then; else each would train alone as process 0
             self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)

@@ -363,6 +363,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 scored = super()._generate_and_score_completions(list(inputs))
         finally:
             self._request, self._identity = None, None
+        if torch.isnan(rewards[-1]).all():
+            names = ", ".join(self.reward_func_names)
+            logger.warning(
+                f"No completion of this rollout was scored: {names} returned None for all of them, so nothing is"
+                " learned from it; check that the reward functions fit the data."
+            )
         advantages = group_advantages(
             rewards[-1],
             self.reward_weights.to(rewards[-1].device),

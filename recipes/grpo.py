@@ -149,15 +149,13 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
     from trl import ModelConfig, TrlParser
 
     demo = is_demo(argv)
+    asked_for_help = "--help" in argv or "-h" in argv  # lists the defaults of a run of one's own
     dataclasses_of_options: Any = (ScriptArguments, GRPOConfig, ModelConfig)
     parser = TrlParser(dataclasses_of_options)
     # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
     parser.set_defaults_with_config(lora_dropout=0.0)
-    if demo:
+    if demo and not asked_for_help:
         parser.set_defaults_with_config(**demo_config_defaults())
-    if not torch.accelerator.is_available():
-        # several processes find each other over gloo only if they are told that they are meant to use the CPU
-        parser.set_defaults_with_config(use_cpu=True)
     try:
         script, training, model = parser.parse_args_and_config(argv)
     except GrpoExtError:

@@ -330,9 +330,9 @@ def describe_plan(geometry: BatchGeometry, num_prompts: int | None, drop_last: b
         ("micro-batches per step", f"{spread} per process (derived)"),
     ]
     if chunks < g.num_processes:
-        rows.append(
-            ("note", f"only {chunks} of {g.num_processes} processes sample; a smaller rollout_chunk_size helps")
-        )
+        fitting = max(1, g.prompts_per_rollout // g.num_processes) * g.num_generations
+        spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{spread}"))
     if num_prompts is None:
         rows.append(("epoch", "a stream of unknown length"))
     else:

@@ -74,10 +74,13 @@ def _as_float(value: Any) -> float:
 
 
 def _failed(name: str, error: Exception) -> RewardError:
-    return RewardError(
-        f"reward function '{name}' raised {type(error).__name__}: {error}; make it return None for completions it "
-        "cannot score, and see the traceback above for where it failed."
-    )
+    remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
+    if isinstance(error, TypeError) and "argument" in str(error):
+        remedy = (
+            "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
+            "**kwargs, and ask only for columns the data has."
+        )
+    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
 
 
 def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DataError
+from .runs import FILE_MODULE_PREFIX
 
 RewardFunction = Callable[..., Sequence["float | None"]]
 
@@ -216,7 +217,7 @@ def _from_file(name: str) -> RewardFunction:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"The reward '{name}' is asked from the file {path}, which does not exist; check the path.")
-    module_name = f"grpo_ext_reward_{path.stem}"
+    module_name = f"{FILE_MODULE_PREFIX}{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None

@@ -6,6 +6,7 @@ Started by `run_all` on every process of a launch; only the main process writes.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -81,6 +82,11 @@ def main(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
     packed = dill.loads((folder / "runs.dill").read_bytes())
     sys.path.extend(p for p in packed["path"] if p not in sys.path)
+    for name, path in packed["files"].items():
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is not None and spec.loader is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
     runs = dill.loads(packed["runs"])
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     from safetensors.torch import save_file

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
+FILE_MODULE_PREFIX = "grpo_ext_reward_"  # names of modules that tools.rewards loads from a file
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_") as name:
         folder = Path(name)
-        (folder / "runs.dill").write_bytes(dill.dumps({"path": sys.path, "runs": dill.dumps(list(runs), recurse=True)}))
+        packed = {"path": sys.path, "files": _modules_from_files(runs), "runs": dill.dumps(list(runs), recurse=True)}
+        (folder / "runs.dill").write_bytes(dill.dumps(packed))
         command = launch_command(processes, folder, ["-m", "grpo_ext.tools.run_worker", str(folder)])
         if processes > 1:  # the launcher takes a module only through its own flag
             command = [*command[:-3], "--module", "grpo_ext.tools.run_worker", str(folder)]
@@ -141,6 +143,17 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
                 + (_first_error(folder) or f"Last output:\n{output[-3000:]}")
             )
         return [read_result(folder / run.name, run.name) for run in runs]
+
+
+def _modules_from_files(runs: Sequence[Run]) -> dict[str, str]:
+    """Modules of reward functions that were loaded from a file and have no place on the path: name to file."""
+    files = {}
+    for function in (f for run in runs for f in run.rewards):
+        name = getattr(function, "__module__", None) or ""
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is not None and name.startswith(FILE_MODULE_PREFIX):
+            files[name] = path
+    return files
 
 
 def _first_error(folder: Path) -> str:

@@ -504,3 +504,11 @@ def test_padding_to_a_multiple_reaches_the_scoring(tmp_path):
     trainer.train()
     assert widths
     assert all(width % 8 == 0 for width in widths)
+
+
+def test_a_rollout_that_nothing_scored_is_said(tmp_path, caplog):
+    trainer = make(tmp_path, rewards=lambda completions, **kwargs: [None] * len(completions), max_steps=1)
+    before = parameters(trainer).clone()
+    trainer.train()
+    assert "No completion of this rollout was scored" in caplog.text
+    assert torch.equal(before, parameters(trainer))

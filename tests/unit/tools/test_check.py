@@ -145,3 +145,19 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output
     assert word in done.output
+
+
+def test_a_reward_from_a_file_reaches_the_processes(tmp_path):
+    from grpo_ext.tools.rewards import resolve_rewards
+
+    (tmp_path / "mine.py").write_text(
+        "SCALE = 0.5\n\n\ndef brief(completions, **kwargs):\n    return [-SCALE * len(c) for c in completions]\n"
+    )
+    tiny_model().save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    prompts().save_to_disk(str(tmp_path / "d"))
+    rewards = tuple(resolve_rewards([f"{tmp_path / 'mine.py'}:brief"]))
+    config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
+    result = run_all([Run("r", str(tmp_path / "m"), str(tmp_path / "d"), rewards, config)], processes=1)[0]
+    assert result.error is None
+    assert "rewards/brief/mean" in result.log[0]
