@@ -40,7 +40,14 @@ class GRPOConfig(trl.GRPOConfig):
     How it is laid out (changes nothing that is learned):
         per_device_train_batch_size: completions per forward on one device; any positive integer.
         gradient_accumulation_steps: only without `global_batch_size`; otherwise derived.
+        micro_batch_tokens: tokens per forward on one device; a cap beside the one on completions.
         rollout_chunk_size: completions per `generate` call on one device; a multiple of `num_generations`.
+
+    What is not computed (each can be turned off; none changes the update):
+        packed_forward: prompts once per group, no padding.
+        score_completions_only: the language-model head sees the positions that predict completion tokens only.
+        skip_zero_contribution: completions that add exactly nothing to the update are not run.
+        balance_by_cost: groups are dealt to processes by their cost.
 
     Refusals:
         allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
@@ -70,6 +77,40 @@ class GRPOConfig(trl.GRPOConfig):
             "sampled for every number of processes. Default: 64, rounded down to whole groups (at least one)."
         },
     )
+    micro_batch_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
+            "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit."
+        },
+    )
+    packed_forward: bool = field(
+        default=True,
+        metadata={
+            "help": "Run the prompt of a group once and its completions after it, without padding, for policy, old "
+            "and reference log-probabilities. Models that cannot take it run padded batches, and say so once."
+        },
+    )
+    score_completions_only: bool = field(
+        default=True,
+        metadata={
+            "help": "Send only the positions that predict a completion token through the language-model head. Packs "
+            "always do."
+        },
+    )
+    skip_zero_contribution: bool = field(
+        default=True,
+        metadata={
+            "help": "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
+            "auxiliary term). Denominators are unchanged; the logged entropy is that of the completions that are run."
+        },
+    )
+    balance_by_cost: bool = field(
+        default=True,
+        metadata={
+            "help": "Deal groups to processes by their cost (prompt once, completions, attention) instead of by count."
+        },
+    )
     allow_split_dependent: bool = field(
         default=False,
         metadata={
@@ -86,6 +127,7 @@ class GRPOConfig(trl.GRPOConfig):
             # CPU processes into one run only then; else each would train alone as process 0
             self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
+        _check_tokens(self.micro_batch_tokens)
         _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises with the remedy
@@ -231,3 +273,11 @@ def _check_eval_sizes(per_device_eval_batch_size: int, num_generations_eval: int
     ):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
+
+
+def _check_tokens(micro_batch_tokens: int | None) -> None:
+    if micro_batch_tokens is not None and (not isinstance(micro_batch_tokens, int) or micro_batch_tokens < 2):
+        raise ConfigError(
+            f"micro_batch_tokens={micro_batch_tokens!r} is no token budget; it must be a whole number that holds at "
+            "least the longest prompt and one token, or None."
+        )

@@ -27,11 +27,13 @@ from trl.trainer.grpo_trainer import RewardFunc
 
 from .config import GRPOConfig
 from .core.advantages import group_advantages
-from .core.geometry import ceil_div, check_equal_shares, describe_plan
+from .core.geometry import check_equal_shares, describe_plan
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
 from .engine import checks
+from .engine.attention import packed_attention
 from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
+from .engine.forms import Forms, token_cost
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.output_folder import free_output_dir
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
@@ -42,13 +44,22 @@ from .engine.rollouts import (
     RowIdentity,
     ShareSampling,
     can_sample_by_key,
+    contributing_rows,
     gather_rollout,
     request_keys,
     sample_chunk,
 )
-from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks, with_positions
+from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
-from .engine.window import MicroBatch, StepMeter, clear_cache_every, plan_window, run_window, shards_parameters
+from .engine.window import (
+    Layout,
+    MicroBatch,
+    StepMeter,
+    clear_cache_every,
+    plan_window,
+    run_window,
+    shards_parameters,
+)
 from .errors import ConfigError
 
 logger = get_logger(__name__)
@@ -163,7 +174,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         ):
             self._uncovered.append(sentence)
         self._loss_config = config.loss_config()
-        self._position_aware = checks.accepts_positions(base_model_of(policy))
+        self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
+        self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
+        if self._stock and config.micro_batch_tokens is not None:
+            raise ConfigError(
+                "micro_batch_tokens is set, but images and rollout_func train through TRL's own code, which cuts by "
+                "count; leave it None."
+            )
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
@@ -414,11 +431,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         rollout = self._prepare_inputs(inputs)
-        micro_batches = plan_window(self.accelerator, len(rollout), self.args.per_device_train_batch_size)
+        micro_batches = self._plan(rollout, self.args.per_device_train_batch_size)
         context = self._measure(rollout, micro_batches)
-        run_window(
-            self.accelerator, model, micro_batches, lambda part: self._micro_batch_loss(model, rollout, part, context)
-        )
+        policy = base_model_of(self.accelerator.unwrap_model(model))
+        with packed_attention(policy, self._forms.packs(policy, self.model)):
+            run_window(
+                self.accelerator,
+                model,
+                micro_batches,
+                lambda part: self._micro_batch_loss(model, rollout, part, context),
+            )
         loss = self._finish_step(context)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
@@ -433,11 +455,45 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad():
             rollout = self._prepare_inputs(inputs)
-            micro_batches = plan_window(self.accelerator, len(rollout), self.args.per_device_eval_batch_size)
+            micro_batches = self._plan(rollout, self.args.per_device_eval_batch_size)
             context = self._measure(rollout, micro_batches)
             for part in micro_batches:
                 self._micro_batch_loss(model, rollout, part, context)
             return self._finish_step(context), None, None
+
+    def _plan(self, rollout: Rollout, max_rows: int) -> list[MicroBatch]:
+        """This process's micro-batches; before the first pack, both forms are compared on the first group."""
+        sizes = rollout.sizes(self.num_generations if self.model.training else self.num_generations_eval)
+        policy = base_model_of(self.accelerator.unwrap_model(self.model))
+        packed = self._forms.packs(policy, self.model)
+
+        def first_group() -> tuple[torch.Tensor, torch.Tensor, int]:
+            batch = self._collate(rollout, MicroBatch(tuple(range(min(sizes.num_generations, len(rollout))))))
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            return ids, batch["attention_mask"], batch["completion_ids"].size(1)
+
+        with self._scoring():
+            self._forms.check(self.model, policy, self.model, first_group)
+        layout = Layout(max_rows, self.args.micro_batch_tokens, packed, self._cost)
+        rows = contributing_rows(rollout) if self._skips_zeros() else range(len(rollout))
+        return plan_window(self.accelerator, sizes, rows, layout)
+
+    def _skips_zeros(self) -> bool:
+        """Whether nothing but the policy loss, which is linear in the advantage, acts on a completion."""
+        other_terms = (
+            self.beta != 0.0
+            or self._entropy_bonus_enabled
+            or self.aux_loss_enabled
+            or self.top_entropy_quantile < 1.0
+            or self._loss_config.loss_type == "vespo"  # logs a weight of every sequence
+        )
+        return self.args.skip_zero_contribution and self.model.training and not other_terms
+
+    @contextlib.contextmanager
+    def _scoring(self) -> Iterator[None]:
+        plain = disable_gradient_checkpointing(self.model, self._checkpointing_kwargs)
+        with torch.no_grad(), plain, self.accelerator.autocast():
+            yield
 
     def _measure(self, rollout: Rollout, micro_batches: list[MicroBatch]) -> StepContext:
         """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
@@ -445,8 +501,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def score(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
             batch = self._collate(rollout, part)
-            plain = disable_gradient_checkpointing(self.model, self._checkpointing_kwargs)
-            with torch.no_grad(), plain:
+            with self._scoring():
                 _, entropies, router = self._score(self.model, batch)
             return entropies, loss_mask(batch), router
 
@@ -494,15 +549,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
-        positioned = with_positions(model) if self._position_aware else model
-        scorer = super()._get_per_token_logps_and_entropies
-        share = Chunking(self.pad_to_multiple_of)
-        if self._request is not None and shards_parameters(self.accelerator):
-            # while a share is scored every forward is a collective there: the same number of chunks everywhere
-            size = kwargs.get("batch_size") or input_ids.size(0)
-            chunks = max_over_processes(ceil_div(input_ids.size(0), size), self.accelerator.device)
-            share = Chunking(self.pad_to_multiple_of, at_least=chunks)
-        return score_in_chunks(scorer, positioned, share, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        wrapped = self.accelerator.unwrap_model(model)
+        policy, sharded = base_model_of(wrapped), shards_parameters(self.accelerator)
+
+        def align(chunks: int) -> int:  # while a share is scored every forward is a collective there
+            scoring = self._request is not None and sharded
+            return max_over_processes(chunks, self.accelerator.device) if scoring else chunks
+
+        with self.accelerator.autocast():
+            if not torch.is_grad_enabled() and self._request is not None:
+                rows = 1 if sharded else self.num_generations
+                self._forms.check(
+                    model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
+                )
+            chunking = Chunking(
+                self.pad_to_multiple_of, self.args.micro_batch_tokens, self._forms.packs(policy, wrapped), align
+            )
+            scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies)
+            return score_in_chunks(scorer, model, chunking, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.

@@ -255,26 +255,31 @@ def load_balancing_loss(
 
 
 def router_statistics(
-    router_logits: tuple[torch.Tensor, ...], attention_mask_BT: torch.Tensor, top_k: int
+    router_logits: tuple[torch.Tensor, ...], counts_BT: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Sums over the real tokens of a micro-batch and all layers (transformers: `load_balancing_loss_func`).
 
     Args:
-        router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened attention mask.
+        router_logits: one (tokens, E) tensor per layer, tokens in the order of the flattened counts.
+        counts_BT: how often each token counts: the attention mask of a padded batch, and more than 1 on the tokens of
+            a prompt that several completions of a pack share.
 
     Returns:
         Chosen counts (E,) as float64 without gradient, summed probabilities (E,) with gradient, number of rows.
     """
-    real = attention_mask_BT.reshape(-1).bool()
+    flat = counts_BT.reshape(-1)
+    real = flat > 0
+    times = flat[real]
     chosen: torch.Tensor | None = None
     probs: torch.Tensor | None = None
     for logits in router_logits:
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
+        weights = times.to(layer_probs)
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
-        layer_chosen = torch.bincount(picked, minlength=logits.size(-1)).double()
-        layer_sum = layer_probs.sum(0)
+        layer_chosen = torch.bincount(picked, weights.double().repeat_interleave(top_k), minlength=logits.size(-1))
+        layer_sum = (layer_probs * weights[:, None]).sum(0)
         chosen = layer_chosen if chosen is None else chosen + layer_chosen.to(chosen.device)
         probs = layer_sum if probs is None else probs + layer_sum.to(probs.device)
     if chosen is None or probs is None:
         raise ValueError("the model returned no router logits")
-    return chosen, probs, int(real.sum()) * len(router_logits)
+    return chosen, probs, int(flat.sum()) * len(router_logits)

@@ -27,6 +27,7 @@ from transformers.generation import (
 from trl.trainer.utils import pad
 
 from ..core.keyed_random import choose, completion_keys, uniform
+from ..core.micro_batches import StepSizes
 from .collectives import ragged_gather
 from .prompt_order import RolloutRequest
 
@@ -248,6 +249,11 @@ class Rollout:
         """The completions at `rows`."""
         return Rollout({name: [values[i] for i in rows] for name, values in self.fields.items()})
 
+    def sizes(self, num_generations: int) -> StepSizes:
+        """Tokens of the prompts and completions; a completion that is masked out has none."""
+        prompts = [int(mask.sum()) for mask in self.fields["prompt_mask"][::num_generations]]
+        return StepSizes(num_generations, prompts, [int(mask.sum()) for mask in self.fields["completion_mask"]])
+
     def loss_mask(self, row: int) -> torch.Tensor:
         """1 on the tokens of completion `row` that carry loss."""
         mask = self.fields["completion_mask"][row]
@@ -268,6 +274,17 @@ class Rollout:
         if batch["advantages"].size(1) == 1:  # one per completion; TRL lets a subclass give one per token
             batch["advantages"] = batch["advantages"].view(-1)
         return batch
+
+
+def contributing_rows(rollout: Rollout) -> list[int]:
+    """Rows with an advantage other than zero and a token that carries loss; the others add exactly nothing.
+
+    A row whose advantage is not a number counts, so that what is wrong with it shows in the loss.
+    """
+    advantages = rollout.fields["advantages"]
+    return [
+        row for row, values in enumerate(advantages) if bool((values != 0).any()) and bool(rollout.loss_mask(row).any())
+    ]
 
 
 def gather_rollout(scored: dict[str, Any], rows: int) -> Rollout:

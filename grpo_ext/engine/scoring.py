@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from ..core.geometry import ceil_div
+from ..core.micro_batches import cut_in_order
+from .attention import LAYOUT
 from .checks import position_ids
+from .packed_forward import read_batch
 
 
 def with_positions(model: Any) -> Callable[..., Any]:
@@ -28,10 +31,13 @@ def with_positions(model: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """Router logits of one forward, one (tokens, E) tensor per layer, and the attention mask (B, L) it ran under."""
+    """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).
+
+    That is the attention mask of a padded batch; in a pack a prompt counts once for each of its completions.
+    """
 
     logits: tuple[torch.Tensor, ...]
-    attention_mask_BL: torch.Tensor
+    counts_BL: torch.Tensor
 
 
 @contextmanager
@@ -43,7 +49,10 @@ def capture_router(model: Any, enabled: bool) -> Iterator[list[RouterOutput]]:
         return
 
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        captured.append(RouterOutput(output.router_logits, kwargs["attention_mask"]))
+        counts = kwargs["attention_mask"]
+        if LAYOUT in kwargs:
+            counts = torch.tensor(kwargs[LAYOUT].counts_N, device=counts.device).unsqueeze(0)
+        captured.append(RouterOutput(output.router_logits, counts))
 
     handle = model.base_model.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -58,11 +67,15 @@ class Chunking:
 
     Attributes:
         multiple: prompts and completions keep a width that is a multiple of this (`pad_to_multiple_of`).
-        at_least: number of chunks to score; further ones repeat the last and are thrown away.
+        max_tokens: tokens per chunk, or None.
+        packed: whether the chunks are scored as packs, where a prompt counts once.
+        align: from this process's number of chunks to the number to score; further ones repeat and are thrown away.
     """
 
     multiple: int | None = None
-    at_least: int = 0
+    max_tokens: int | None = None
+    packed: bool = False
+    align: Callable[[int], int] = int
 
 
 def trim(
@@ -95,15 +108,19 @@ def score_in_chunks(
     batch_size: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """TRL's `_get_per_token_logps_and_entropies` over chunks of at most `batch_size` rows, each trimmed.
+    """`_get_per_token_logps_and_entropies` over chunks of at most `batch_size` rows, each trimmed.
+
+    Args:
+        scorer: TRL's method, or one of engine.packed_forward with its signature.
 
     Returns:
         Log-probabilities (B, logits_to_keep), entropies alike or None, mean auxiliary loss or None.
     """
     rows = input_ids.size(0)
-    parts = [slice(start, start + (batch_size or rows)) for start in range(0, rows, batch_size or rows)]
+    prompts, completions, same = read_batch(input_ids, attention_mask, logits_to_keep)
+    parts = cut_in_order(prompts, completions, same, batch_size or rows, chunking.max_tokens, chunking.packed)
     logps, entropies, aux_losses = [], [], []
-    for number in range(max(len(parts), chunking.at_least)):
+    for number in range(chunking.align(len(parts))):
         part = parts[min(number, len(parts) - 1)]
         ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep, chunking.multiple)
         part_logps, part_entropies, part_aux = scorer(model, ids, mask, width, **options)

@@ -81,7 +81,7 @@ def measure_step(
         entropies |= dict(zip(part.rows, entropies_BT))
         masks |= dict(zip(part.rows, mask_BT))
         if router is not None:
-            counted, _, here = router_statistics(router.logits, router.attention_mask_BL, top_k)
+            counted, _, here = router_statistics(router.logits, router.counts_BL, top_k)
             weighted = counted * part.weight
             chosen = weighted if chosen is None else chosen + weighted
             rows += here if part.weight else 0
@@ -113,7 +113,7 @@ def _set_entropy_keep(
 
 def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     """A micro-batch's part of the load-balancing loss of the step, with gradient."""
-    chosen, probs, rows = router_statistics(router.logits, router.attention_mask_BL, context.top_k)
+    chosen, probs, rows = router_statistics(router.logits, router.counts_BL, context.top_k)
     share, total = context.expert_share, context.router_rows
     if share is None:  # the batch is the whole step
         share, total = chosen / max(rows, 1), rows

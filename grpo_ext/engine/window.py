@@ -17,8 +17,8 @@ from accelerate.utils import gather as equal_gather
 from accelerate.utils.memory import clear_device_cache
 
 from ..core.geometry import even_share
-from .collectives import max_over_processes, sum_over_processes
-from .rollouts import chunks_of
+from ..core.micro_batches import StepSizes, TokenCost, cut_by_count, cut_by_tokens, deal_rows
+from .collectives import sum_over_processes
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,31 @@ class MicroBatch:
     weight: float = 1.0
 
 
-def plan_micro_batches(rows: Sequence[int], micro_batch_size: int, at_least: int = 1) -> list[MicroBatch]:
-    """Cut a process's rows into micro-batches of at most `micro_batch_size`.
+@dataclass(frozen=True)
+class Layout:
+    """How a step is laid onto processes and micro-batches; nothing here changes the update.
 
-    An empty share, or fewer micro-batches than `at_least`, is filled up with micro-batches of weight zero: the
-    gradient of every parameter has to exist for the collectives, and sharded models gather in every forward.
+    Attributes:
+        max_rows: completions per micro-batch.
+        max_tokens: tokens per micro-batch, or None.
+        packed: whether a prompt counts once for its completions (a pack) or every row has all columns of its batch.
+        cost: what a token costs, to deal groups by; None deals equal counts.
     """
-    planned = [MicroBatch(tuple(rows[part])) for part in chunks_of(len(rows), micro_batch_size)]
-    filler = MicroBatch((rows[0] if rows else 0,), weight=0.0)
-    return planned + [filler] * (at_least - len(planned))
+
+    max_rows: int
+    max_tokens: int | None = None
+    packed: bool = False
+    cost: TokenCost | None = None
+
+
+def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
+    """Micro-batches of the given rows, filled up to `at_least` with micro-batches of weight zero.
+
+    An empty share needs one: the gradient of every parameter has to exist for the collectives. Sharded models gather
+    in every forward, so there all processes need the same number.
+    """
+    planned = [MicroBatch(tuple(part)) for part in parts]
+    return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))
 
 
 def clear_cache_every(steps: int | None, step: int) -> None:
@@ -51,14 +67,29 @@ def shards_parameters(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-def plan_window(accelerator: Accelerator, num_rows: int, micro_batch_size: int) -> list[MicroBatch]:
-    """This process's micro-batches for a step of `num_rows` completions; row numbers count in the step."""
-    share = even_share(num_rows, accelerator.num_processes, accelerator.process_index)
-    planned = plan_micro_batches(list(share), micro_batch_size)
-    if shards_parameters(accelerator):
-        most = max_over_processes(len(planned), accelerator.device)
-        planned = plan_micro_batches(list(share), micro_batch_size, at_least=most)
-    return planned
+def plan_window(accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[MicroBatch]:
+    """This process's micro-batches of a step.
+
+    Every process plans for all from the lengths, so no collective is needed.
+
+    Args:
+        rows: the rows of the step that are run; the others add nothing to it.
+    """
+    processes = accelerator.num_processes
+    if layout.cost is None or processes == 1:
+        shares = [[rows[i] for i in even_share(len(rows), processes, rank)] for rank in range(processes)]
+    else:
+        shares = deal_rows(sizes, rows, processes, layout.cost)
+    filler = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
+    own = _cut(sizes, shares[accelerator.process_index], layout)
+    most = max(len(_cut(sizes, share, layout)) for share in shares) if shards_parameters(accelerator) else 1
+    return fill_up(own, max(most, 1), filler)
+
+
+def _cut(sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[list[int]]:
+    if layout.max_tokens is None:
+        return cut_by_count(sizes, rows, layout.max_rows)
+    return cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.packed)
 
 
 def run_window(

@@ -1,182 +1,340 @@
-"""`grpo-ext bench`: seconds per optimizer step, ours and stock TRL, interleaved in one process at equal settings.
+"""`grpo-ext bench`: ours against stock TRL, phase by phase, on the same rollouts.
 
-Both trainers sample, score and train on the same model, data and sizes; the rounds alternate, the first step of a round
-is left out as warm-up, and the medians are compared.
+Each trainer lives in a process of its own (tools.bench_worker) and does one optimizer step when it is told to; the
+steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
+over the rounds are compared, after a warm-up step of each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import dataclasses
+import json
+import random
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ..errors import ConfigError
+
+PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
+OURS, STOCK = "grpo_ext", "TRL"
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: a random Qwen2-type model, fixed lengths, no early end.
+    """What one optimizer step trains on.
 
     Attributes:
-        prompt, completion: tokens.
-        batch: completions per optimizer step, in groups of `group`.
-        micro: completions per forward.
+        prompt: tokens of each prompt.
+        shortest, longest: tokens of the completions.
+        skewed: exponential lengths (many short, few long) instead of uniform ones.
+        groups, group: prompts per step, completions per prompt.
+        without_variance: share of the groups whose rewards are all equal.
+        lora, checkpointing: train an adapter, recompute activations.
+        sample: time the sampling of completions instead of training on given ones.
     """
 
     name: str
-    hidden: int
-    layers: int
-    vocabulary: int
     prompt: int
-    completion: int
-    batch: int = 32
+    shortest: int
+    longest: int
+    skewed: bool = False
+    groups: int = 4
     group: int = 8
-    micro: int = 8
+    without_variance: float = 0.0
+    lora: bool = False
+    checkpointing: bool = False
+    sample: bool = False
+
+    def lengths(self) -> list[list[int]]:
+        """Completion lengths of every group, the same on every call."""
+        source = random.Random(f"{self.name}:{self.longest}")
+
+        def one() -> int:
+            if not self.skewed:
+                return source.randint(self.shortest, self.longest)
+            return min(self.longest, self.shortest + int(source.expovariate(4 / self.longest)))
+
+        return [[one() for _ in range(self.group)] for _ in range(self.groups)]
 
 
-SHAPES = (
-    Shape("tiny (0.4M)", hidden=128, layers=2, vocabulary=64, prompt=8, completion=8, batch=64, micro=16),
-    Shape("small (5M)", hidden=256, layers=4, vocabulary=4096, prompt=64, completion=32),
+REFERENCE = (
+    Shape("long prompt", 512, 32, 256),
+    Shape("ragged answers", 64, 64, 768, skewed=True),
+    Shape("half without variance", 512, 32, 256, without_variance=0.5),
+    Shape("short everything", 16, 8, 16),
+    Shape("long prompt, LoRA + checkpointing", 512, 32, 256, lora=True, checkpointing=True),
+    Shape("rollout, ragged answers", 64, 1, 768, skewed=True, sample=True),
 )
+
+# 28 million weights: hidden 512, 8 layers, vocabulary 8192
+REFERENCE_MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1280,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`.
+
+    Raises:
+        ConfigError: unknown words or values.
+    """
+    values: dict[str, Any] = {"name": text}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        try:
+            if key == "completions":
+                low, _, high = value.partition("-")
+                values |= {"shortest": int(low), "longest": int(high or low)}
+            elif key in ("skewed", "lora", "checkpointing", "sample") and not value:
+                values[key] = True
+            elif key == "without_variance":
+                values[key] = float(value)
+            elif key in ("prompt", "group", "groups"):
+                values[key] = int(value)
+            elif key == "name":
+                values[key] = value
+            else:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"{word!r} in the shape {text!r} is unknown; use prompt=N, completions=N-N, group=N, groups=N, "
+                "without_variance=0.5, name=..., skewed, lora, checkpointing, sample."
+            ) from None
+    if not {"prompt", "shortest"} <= values.keys():
+        raise ConfigError(f"the shape {text!r} needs prompt=N and completions=N-N.")
+    return Shape(**values)
+
+
+class Worker:
+    """A process that holds one trainer and runs a step when asked."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_ext.tools.bench_worker", json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.about = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def step(self) -> dict[str, Any]:
+        """Run one optimizer step (or sample one rollout); what it took."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Median seconds per step of a shape, and how many steps they are medians of."""
+class Result:
+    """Medians of one shape.
+
+    Attributes:
+        micro: completions per forward of each trainer, the best of those tried.
+        seconds: for each trainer and phase.
+        working_mib, peak_mib: memory of a step beyond what the process holds between steps, and all of it.
+        tokens: unique tokens of the completions and prompts that are trained on (or sampled).
+        flops: multiply-adds times two that those tokens need, forward and backward.
+        matmul: floating point operations per second of large matrix products on this machine.
+    """
 
     shape: Shape
-    ours: float
-    stock: float
-    steps: int
+    micro: dict[str, int]
+    seconds: dict[str, dict[str, float]]
+    working_mib: dict[str, float]
+    peak_mib: dict[str, float]
+    tokens: dict[str, float]
+    flops: float
+    matmul: float
+    rounds: int
 
     @property
     def speed_up(self) -> float:
-        """Stock TRL's seconds over ours; above 1 we are faster."""
-        return self.stock / self.ours
+        """Stock TRL's seconds per token over ours, in the phases that the shape is about."""
+        names = PHASES[:1] if self.shape.sample else PHASES[1:]
+        seconds = {who: sum(self.seconds[who][name] for name in names) for who in (OURS, STOCK)}
+        return seconds[STOCK] / self.tokens[STOCK] / (seconds[OURS] / self.tokens[OURS])
+
+    def matmul_share(self, who: str) -> float:
+        """Share of the machine's matrix-product rate that the useful tokens of forward and backward reach."""
+        return self.flops / self.seconds[who]["forward/backward"] / self.matmul
 
 
-def _timer() -> Any:
-    from transformers import TrainerCallback
-
-    class Timer(TrainerCallback):
-        def __init__(self) -> None:
-            self.steps: list[float] = []
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.steps.append(time.perf_counter() - self.start)
-
-    return Timer()
-
-
-def _train(shape: Shape, ours: bool, steps: int, folder: str) -> list[float]:
-    """Seconds of each step but the first."""
+def matmul_rate(device: str, dtype: str) -> float:
+    """Floating point operations per second of large matrix products, the best of a few."""
     import torch
-    import trl
-    from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM
 
-    import grpo_ext
+    a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
+    best = 0.0
+    for _ in range(12):
+        start = time.perf_counter()
+        for _ in range(3):
+            a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 3 * 2 * 2048**3 / (time.perf_counter() - start))
+    return best
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=4 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
+
+def _spec(shape: Shape, who: str, micro: int, model: Any, dtype: str) -> dict[str, Any]:
+    return {"shape": dataclasses.asdict(shape), "who": who, "micro": micro, "model": model, "dtype": dtype}
+
+
+def _best_micro(
+    shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]
+) -> int:
+    """The fastest micro-batch size, by the second step of each."""
+    usable = sorted({size for size in sizes if (shape.groups * shape.group) % size == 0})
+    if len(usable) == 1 or shape.sample:
+        return usable[-1]
+    seconds = {}
+    for size in usable:
+        worker = Worker(_spec(shape, who, size, model, dtype))
+        try:
+            worker.step()
+            seconds[size] = sum(worker.step()["seconds"].values())
+        finally:
+            worker.close()
+        say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
+    return min(usable, key=lambda size: seconds[size])
+
+
+def run_shape(
+    shape: Shape, model: Any, rounds: int, micros: dict[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
+) -> Result:
+    """Measure one shape, ours and stock in turn.
+
+    Args:
+        model: a model id or path, or a configuration as a dictionary (random weights).
+        micros: micro-batch sizes to choose the fastest of, for each trainer.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    micro = {who: _best_micro(shape, who, micros[who], model, dtype, say) for who in (STOCK, OURS)}
+    matmul = matmul_rate(device, dtype)
+    workers = {who: Worker(_spec(shape, who, micro[who], model, dtype)) for who in (STOCK, OURS)}
+    steps: dict[str, list[dict[str, Any]]] = {STOCK: [], OURS: []}
+    try:
+        for number in range(rounds + 1):
+            for who in (STOCK, OURS) if number % 2 else (OURS, STOCK):
+                steps[who].append(workers[who].step())
+            say(f"{shape.name}: round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+    def median(who: str, get: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(get(step) for step in steps[who][1:])
+
+    both = (STOCK, OURS)
+    return Result(
+        shape,
+        micro,
+        {who: {p: median(who, lambda s, p=p: s["seconds"][p]) for p in PHASES} for who in both},  # type: ignore[misc]
+        {who: median(who, lambda s: s["working_mib"]) for who in both},
+        {who: median(who, lambda s: s["peak_mib"]) for who in both},
+        {who: statistics.fmean(s["tokens"] for s in steps[who][1:]) for who in both},
+        workers[OURS].about["flops"],
+        matmul,
+        rounds,
     )
-    tokenizer, dataset = _words(shape)
-    package = grpo_ext if ours else trl
-    layout = {"global_batch_size": shape.batch} if ours else {"gradient_accumulation_steps": shape.batch // shape.micro}
-    args = package.GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=shape.micro,
-        num_generations=shape.group,
-        max_completion_length=shape.completion,
-        max_steps=steps,
-        generation_kwargs={"min_new_tokens": shape.completion},
-        gradient_checkpointing=False,
-        bf16=False,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        **layout,
-    )
-    timer = _timer()
-    trainer = package.GRPOTrainer(
-        model=Qwen2ForCausalLM(config),
-        reward_funcs=lambda completions, **kwargs: [float(hash(c) % 7) for c in completions],
-        args=args,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=[timer],
-    )
-    trainer.remove_callback(PrinterCallback)
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
-    return timer.steps[1:]
 
 
-def _words(shape: Shape) -> tuple[Any, Any]:
-    """A tokenizer with one token a word, and prompts of exactly `shape.prompt` words."""
-    import random
-
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, shape.vocabulary)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-    source = random.Random(0)
-    rows = [" ".join(f"w{source.randrange(2, shape.vocabulary)}" for _ in range(shape.prompt)) for _ in range(256)]
-    return fast, Dataset.from_dict({"prompt": rows})
-
-
-def bench(
-    shapes: tuple[Shape, ...] = SHAPES,
-    rounds: int = 5,
-    steps: int = 5,
-    progress: Callable[[str], Any] | None = None,
-) -> list[Timing]:
-    """Time every shape in `rounds` interleaved rounds of `steps` optimizer steps each."""
-    timings = []
-    for shape in shapes:
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(rounds):
-                if progress is not None:
-                    progress(f"{shape.name}: round {number + 1} of {rounds}")
-                for ours in (number % 2 == 0, number % 2 != 0):
-                    seconds[ours] += _train(shape, ours, steps, folder)
-        ours_median, stock_median = (statistics.median(seconds[key]) for key in (True, False))
-        timings.append(Timing(shape, ours_median, stock_median, len(seconds[True])))
-    return timings
+def as_tables(results: Sequence[Result]) -> list[Table]:
+    """The results for people: one row a shape and trainer, then the comparison."""
+    phases = Table(title="Seconds per step (median)")
+    for name in ("shape", "trainer", "micro-batch", *PHASES, "tokens/s", "working memory", "peak memory"):
+        phases.add_column(name, justify="left" if name in ("shape", "trainer") else "right")
+    for r in results:
+        for who in (STOCK, OURS):
+            seconds = r.seconds[who]
+            phases.add_row(
+                r.shape.name if who == STOCK else "",
+                who,
+                str(r.micro[who]),
+                *(f"{seconds[p]:.3f}" if seconds[p] else "-" for p in PHASES),
+                f"{r.tokens[who] / max(sum(seconds.values()), 1e-9):.0f}",
+                f"{r.working_mib[who]:.0f} MiB",
+                f"{r.peak_mib[who]:.0f} MiB",
+            )
+    compared = Table(title="grpo_ext against TRL, both at their best micro-batch size")
+    for name in ("shape", "speed-up", "working memory", "peak memory", "useful matmul share", "bound (s)"):
+        compared.add_column(name, justify="left" if name == "shape" else "right")
+    for r in results:
+        share = "-" if r.shape.sample else f"{r.matmul_share(STOCK):.0%} -> {r.matmul_share(OURS):.0%}"
+        compared.add_row(
+            r.shape.name,
+            f"{r.speed_up:.2f}x",
+            f"{r.working_mib[OURS] / max(r.working_mib[STOCK], 1):.2f}x",
+            f"{r.peak_mib[OURS] / r.peak_mib[STOCK]:.2f}x",
+            share,
+            "-" if r.shape.sample else f"{r.flops / r.matmul:.2f}",
+        )
+    return [phases, compared]
 
 
-def as_table(timings: list[Timing]) -> Table:
-    """The timings for people."""
-    table = Table(title="Seconds per optimizer step (median), sampling and scoring included")
-    for name in ("model", "prompt + completion", "completions", "stock TRL", "grpo_ext", "speed-up"):
-        table.add_column(name, justify="left" if name == "model" else "right")
-    for t in timings:
-        s = t.shape
-        sizes = (f"{s.prompt} + {s.completion}", f"{s.batch} as {s.micro}s")
-        table.add_row(s.name, *sizes, f"{t.stock:.3f}", f"{t.ours:.3f}", f"{t.speed_up:.2f}x")
-    return table
+def write_json(results: Sequence[Result], path: Path) -> None:
+    """All figures, for machines."""
+    rows = [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results]
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def write_plot(results: Sequence[Result], path: Path) -> None:
+    """Seconds per step of both, stacked by phase.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("the plot needs matplotlib; install it with `pip install grpo_ext[plot]`.") from None
+    figure, axes = pyplot.subplots(1, len(results), figsize=(2.6 * len(results), 4), squeeze=False)
+    colours = pyplot.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    for axis, r in zip(axes[0], results):
+        for bar, who in enumerate((STOCK, OURS)):
+            bottom = 0.0
+            for colour, phase in zip(colours, PHASES):
+                seconds = r.seconds[who][phase]
+                axis.bar(bar, seconds, bottom=bottom, color=colour, label=phase if bar == 0 else None)
+                bottom += seconds
+        axis.set_xticks([0, 1], [STOCK, OURS])
+        axis.set_title(f"{r.shape.name}\n{r.speed_up:.1f}x", fontsize=8)
+    axes[0][0].set_ylabel("seconds per step")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ext.engine.window import MicroBatch, StepMeter, plan_micro_batches, plan_window, run_window
+from grpo_ext.core.micro_batches import StepSizes, TokenCost, cut_by_count
+from grpo_ext.engine.window import Layout, MicroBatch, StepMeter, fill_up, plan_window, run_window
 
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
-ROWS = st.lists(st.integers(0, 1000), max_size=60, unique=True)
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +33,59 @@ def _state(accelerator):
 # ---- Planning -------------------------------------------------------------------------------------------------------
 
 
+def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
+    """Rows 0, 1, ... cut by count, and filled up."""
+    sizes = StepSizes(max(rows, 1), [1], [1] * max(rows, 1))
+    return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
+
+
 @PROPERTY
-@given(ROWS, st.integers(1, 20), st.integers(0, 12))
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
 def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
-    planned = plan_micro_batches(rows, cap, at_least)
+    planned = plan(rows, cap, at_least)
     real = [part for part in planned if part.weight == 1.0]
-    assert [row for part in real for row in part.rows] == rows
+    assert [row for part in real for row in part.rows] == list(range(rows))
     assert all(1 <= len(part.rows) <= cap for part in real)
-    assert len(real) == math.ceil(len(rows) / cap)
-    assert all(len(part.rows) == cap for part in real[:-1])
+    assert len(real) == math.ceil(rows / cap)
+    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
 
 
 @PROPERTY
-@given(ROWS, st.integers(1, 20), st.integers(0, 12))
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
 def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
-    planned = plan_micro_batches(rows, cap, at_least)
-    real = math.ceil(len(rows) / cap)
+    planned = plan(rows, cap, at_least)
+    real = math.ceil(rows / cap)
     assert len(planned) == max(real, at_least)
     for filler in planned[real:]:
-        assert filler == MicroBatch((rows[0] if rows else 0,), weight=0.0)
+        assert filler == MicroBatch((0,), weight=0.0)
 
 
-def test_an_empty_share_still_runs_one_micro_batch():
-    assert plan_micro_batches([], 4) == [MicroBatch((0,), weight=0.0)]
+SIZES = StepSizes(4, [30, 5, 12, 7], [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1])
+COST = TokenCost(1e-3, 0.2)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize("cap", [1, 3, 16, 100])
-def test_one_process_plans_the_whole_step(accelerator, rows, cap):
-    assert plan_window(accelerator, rows, cap) == plan_micro_batches(range(rows), cap)
+@pytest.mark.parametrize("layout", [Layout(5), Layout(5, 80, packed=True), Layout(16, 90), Layout(3, cost=COST)])
+@pytest.mark.parametrize("processes", [1, 2, 3, 20])
+def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processes):
+    rows, planned = [row for row in range(16) if row not in (3, 9)], []
+    for rank in range(processes):
+        one = SimpleNamespace(num_processes=processes, process_index=rank, distributed_type=DistributedType.NO)
+        planned.append(plan_window(one, SIZES, rows, layout))
+    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
+    assert all(own for own in planned)
+
+
+def test_sharded_processes_run_the_same_number_of_forwards():
+    counts = set()
+    for rank in range(3):
+        one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
+        counts.add(len(plan_window(one, SIZES, range(16), Layout(16, 90, packed=True, cost=COST))))
+    assert len(counts) == 1
+
+
+def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
+    (only,) = plan_window(accelerator, SIZES, [], Layout(4))
+    assert only.weight == 0.0
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
@@ -84,12 +109,12 @@ def gradient(accelerator, micro_batches, step_rows=11) -> torch.Tensor:
 @pytest.mark.parametrize("at_least", [1, 13])
 def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
-    found = gradient(accelerator, plan_micro_batches(range(11), cap, at_least))
+    found = gradient(accelerator, plan(11, cap, at_least))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_window_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
-    assert torch.equal(gradient(accelerator, plan_micro_batches([], 4)), torch.zeros(1, 4, dtype=torch.float64))
+    assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
 
 
 def test_only_the_last_micro_batch_synchronises_and_the_accumulation_is_one_again(accelerator):
@@ -101,7 +126,7 @@ def test_only_the_last_micro_batch_synchronises_and_the_accumulation_is_one_agai
         return model(X[list(part.rows)].float()).sum()
 
     for _ in range(2):
-        run_window(accelerator, model, plan_micro_batches(range(11), 3), loss_of)
+        run_window(accelerator, model, plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
     assert synced == [False, False, False, True] * 2
 
@@ -115,7 +140,7 @@ def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
         return model(X[list(part.rows)].float()).sum()
 
     accelerator.step = 2  # as after a window that failed
-    run_window(accelerator, model, plan_micro_batches(range(11), 3), loss_of)
+    run_window(accelerator, model, plan(11, 3), loss_of)
     assert synced == [False, False, False, True]
 
 
@@ -124,7 +149,7 @@ def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        run_window(accelerator, torch.nn.Linear(4, 1), plan_micro_batches(range(11), 3), loss_of)
+        run_window(accelerator, torch.nn.Linear(4, 1), plan(11, 3), loss_of)
     assert accelerator.gradient_accumulation_steps == 1
 
 

@@ -1,0 +1,216 @@
+"""The packed forward: log-probabilities of a padded batch, computed without its padding and its repeated prompts.
+
+Differs from TRL's `_get_per_token_logps_and_entropies`: a prompt goes through the model once for all its completions,
+and only the positions that predict a completion token go through the language-model head, on every device. One place
+serves the policy, the old and the reference log-probabilities. Shapes: B completions, T completion tokens, N tokens of
+the pack, S scored positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from trl.kernels import chunked_logprob
+
+from ..core.packing import build_pack, group_runs
+from ..errors import ModelError
+from .attention import LAYOUT, PACKED, SUPPORTED, packed_attention
+from .checks import accepts_positions, position_ids
+
+_TILE_ELEMENTS = 4 * 2**20  # of logits at a time on the CPU: 16 MiB, which the allocator can use again
+_ROUNDING, _HALF_ROUNDING = 1e-5, 2e-3  # mean error of log-probabilities (nats) that needs no explanation
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def why_not_packed(policy: Any) -> str | None:
+    """Why a model cannot run packs, as a sentence; None if it can as far as its configuration tells."""
+    config = policy.config.get_text_config()
+    name = getattr(config, "_attn_implementation", None)
+    if name == PACKED:
+        name = config.grpo_ext_attention
+    layers = set(getattr(config, "layer_types", None) or ())
+    if not getattr(policy, "_supports_attention_backend", False):
+        return f"{type(policy).__name__} does not use transformers' attention interface"
+    if name not in SUPPORTED:
+        return f"attn_implementation={name!r} takes no packs (these do: {', '.join(SUPPORTED)})"
+    if getattr(policy, "_is_stateful", False) or not layers <= _KNOWN_LAYERS:
+        kinds = ", ".join(sorted(layers - _KNOWN_LAYERS)) or "recurrent"
+        return f"{type(policy).__name__} has layers of another kind ({kinds})"
+    backbone = policy.base_model
+    if not accepts_positions(backbone):
+        return f"{type(policy).__name__} takes no position_ids"
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(backbone).forward).parameters.values()):
+        return f"{type(policy).__name__} passes no further arguments to its layers"
+    return None
+
+
+def read_batch(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int
+) -> tuple[list[int], list[int], list[bool]]:
+    """Of a padded batch (B, L): prompt lengths, completion lengths, which rows have the prompt of the row before."""
+    prompt_width = input_ids.size(1) - completion_width
+    prompt_mask = attention_mask[:, :prompt_width]
+    prompts = torch.stack([input_ids[:, :prompt_width].masked_fill(prompt_mask == 0, 0), prompt_mask])
+    same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0)
+    lengths = torch.stack([prompt_mask.sum(1), attention_mask[:, prompt_width:].sum(1)]).tolist()
+    return lengths[0], lengths[1], same.tolist()
+
+
+@contextmanager
+def scored_positions(policy: Any, index_S: torch.Tensor) -> Iterator[None]:
+    """Inside, the head of `policy` sees the hidden states at `index_S` of the flattened batch only, as (1, S, H)."""
+
+    def keep(module: Any, args: Any, output: Any) -> Any:
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden.reshape(-1, hidden.size(-1))[index_S.to(hidden.device)].unsqueeze(0)
+        return output
+
+    handle = policy.base_model.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def small_tiles(policy: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, TRL's head works on the CPU in tiles small enough for the allocator to keep (elsewhere: no change).
+
+    Tiles of over 32 MiB are mapped and unmapped by the C library each time, which costs more than the arithmetic.
+    """
+    if device.type != "cpu":
+        return mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE)
+    vocabulary = min(policy.config.get_text_config().vocab_size, 32768)
+    return mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", max(64, _TILE_ELEMENTS // vocabulary))
+
+
+def _score(
+    model: Callable[..., Any],
+    policy: Any,
+    inputs: dict[str, Any],
+    predictor_S: torch.Tensor,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Run `model`; the log-probabilities come from the hidden states at `predictor_S` of the flattened inputs."""
+    mask_BT = attention_mask[:, -completion_width:].bool()
+    labels = input_ids[:, -completion_width:][mask_BT].unsqueeze(0)
+    device = input_ids.device
+    with scored_positions(policy, predictor_S), small_tiles(policy, device):
+        output = model(**inputs, shift_labels=labels, fused_lm_head=True)
+
+    def rows(values_1S: torch.Tensor) -> torch.Tensor:
+        # connected to the model also where nothing is scored, so that every process can run its backward pass
+        return values_1S.new_zeros(mask_BT.shape).masked_scatter(mask_BT.to(values_1S.device), values_1S.reshape(-1))
+
+    return rows(output.log_probs), None if output.entropy is None else rows(output.entropy), output.aux_loss
+
+
+def score_packed(
+    model: Callable[..., Any],
+    policy: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    with_router: bool = False,
+    multiple: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Score the completions of a padded batch through a pack.
+
+    Args:
+        model: the model as the loop calls it (wrapped by DDP, PEFT, ...).
+        policy: the causal language model inside it, with TRL's fused head.
+        input_ids, attention_mask: (B, L) in TRL's layout, prompts padded on the left, completions on the right.
+        completion_width: columns of the completions, T.
+        with_router: whether to ask a MoE model for its router's output.
+        multiple: the pack is filled up to a multiple of this many tokens.
+
+    Returns:
+        As TRL's `_get_per_token_logps_and_entropies`: log-probabilities and entropies (B, T), zero where there is no
+        token, and the auxiliary loss.
+
+    Raises:
+        ModelError: the model does not read the layout of the pack.
+    """
+    prompts, completions, same = read_batch(input_ids, attention_mask, completion_width)
+    width, device = input_ids.size(1), input_ids.device
+    prompt_width = width - completion_width
+    pack = build_pack(prompts, completions, group_runs(same), prompt_width, width, with_router, multiple)
+    ids = input_ids.reshape(-1)[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.tensor(pack.positions_N, device=device).unsqueeze(0),
+        LAYOUT: pack.layout,
+    }
+    if with_router:
+        inputs["output_router_logits"] = True
+    predictor = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
+    with packed_attention(policy):
+        result = _score(model, policy, inputs, predictor, input_ids, attention_mask, completion_width)
+    if pack.layout.calls == 0:
+        raise ModelError(
+            f"{type(policy).__name__} does not attend through transformers' attention interface, so completions would "
+            "see each other; set packed_forward=False."
+        )
+    return result
+
+
+def score_padded(
+    model: Callable[..., Any],
+    policy: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    with_router: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As `score_packed`, through the padded batch itself; only the scored positions go through the head."""
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if accepts_positions(policy):
+        inputs["position_ids"] = position_ids(attention_mask)
+    if with_router:
+        inputs["output_router_logits"] = True
+    scored = torch.zeros_like(attention_mask, dtype=torch.bool)
+    scored[:, -completion_width:] = attention_mask[:, -completion_width:].bool()
+    predictor = scored.reshape(-1).nonzero().squeeze(1) - 1
+    return _score(model, policy, inputs, predictor, input_ids, attention_mask, completion_width)
+
+
+def check_packing(
+    model: Callable[..., Any],
+    policy: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+) -> None:
+    """Compare the packed with the padded forward on one group, before the first pack is trained on.
+
+    Rounding is measured, not assumed: by how much the padded batch differs from its first and last row on their own.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    batch = (input_ids, attention_mask)
+    mask = attention_mask[:, -completion_width:].bool()
+    with torch.no_grad():
+        packed = score_packed(model, policy, *batch, completion_width)[0]
+        padded = score_padded(model, policy, *batch, completion_width)[0]
+        noise = 0.0
+        for row in (0, input_ids.size(0) - 1):
+            one = slice(row, row + 1)
+            alone = score_padded(model, policy, input_ids[one], attention_mask[one], completion_width)[0]
+            noise = max(noise, float((alone[0] - padded[row])[mask[row]].abs().float().mean().nan_to_num()))
+    error = float((packed - padded)[mask].abs().float().mean().nan_to_num(nan=float("inf"))) if mask.any() else 0.0
+    half = next(p for p in policy.parameters()).dtype in (torch.bfloat16, torch.float16)
+    limit = 8 * noise + (_HALF_ROUNDING if half or torch.is_autocast_enabled(input_ids.device.type) else _ROUNDING)
+    if not error <= limit:
+        raise ModelError(
+            f"packed and padded log-probabilities of {type(policy).__name__} differ by {error:.1e} on the first group "
+            f"(rounding explains {limit:.1e}): the model does something between tokens that a pack does not keep, such "
+            "as ignoring position_ids. Set packed_forward=False."
+        )
