@@ -48,6 +48,7 @@ class GRPOConfig(trl.GRPOConfig):
         score_completions_only: the language-model head sees the positions that predict completion tokens only.
         skip_zero_contribution: completions that add exactly nothing to the update are not run.
         balance_by_cost: groups are dealt to processes by their cost.
+        compact_rollouts: while sampling, prompts run once per group and finished rows leave the batch.
 
     Refusals:
         allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
@@ -109,6 +110,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=True,
         metadata={
             "help": "Deal groups to processes by their cost (prompt once, completions, attention) instead of by count."
+        },
+    )
+    compact_rollouts: bool = field(
+        default=True,
+        metadata={
+            "help": "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
+            "the cache in place. Models that cannot (recurrent ones, sharded ones) sample as transformers does."
         },
     )
     allow_split_dependent: bool = field(

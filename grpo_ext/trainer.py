@@ -30,12 +30,15 @@ from .core.advantages import group_advantages
 from .core.geometry import check_equal_shares, describe_plan
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
+from .core.micro_batches import oversized
 from .engine import checks
 from .engine.attention import packed_attention
 from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
+from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.output_folder import free_output_dir
+from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
 from .engine.rewards import check_reward_functions
@@ -130,6 +133,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rollout: Rollout | None = None
         self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
         self._request: RolloutRequest | None = None
+        self._clock = PhaseClock()
+        self._said_oversized = False
         self._identity: RowIdentity | None = None
         with reference_snapshot(model, config.beta, peft_config):
             super().__init__(
@@ -158,6 +163,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
+        if not self._stock:
+            self.add_callback(self._clock)
         checks.check_causal_lm(policy)
         if not self._stock:
             checks.check_overrides(type(self), GRPOTrainer)
@@ -203,6 +210,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],
             self.model.config,
             self.max_completion_length or 0,  # None: as long as the model allows
+            self.args.micro_batch_tokens,
         )
 
     @property
@@ -310,19 +318,25 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
-        request, first_turn = self._request, self._identity is None
+        with self._clock.phase("rollout"):
+            return self._sample_turn(self._request, prompt_ids), None
+
+    def _sample_turn(self, request: RolloutRequest, prompt_ids: Any) -> list[list[int]]:
+        first_turn = self._identity is None
         rows = list(range(len(prompt_ids))) if self._identity is None else self._identity.match(prompt_ids)
         completions = self._sample_rows(request, prompt_ids, rows)
         if self._identity is None:
             self._identity = RowIdentity(prompt_ids, completions)
         if not first_turn:
             self._identity.extend(rows, prompt_ids, completions)
-        return completions, None
+        return completions
 
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
-            return sample_chunk(model, prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of)
+            compact = self.args.compact_rollouts and not shards_parameters(self.accelerator)
+            compact = compact and why_not_compact(model, config) is None
+            return sample_chunk(model, prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of, compact)
 
         def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
             sharded = shards_parameters(self.accelerator)
@@ -431,17 +445,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         rollout = self._prepare_inputs(inputs)
-        micro_batches = self._plan(rollout, self.args.per_device_train_batch_size)
-        context = self._measure(rollout, micro_batches)
+        micro_batches, work = self._plan(rollout, self.args.per_device_train_batch_size)
         policy = base_model_of(self.accelerator.unwrap_model(model))
-        with packed_attention(policy, self._forms.packs(policy, self.model)):
+        with self._clock.phase("window"), packed_attention(policy, self._forms.packs(policy, self.model)):
+            context = self._measure(rollout, micro_batches)
             run_window(
                 self.accelerator,
                 model,
                 micro_batches,
                 lambda part: self._micro_batch_loss(model, rollout, part, context),
             )
-        loss = self._finish_step(context)
+        work.add_to(context.meter)
+        loss = self._finish_step(context, work)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
@@ -455,13 +470,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with torch.no_grad():
             rollout = self._prepare_inputs(inputs)
-            micro_batches = self._plan(rollout, self.args.per_device_eval_batch_size)
+            micro_batches, _ = self._plan(rollout, self.args.per_device_eval_batch_size)
             context = self._measure(rollout, micro_batches)
             for part in micro_batches:
                 self._micro_batch_loss(model, rollout, part, context)
+            self._clock.take()  # the phases that are logged are those of training
             return self._finish_step(context), None, None
 
-    def _plan(self, rollout: Rollout, max_rows: int) -> list[MicroBatch]:
+    def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
         sizes = rollout.sizes(self.num_generations if self.model.training else self.num_generations_eval)
         policy = base_model_of(self.accelerator.unwrap_model(self.model))
@@ -474,9 +490,19 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         with self._scoring():
             self._forms.check(self.model, policy, self.model, first_group)
-        layout = Layout(max_rows, self.args.micro_batch_tokens, packed, self._cost)
+        budget = self.args.micro_batch_tokens
+        if budget is not None and not self._said_oversized and (large := oversized(sizes, budget)):
+            self._said_oversized = True
+            tokens = max(sizes.tokens([row], packed=True) for row in large)
+            logger.warning(
+                f"{len(large)} completion(s) of this step are larger with their prompt than "
+                f"micro_batch_tokens={budget} (up to {tokens} tokens) and run alone, over the budget; "
+                "max_completion_length bounds them."
+            )
+        layout = Layout(max_rows, budget, packed, self._cost)
         rows = contributing_rows(rollout) if self._skips_zeros() else range(len(rollout))
-        return plan_window(self.accelerator, sizes, rows, layout)
+        planned = plan_window(self.accelerator, sizes, rows, layout)
+        return planned, StepWork.of(sizes, rows, planned, packed)
 
     def _skips_zeros(self) -> bool:
         """Whether nothing but the policy loss, which is linear in the advantage, acts on a completion."""
@@ -556,8 +582,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             scoring = self._request is not None and sharded
             return max_over_processes(chunks, self.accelerator.device) if scoring else chunks
 
-        with self.accelerator.autocast():
-            if not torch.is_grad_enabled() and self._request is not None:
+        scoring_share = not torch.is_grad_enabled() and self._request is not None
+        with self._clock.phase("logps" if scoring_share else None), self.accelerator.autocast():
+            if scoring_share:
                 rows = 1 if sharded else self.num_generations
                 self._forms.check(
                     model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
@@ -599,11 +626,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             return 0.0
         return self.entropy_coef
 
-    def _finish_step(self, context: StepContext) -> torch.Tensor:
+    def _finish_step(self, context: StepContext, work: StepWork | None = None) -> torch.Tensor:
         """Reduce what was metered, log it, move the entropy controller; returns the loss of the step."""
         mode = "train" if self.model.training else "eval"
         values = context.meter.reduce()
         loss, policy_loss = values.pop("loss"), values.pop("policy_loss")
+        if work is not None:
+            seconds = self._clock.take()
+            values |= work.shares(values, seconds.get("window", 0.0))
+            values |= {f"time/{name}": value for name, value in seconds.items()}
         if self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(policy_loss)
             entropy = values.pop("bonus_entropy")

@@ -214,9 +214,14 @@ def model_length_limit(config: Any) -> tuple[int | None, bool]:
 
 
 def check_prompt_lengths(
-    prompts: Iterable[Any], lengths_of: Any, config: Any, max_completion_length: int, batch: int = 256
+    prompts: Iterable[Any],
+    lengths_of: Any,
+    config: Any,
+    max_completion_length: int,
+    micro_batch_tokens: int | None = None,
+    batch: int = 256,
 ) -> None:
-    """Refuse prompts that the model has no positions for.
+    """Refuse prompts that the model has no positions for, or the token budget no room.
 
     Only prompts long enough (in bytes) to be able to break the limit are tokenised.
 
@@ -227,19 +232,27 @@ def check_prompt_lengths(
         DataError: names the row, its length and the limit.
     """
     limit, absolute = model_length_limit(config)
-    if limit is None:
+    positions = None if limit is None else limit - (max_completion_length if absolute else 0)
+    budget = None if micro_batch_tokens is None else micro_batch_tokens - 1
+    if positions is None and budget is None:
         return
-    room = limit - (max_completion_length if absolute else 0)
+    room = min(n for n in (positions, budget) if n is not None)
     suspects: list[tuple[int, Any]] = []
 
     def check() -> None:
         for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
-            if length > room:
-                budget = f" - max_completion_length={max_completion_length}" if absolute else ""
+            if positions is not None and length > positions:
+                less = f" - max_completion_length={max_completion_length}" if absolute else ""
                 raise DataError(
-                    f"the prompt in row {row} has {length} tokens, but the model has room for {room} "
-                    f"(max_position_embeddings={limit}{budget}); shorten or filter long prompts"
+                    f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                    f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
                     + (", or lower max_completion_length." if absolute else ".")
+                )
+            if budget is not None and length > budget:
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to "
+                    f"hold a prompt and at least one token of its completion; set it to {length + 1} or more (prompt "
+                    "plus max_completion_length holds every completion), or filter long prompts."
                 )
         suspects.clear()
 

@@ -8,6 +8,7 @@ Stands between the loaders and the window. Shapes: B rows, T tokens, V vocabular
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from trl.trainer.utils import pad
 from ..core.keyed_random import choose, completion_keys, uniform
 from ..core.micro_batches import StepSizes
 from .collectives import ragged_gather
+from .decoding import compact_decode, growing_cache, unique_prompts
 from .prompt_order import RolloutRequest
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
@@ -50,6 +52,10 @@ class KeyedChoice(LogitsProcessor):
         tokens = choose(scores, uniform(self.keys_B, self.offsets_B + position))
         chosen = torch.full_like(scores, -torch.inf)
         return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Go on with these rows only."""
+        self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
 
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -126,6 +132,7 @@ def sample_chunk(
     eos_token_ids: Sequence[int],
     device: torch.device,
     pad_to_multiple_of: int | None = None,
+    compact: bool = False,
 ) -> list[list[int]]:
     """Sample one completion for each row with the model's `generate`.
 
@@ -134,21 +141,26 @@ def sample_chunk(
         keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
+        compact: run each different prompt once, and let finished rows leave the batch (engine.decoding).
 
     Returns:
         The new token ids of each row, without padding.
     """
-    ids = [torch.tensor(row, dtype=torch.long) for row in prompts]
+    firsts, numbers = unique_prompts(prompts) if compact else (range(len(prompts)), [])
+    ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
     options: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
     input_ids = pad(ids, padding_value=config.pad_token_id, **options).to(device)
     attention_mask = pad([torch.ones_like(row) for row in ids], padding_value=0, **options).to(device)
     filters, greedy = _split_sampling(config, model)
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if compact:
+        rows = torch.tensor(numbers, device=device)
+        inputs["custom_generate"] = functools.partial(compact_decode, rows_B=rows, choice=keyed)
+        inputs["past_key_values"] = growing_cache(model)
     processors = LogitsProcessorList([*filters, keyed])
-    output = model.generate(
-        input_ids=input_ids, attention_mask=attention_mask, generation_config=greedy, logits_processor=processors
-    )
+    output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
     return [_until_eos(row, eos_token_ids) for row in output[:, width:].tolist()]
 
 

@@ -141,6 +141,10 @@ class StepMeter:
         value = part.detach().to(self.dtype).to(self.device) * weight
         self.totals[name] = self.totals[name] + value if name in self.totals else value
 
+    def add_number(self, name: str, value: float) -> None:
+        """Add a process's part of a step-wide total that is no tensor."""
+        self.add_total(name, torch.tensor(float(value)), 1.0)
+
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
         pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])

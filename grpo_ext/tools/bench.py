@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,9 +209,7 @@ def _spec(shape: Shape, who: str, micro: int, model: Any, dtype: str) -> dict[st
     return {"shape": dataclasses.asdict(shape), "who": who, "micro": micro, "model": model, "dtype": dtype}
 
 
-def _best_micro(
-    shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]
-) -> int:
+def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]) -> int:
     """The fastest micro-batch size, by the second step of each."""
     usable = sorted({size for size in sizes if (shape.groups * shape.group) % size == 0})
     if len(usable) == 1 or shape.sample:
@@ -229,7 +227,7 @@ def _best_micro(
 
 
 def run_shape(
-    shape: Shape, model: Any, rounds: int, micros: dict[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
+    shape: Shape, model: Any, rounds: int, micros: Mapping[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
 ) -> Result:
     """Measure one shape, ours and stock in turn.
 
@@ -323,7 +321,7 @@ def write_plot(results: Sequence[Result], path: Path) -> None:
     except ImportError:
         raise ConfigError("the plot needs matplotlib; install it with `pip install grpo_ext[plot]`.") from None
     figure, axes = pyplot.subplots(1, len(results), figsize=(2.6 * len(results), 4), squeeze=False)
-    colours = pyplot.get_cmap("tab10").colors  # type: ignore[attr-defined]
+    colours = ("tab:blue", "tab:orange", "tab:green", "tab:red")
     for axis, r in zip(axes[0], results):
         for bar, who in enumerate((STOCK, OURS)):
             bottom = 0.0

@@ -210,7 +210,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
 def main() -> None:
     """Read the specification from the command line, then serve steps."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints stays out of the answers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the plan, and whatever a library prints
 
     import warnings
 
@@ -232,10 +232,11 @@ def main() -> None:
         if sys.stdin.readline().strip() != "step":
             os._exit(0)
         clock.seconds.clear()
+        base[0] = memory.now_and_peak()[0]
         memory.reset()
 
     def report(tokens: float) -> None:
-        now, peak = memory.now_and_peak()
+        peak = memory.now_and_peak()[1]
         seconds = {phase: clock.seconds[phase] for phase in PHASES}
         seconds["forward/backward"] = max(clock.seconds["window"] - clock.seconds["prepare"], 0.0)
         answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - base[0], "peak_mib": peak})
@@ -244,7 +245,6 @@ def main() -> None:
 
     class Serve(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            base[0] = memory.now_and_peak()[0]
             wait()
 
         def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -262,14 +262,16 @@ def main() -> None:
         clock.wrap(
             trainer,
             "_get_per_token_logps_and_entropies",
-            lambda: None if torch.is_grad_enabled() or clock.inside else "log-probs",
+            lambda: None if torch.is_grad_enabled() else "log-probs",
         )
         clock.wrap(trainer, "_prepare_inputs", "prepare")
         clock.wrap(trainer, "training_step", "window")
         config = trainer.model.config.get_text_config()
+        tables = 1 if config.tie_word_embeddings else 2
         head = config.vocab_size * config.hidden_size
-        body = sum(p.numel() for n, p in trainer.model.named_parameters() if "lora" not in n) - head
-        width = config.num_attention_heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        body = sum(p.numel() for n, p in trainer.model.named_parameters() if "lora" not in n) - tables * head
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         answer({"flops": given.flops(config.num_hidden_layers, width, body, head)})
         if shape.sample:
             _serve_sampling(trainer, wait, report)

@@ -29,6 +29,7 @@ app = typer.Typer(
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalStr = Optional[str]  # noqa: UP045
 OptionalPath = Optional[Path]  # noqa: UP045
+OptionalStrings = Optional[list[str]]  # noqa: UP045
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
@@ -179,22 +180,43 @@ def check(
 
 @app.command()
 def bench(
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each shape.")] = 5,
-    steps: Annotated[int, typer.Option(help="Optimizer steps a round; the first is a warm-up.")] = 5,
-    json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
+    shape: Annotated[
+        OptionalStrings,
+        typer.Option(
+            help="A shape, instead of the reference shapes: their names, or text like "
+            "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample'."
+        ),
+    ] = None,
+    model: Annotated[
+        OptionalStr, typer.Option(help="Model id or path; or a config.json (random weights). Default: 28M Qwen2.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
+    stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = "2,4,8",
+    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = "8,32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    json_file: Annotated[OptionalPath, typer.Option("--json", help="Write all figures here.")] = None,
+    plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
-    """Seconds per optimizer step against stock TRL, interleaved at equal settings."""
-    import dataclasses
-
-    from .bench import as_table
-    from .bench import bench as run_bench
+    """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
+    from .bench import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json, write_plot
 
     quiet_libraries()
     console = Console()
-    timings = run_bench(rounds=rounds, steps=steps, progress=lambda text: console.print(f"[dim]{text}[/dim]"))
-    console.print(as_table(timings))
-    if json_file is not None:
-        json_file.write_text(json.dumps([dataclasses.asdict(t) for t in timings], indent=1))
+    known = {s.name: s for s in REFERENCE}
+    shapes = [known[text] if text in known else parse_shape(text) for text in shape] if shape else list(REFERENCE)
+    source: Any = REFERENCE_MODEL if model is None else model
+    if model is not None and model.endswith(".json"):
+        source = json.loads(Path(model).read_text())
+    sizes = {"TRL": integers(stock_micro, "stock_micro"), "grpo_ext": integers(our_micro, "our_micro")}
+    results = []
+    for one in shapes:
+        results.append(run_shape(one, source, rounds, sizes, dtype, lambda text: console.print(f"[dim]{text}[/dim]")))
+        if json_file is not None:
+            write_json(results, json_file)
+    for table in as_tables(results):
+        console.print(table)
+    if plot is not None:
+        write_plot(results, plot)
 
 
 def quiet_libraries() -> None:

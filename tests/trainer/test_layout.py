@@ -1,0 +1,180 @@
+"""Every switch of the layout changes where work is done, and nothing that is learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ConfigError, DataError
+from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+
+BASE: dict[str, Any] = {
+    "global_batch_size": 16,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "adam_epsilon": ADAM_EPSILON,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "report_to": "none",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 3,
+}
+
+
+def sparse(completions: list[str], **kwargs: Any) -> list[float]:
+    """Groups without variance are common."""
+    return [float("a" in c[:1]) for c in completions]
+
+
+def make(folder: Any, kind: str = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny_model(kind),
+        reward_funcs=reward,
+        args=GRPOConfig(str(folder), **{**BASE, **settings}),
+        train_dataset=prompts(12),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def parameters(trainer: GRPOTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
+
+
+def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
+    trainer = make(folder, **settings)
+    before = parameters(trainer)
+    trainer.train()
+    return parameters(trainer) - before, trainer
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / a.norm())
+
+
+def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+PLAIN = {
+    "packed_forward": False,
+    "score_completions_only": False,
+    "skip_zero_contribution": False,
+    "balance_by_cost": False,
+    "compact_rollouts": False,
+}
+SWITCHES: list[dict[str, Any]] = [
+    *({name: True} for name in PLAIN),
+    {"micro_batch_tokens": 50},
+    {"micro_batch_tokens": 50, "packed_forward": True},
+    dict.fromkeys(PLAIN, True),
+]
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda s: "+".join(s))
+@pytest.mark.parametrize("kind", ["qwen2", "moe"])
+def test_a_switch_does_not_change_the_update(tmp_path, kind, switch):
+    plain, _ = update(tmp_path / "plain", kind=kind, reward=sparse, **PLAIN)
+    switched, _ = update(tmp_path / "switched", kind=kind, reward=sparse, **{**PLAIN, **switch})
+    assert error(plain, switched) <= UPDATE
+
+
+def test_another_seed_is_another_update(tmp_path):
+    first, _ = update(tmp_path / "a", reward=sparse)
+    second, _ = update(tmp_path / "b", reward=sparse, seed=4)
+    assert error(first, second) > DIFFERENT
+
+
+def scored_rows(trainer: GRPOTrainer) -> list[int]:
+    """Completions in each forward that has a gradient."""
+    rows: list[int] = []
+    score = trainer._score
+
+    def spy(model: Any, batch: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            rows.append(len(batch["completion_ids"]))
+        return score(model, batch)
+
+    trainer._score = spy
+    return rows
+
+
+def test_completions_without_a_contribution_are_not_run(tmp_path):
+    ran = {}
+    for skip in (True, False):
+        trainer = make(tmp_path / str(skip), reward=sparse, skip_zero_contribution=skip)
+        rows = scored_rows(trainer)
+        trainer.train()
+        ran[skip] = sum(rows)
+    assert ran[False] == 3 * 16
+    assert 0 < ran[True] < ran[False]
+
+
+@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}], ids=str)
+def test_with_another_term_everything_is_run(tmp_path, term):
+    trainer = make(tmp_path, reward=sparse, max_steps=1, **term)
+    rows = scored_rows(trainer)
+    trainer.train()
+    assert sum(rows) == 16
+
+
+def test_a_step_without_any_contribution_changes_nothing(tmp_path):
+    learned, trainer = update(tmp_path, reward=lambda completions, **kwargs: [1.0] * len(completions))
+    assert not learned.any()
+    assert log_of(trainer, "loss") == [0.0, 0.0, 0.0]
+
+
+def test_the_budget_holds_in_every_forward(tmp_path):
+    trainer = make(tmp_path, micro_batch_tokens=45)
+    tokens = []
+    embed = trainer.model.get_input_embeddings()
+    embed.register_forward_hook(
+        lambda m, args, out: tokens.append(args[0].numel()) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    assert max(tokens) <= 45
+    assert len(tokens) > 3 * 2
+
+
+def test_an_oversized_completion_is_said_once(tmp_path, caplog):
+    trainer = make(tmp_path, micro_batch_tokens=16)
+    trainer.train()
+    assert caplog.text.count("run alone, over the budget") == 1
+
+
+def test_a_budget_that_holds_no_prompt_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"micro_batch_tokens=4 has to hold a prompt.*set it to \d+ or more"):
+        make(tmp_path, micro_batch_tokens=4)
+
+
+@pytest.mark.parametrize("value", [0, 1, -5, 2.5])
+def test_a_budget_that_is_no_number_of_tokens_is_refused(tmp_path, value):
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        GRPOConfig(str(tmp_path), micro_batch_tokens=value)
+
+
+def test_a_model_that_takes_no_packs_says_so_once_and_trains(tmp_path, caplog):
+    trainer = make(tmp_path)
+    trainer.model._supports_attention_backend = False
+    trainer.train()
+    assert caplog.text.count("packed_forward is off, padded batches run instead") == 1
+    assert log_of(trainer, "layout/padding_share")[0] > 0
+
+
+def test_the_logs_say_where_time_and_tokens_go(tmp_path):
+    trainer = make(tmp_path, beta=0.1, per_device_train_batch_size=2)
+    trainer.train()
+    for name in ("time/rollout", "time/logps", "time/window", "layout/useful_tokens_per_second"):
+        assert all(value > 0 for value in log_of(trainer, name)), name
+    assert log_of(trainer, "time/optimizer")
+    assert log_of(trainer, "layout/padding_share") == [0.0] * 3
+    assert all(0 < share < 1 for share in log_of(trainer, "layout/duplicate_share"))  # groups of 4 in twos
