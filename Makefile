@@ -34,7 +34,7 @@ test-full: $(READY)  ## run the tests with the full matrix of splits
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
-bench: $(READY)  ## seconds per step against stock TRL, interleaved
+bench: $(READY)  ## the reference shapes against stock TRL, by phase (about an hour; ARGS="--shape ...")
 	@$(BIN)/grpo-ext bench $(ARGS)
 
 lint: $(READY)  ## ruff and mypy

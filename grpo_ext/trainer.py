@@ -258,7 +258,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
-        plan = describe_plan(self.geometry, prompts, self.args.dataloader_drop_last, epochs)
+        plan = describe_plan(
+            self.geometry, prompts, self.args.dataloader_drop_last, epochs, self.args.micro_batch_tokens
+        )
         print(f"Plan (sizes over all processes unless they say otherwise)\n{plan}", flush=True)
 
     def get_total_train_batch_size(self, args: Any) -> int:

@@ -310,24 +310,32 @@ def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_la
         )
 
 
-def describe_plan(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool, epochs: float | None) -> str:
+def describe_plan(
+    geometry: BatchGeometry,
+    num_prompts: int | None,
+    drop_last: bool,
+    epochs: float | None,
+    micro_batch_tokens: int | None = None,
+) -> str:
     """The resolved plan as text, for people: one line a fact.
 
     Args:
         num_prompts: prompts in the training set, or None for a stream of unknown length.
         epochs: passes over the training set, or None when the run is limited by steps.
+        micro_batch_tokens: tokens per forward on one device, or None.
     """
     g = geometry
     per_process = g.micro_batches_per_process()
     spread = f"{per_process[0]}" if len(set(per_process)) == 1 else f"{min(per_process)} to {max(per_process)}"
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
+    budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
     rows = [
         ("optimizer step", f"{g.global_batch_size} completions = {g.prompts_per_step} prompts x {g.num_generations}"),
         ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
         ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
         ("processes", f"{g.num_processes}"),
-        ("micro-batch", f"up to {g.micro_batch_size} completions per device"),
-        ("micro-batches per step", f"{spread} per process (derived)"),
+        ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
+        ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
     ]
     if chunks < g.num_processes:
         fitting = max(1, g.prompts_per_rollout // g.num_processes) * g.num_generations

@@ -161,7 +161,8 @@ class Result:
     Attributes:
         micro: completions per forward of each trainer, the best of those tried.
         seconds: for each trainer and phase.
-        working_mib, peak_mib: memory of a step beyond what the process holds between steps, and all of it.
+        working_mib, peak_mib: peak memory of a step beyond the process with its model loaded (so with gradients,
+            optimizer state and activations), and all of it.
         tokens: unique tokens of the completions and prompts that are trained on (or sampled).
         flops: multiply-adds times two that those tokens need, forward and backward.
         matmul: floating point operations per second of large matrix products on this machine.

@@ -232,16 +232,13 @@ def main() -> None:
         if sys.stdin.readline().strip() != "step":
             os._exit(0)
         clock.seconds.clear()
-        base[0] = memory.now_and_peak()[0]
         memory.reset()
 
     def report(tokens: float) -> None:
         peak = memory.now_and_peak()[1]
         seconds = {phase: clock.seconds[phase] for phase in PHASES}
         seconds["forward/backward"] = max(clock.seconds["window"] - clock.seconds["prepare"], 0.0)
-        answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - base[0], "peak_mib": peak})
-
-    base = [0.0]
+        answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - base, "peak_mib": peak})
 
     class Serve(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -273,6 +270,7 @@ def main() -> None:
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         answer({"flops": given.flops(config.num_hidden_layers, width, body, head)})
+        base = memory.now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, wait, report)
         trainer.train()

@@ -81,6 +81,7 @@ def plan(
     steps_per_generation: Annotated[OptionalInt, typer.Option(help="TRL: micro-batches per generation phase.")] = None,
     num_iterations: Annotated[OptionalInt, typer.Option(help="Times a rollout batch is trained on.")] = None,
     rollout_chunk_size: Annotated[OptionalInt, typer.Option(help="Completions per generate call.")] = None,
+    micro_batch_tokens: Annotated[OptionalInt, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the training set.")] = 3.0,
     dataloader_drop_last: Annotated[bool, typer.Option(help="Drop a smaller last step.")] = False,
 ) -> None:
@@ -97,6 +98,7 @@ def plan(
         "steps_per_generation": steps_per_generation,
         "num_iterations": num_iterations,
         "rollout_chunk_size": rollout_chunk_size,
+        "micro_batch_tokens": micro_batch_tokens,
     }
     file = read_config(config)
     sizes = {name: file.get(name) if value is None else value for name, value in given.items()}
@@ -113,11 +115,9 @@ def plan(
         rollout_chunk_size=sizes["rollout_chunk_size"],
     )
     drop_last = dataloader_drop_last or bool(file.get("dataloader_drop_last", False))
-    epochs = float(file.get("num_train_epochs", num_train_epochs))
-    if file.get("max_steps", -1) > 0:
-        typer.echo(describe_plan(geometry, num_prompts, drop_last, None))
-    else:
-        typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs))
+    by_steps = file.get("max_steps", -1) > 0
+    epochs = None if by_steps else float(file.get("num_train_epochs", num_train_epochs))
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, sizes["micro_batch_tokens"]))
 
 
 @app.command()

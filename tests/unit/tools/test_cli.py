@@ -31,6 +31,13 @@ def test_plan_reads_the_settings_of_a_recipe(tmp_path):
     assert "24 completions = 6 prompts x 4" in run("plan", "--config", str(path)).stdout
 
 
+def test_plan_shows_a_token_budget(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("micro_batch_tokens: 4096\n")
+    assert "up to 8 completions and 4096 tokens per device" in run("plan", "--config", str(path)).stdout
+    assert "or more, by length" in run("plan", "--micro_batch_tokens", "2048").stdout
+
+
 def test_an_error_is_one_message_and_status_2():
     done = run("plan", "--global_batch_size", "15", "--num_generations", "4")
     assert done.returncode == 2

@@ -1,0 +1,100 @@
+"""The benchmark trains both on the same tokens, and its figures follow from what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools.bench import (
+    OURS,
+    PHASES,
+    REFERENCE,
+    STOCK,
+    Result,
+    Shape,
+    as_tables,
+    parse_shape,
+    run_shape,
+    write_json,
+    write_plot,
+)
+from grpo_ext.tools.bench_worker import _Given
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_shape_is_read_from_text():
+    shape = parse_shape("prompt=16,completions=8-12,group=4,groups=2,lora,without_variance=0.5,name=mine")
+    assert shape == Shape("mine", 16, 8, 12, groups=2, group=4, lora=True, without_variance=0.5)
+    assert parse_shape("prompt=5,completions=7").shortest == parse_shape("prompt=5,completions=7").longest == 7
+
+
+@pytest.mark.parametrize("text", ["prompt=16", "prompt=x,completions=1-2", "prompt=1,completions=2,fast", "lora=1"])
+def test_a_shape_that_is_none_names_the_word(text):
+    with pytest.raises(ConfigError, match="shape"):
+        parse_shape(text)
+
+
+@pytest.mark.parametrize("shape", REFERENCE, ids=lambda s: s.name)
+def test_the_reference_lengths_stay_in_their_range_and_never_change(shape):
+    lengths = shape.lengths()
+    assert lengths == shape.lengths()
+    flat = [n for group in lengths for n in group]
+    assert len(flat) == 32
+    assert shape.shortest <= min(flat) <= max(flat) <= shape.longest
+    if shape.skewed:
+        assert sum(flat) / len(flat) <= shape.longest / 2
+
+
+def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_variance():
+    half = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
+    whole = _Given(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
+    assert (half.tokens, whole.tokens) == (22, 44)
+    assert whole.flops(1, 8, 100, 10) == 2 * half.flops(1, 8, 100, 10)
+    assert half.flops(0, 0, 1, 0) == 6 * 22
+    assert half.flops(0, 0, 0, 1) == 6 * 12
+    assert len({half.rewards[tuple(c)] for c in half.completions[0]}) == 1
+    assert len({half.rewards[tuple(c)] for c in half.completions[1]}) == 3
+
+
+def test_the_speed_up_is_per_token_and_of_the_phases_in_question():
+    seconds = {OURS: dict(zip(PHASES, (9.0, 0.0, 2.0, 0.5))), STOCK: dict(zip(PHASES, (1.0, 0.0, 9.0, 1.0)))}
+    both = {OURS: 1.0, STOCK: 1.0}
+    result = Result(Shape("x", 1, 1, 1), {}, seconds, both, both, {OURS: 100.0, STOCK: 100.0}, 6.0, 30.0, 1)
+    assert result.speed_up == 4.0
+    assert result.matmul_share(OURS) == 0.1
+    sampled = dataclasses.replace(result, shape=Shape("x", 1, 1, 1, sample=True), tokens={OURS: 180.0, STOCK: 10.0})
+    assert sampled.speed_up == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_both_trainers_run_a_shape_end_to_end(tmp_path, sample):
+    shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=sample)
+    said: list[str] = []
+    result = run_shape(shape, TINY, 1, {OURS: [4], STOCK: [4]}, "float32", said.append)
+    phase = "rollout" if sample else "forward/backward"
+    for who in (OURS, STOCK):
+        assert result.seconds[who][phase] > 0
+        assert result.peak_mib[who] > 0
+    if not sample:
+        assert result.tokens[OURS] == result.tokens[STOCK] == _Given(shape, 64).tokens
+    assert result.matmul > 0
+    assert any("round 1 of 1" in text for text in said)
+    write_json([result], tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text())[0]["speed_up"] == result.speed_up
+    write_plot([result], tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").stat().st_size > 1000
+    assert [table.row_count for table in as_tables([result])] == [2, 1]
