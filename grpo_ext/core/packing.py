@@ -35,12 +35,14 @@ class PackLayout:
         tokens: length N of the pack.
         counts_N: how often the padded batch would have computed each token.
         calls: attention layers that have read this layout; zero after a forward means the model ignores it.
+        masks: what attention kernels have made of this layout, for each sliding window (None without one).
     """
 
     groups: tuple[PackedGroup, ...]
     tokens: int
     counts_N: tuple[int, ...] = ()
     calls: int = field(default=0, compare=False)
+    masks: dict[int | None, object] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.core.losses import router_statistics
+from grpo_ext.core.packing import PackedGroup
 from grpo_ext.engine import attention, packed_forward
 from grpo_ext.engine.attention import PACKED, packed_attention
 from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded, why_not_packed
@@ -137,6 +139,42 @@ def test_dropping_the_window_would_show(monkeypatch, kind):
     assert difference.abs().max() > 1e-3
 
 
+def _eager_flex(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(query, key, value, **options)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "gemma3"])
+def test_flex_attention_takes_a_pack_as_a_block_mask(monkeypatch, kind, shape):
+    """Its CPU kernel has no backward pass, so torch's own uncompiled arithmetic runs here in its place."""
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *states: None)
+    padded = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
+    model, batch = model_of(kind, attention.FLEX), batch_of(*SHAPES[shape])
+    assert why_not_packed(model) is None
+    tolerance = UPDATE if kind in FLOAT32 else SAME_ALGEBRA
+    for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(padded, padded, *batch)[:2]):
+        assert same(ours, theirs, tolerance)
+    assert same(gradient(score_packed, model, batch), gradient(score_padded, padded, batch), tolerance)
+
+
+def test_flex_attention_lays_out_a_mask_once_for_all_layers(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
+    made = []
+    original = torch.nn.attention.flex_attention.create_block_mask
+    monkeypatch.setattr(
+        "torch.nn.attention.flex_attention.create_block_mask",
+        lambda *args, **options: made.append(args) or original(*args, **options),
+    )
+    with torch.no_grad():
+        model = model_of("gemma3", attention.FLEX)
+        score_packed(model, model, *batch_of(*SHAPES["groups"]))
+    assert len(made) == 2  # one for the layers with a window, one for those without
+
+
 def test_letting_completions_see_each_other_would_show(monkeypatch):
     model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
     monkeypatch.setattr(attention, "_CALL_COST", 10**9)
@@ -237,3 +275,23 @@ def test_the_head_sees_scored_positions_only(monkeypatch):
     score_packed(model, model, *batch)
     score_padded(model, model, *batch)
     assert seen == [scored, scored]
+
+
+def _group(prompt: int, *completions: int) -> PackedGroup:
+    ends = [prompt + sum(completions[: i + 1]) for i in range(len(completions))]
+    return PackedGroup((0, prompt), tuple((end - n, end) for n, end in zip(completions, ends)))
+
+
+@pytest.mark.parametrize(
+    ("group", "device", "split"),
+    [
+        (_group(16, *[12] * 8), "cpu", False),  # 12 thousand pairs in one call; 6 thousand in nine
+        (_group(64, *[300] * 8), "cpu", True),  # 6.1 million against 0.5
+        (_group(512, *[144] * 8), "cpu", True),
+        (_group(512, *[144] * 8), "cuda", False),  # nine calls cost more than the masked pairs
+        (_group(4096, *[2048] * 8), "cuda", True),
+        (_group(512), "cpu", True),
+    ],
+)
+def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
+    assert attention.split_is_cheaper(group, torch.device(device)) is split
