@@ -38,6 +38,7 @@ from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.output_folder import free_output_dir
+from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
@@ -449,7 +450,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout = self._prepare_inputs(inputs)
         micro_batches, work = self._plan(rollout, self.args.per_device_train_batch_size)
         policy = base_model_of(self.accelerator.unwrap_model(model))
-        with self._clock.phase("window"), packed_attention(policy, self._forms.packs(policy, self.model)):
+        packs = packed_attention(policy, self._forms.packs(policy, self.model))
+        with self._clock.phase("window"), packs, small_tiles(policy, self.accelerator.device):
             context = self._measure(rollout, micro_batches)
             run_window(
                 self.accelerator,

@@ -22,7 +22,7 @@ from ..errors import ModelError
 from .attention import LAYOUT, PACKED, SUPPORTED, packed_attention
 from .checks import accepts_positions, position_ids
 
-_TILE_ELEMENTS = 4 * 2**20  # of logits at a time on the CPU: 16 MiB, which the allocator can use again
+_TILE_ELEMENTS = 2**20  # of logits at a time on the CPU: 4 MiB in float32 (measured: 16 MiB take 6% more time)
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-3  # mean error of log-probabilities (nats) that needs no explanation
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 

@@ -87,9 +87,12 @@ def plan_window(accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int],
 
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[list[int]]:
+    """Largest first: what it frees holds all that follow, and memory that does not suffice shows at once."""
     if layout.max_tokens is None:
-        return cut_by_count(sizes, rows, layout.max_rows)
-    return cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.packed)
+        parts = cut_by_count(sizes, rows, layout.max_rows)
+    else:
+        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.packed)
+    return sorted(parts, key=lambda part: -sizes.tokens(part, layout.packed))
 
 
 def run_window(
