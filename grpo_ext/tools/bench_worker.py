@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
+from ..core.micro_batches import TokenCost
 from .bench import OURS, PHASES, Shape
 
 _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: this many expected ends in the longest
@@ -42,6 +43,18 @@ def _model(spec: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
     config = AutoConfig.for_model(**spec["model"])
     return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def cost_of(model: Any) -> TokenCost:
+    """What a token costs in a model, from its configuration alone: a model id or path, or a configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..engine.forms import token_cost
+
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
+    with torch.device("meta"):
+        return token_cost(AutoModelForCausalLM.from_config(config))
 
 
 class _Given:
@@ -191,6 +204,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
         save_strategy="no",
         disable_tqdm=True,
         **layout,
+        **spec["options"],
     )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = package.GRPOTrainer(

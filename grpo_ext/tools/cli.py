@@ -6,6 +6,7 @@ Light until a command needs more: `plan` loads no model and no trainer.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -192,10 +193,13 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
     stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = "2,4,8",
-    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = "8,32",
+    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = "4,8,32",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     json_file: Annotated[OptionalPath, typer.Option("--json", help="Write all figures here.")] = None,
     plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
+    parts: Annotated[
+        bool, typer.Option("--parts", help="Instead: ours with and without each of its parts, no stock TRL.")
+    ] = False,
 ) -> None:
     """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
     from .bench import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json, write_plot
@@ -207,6 +211,9 @@ def bench(
     source: Any = REFERENCE_MODEL if model is None else model
     if model is not None and model.endswith(".json"):
         source = json.loads(Path(model).read_text())
+    if parts:
+        _bench_parts(known, source, rounds, dtype, console)
+        return
     sizes = {"TRL": integers(stock_micro, "stock_micro"), "grpo_ext": integers(our_micro, "our_micro")}
     results = []
     for one in shapes:
@@ -217,6 +224,19 @@ def bench(
         console.print(table)
     if plot is not None:
         write_plot(results, plot)
+
+
+def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str, console: Console) -> None:
+    from .bench import PARTS, parts_tables, run_part
+    from .bench_worker import cost_of
+
+    results = [
+        run_part(part, shapes[part.shape], model, rounds, 8, dtype, lambda text: console.print(f"[dim]{text}[/dim]"))
+        for part in PARTS
+    ]
+    skewed = [shape for shape in shapes.values() if not shape.sample]
+    for table in parts_tables(results, skewed, cost_of(model)):
+        console.print(table)
 
 
 def quiet_libraries() -> None:

@@ -8,20 +8,26 @@ import json
 import pytest
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.tools import bench
 from grpo_ext.tools.bench import (
     OURS,
+    PARTS,
     PHASES,
     REFERENCE,
     STOCK,
     Result,
     Shape,
+    _best_micro,
     as_tables,
+    balance,
     parse_shape,
+    parts_tables,
+    run_part,
     run_shape,
     write_json,
     write_plot,
 )
-from grpo_ext.tools.bench_worker import _Given
+from grpo_ext.tools.bench_worker import _Given, cost_of
 
 TINY = {
     "model_type": "qwen2",
@@ -78,6 +84,43 @@ def test_the_speed_up_is_per_token_and_of_the_phases_in_question():
     assert result.matmul_share(OURS) == 0.1
     sampled = dataclasses.replace(result, shape=Shape("x", 1, 1, 1, sample=True), tokens={OURS: 180.0, STOCK: 10.0})
     assert sampled.speed_up == pytest.approx(2.0)
+
+
+def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monkeypatch):
+    class Timed:
+        def __init__(self, spec):
+            self.seconds = {4: 1.02, 8: 1.0, 16: 0.995, 2: 1.2}[spec["micro"]]
+
+        def step(self):
+            return {"seconds": {"forward/backward": self.seconds}}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench, "Worker", Timed)
+    shape = Shape("x", 4, 2, 2)
+    assert _best_micro(shape, OURS, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide 32
+
+
+def test_each_part_is_measured_with_and_without_its_switch():
+    from grpo_ext import GRPOConfig
+
+    names = {s.name for s in REFERENCE}
+    for part in PARTS:
+        assert part.shape in names
+        assert part.given != part.without
+        for options in (part.given, part.without):
+            assert all(hasattr(GRPOConfig, name) for name in options)
+    result = run_part(PARTS[0], Shape("small", 30, 2, 4, groups=2, group=4), TINY, 1, 4, "float32", lambda text: None)
+    assert result.speed_up == result.seconds[1] / result.seconds[0] > 0
+    cost = cost_of(TINY)
+    assert cost.attention > 0
+    assert [t.row_count for t in parts_tables([result], [REFERENCE[1]], cost)] == [1, 3]
+
+
+def test_dealing_by_cost_is_more_even_than_by_count():
+    by_cost, by_count = balance(REFERENCE[1], 3, cost_of(TINY))
+    assert 1.0 <= by_cost < 1.1 < by_count
 
 
 @pytest.mark.parametrize("sample", [False, True])
