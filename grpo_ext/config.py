@@ -50,6 +50,16 @@ class GRPOConfig(trl.GRPOConfig):
         balance_by_cost: groups are dealt to processes by their cost.
         compact_rollouts: while sampling, prompts run once per group and finished rows leave the batch.
 
+    The same bits:
+        bitwise_invariant: every parameter, optimizer tensor and logged metric has the same bits for every micro-batch
+            size and number of processes.
+        canonical_unit_size: completions per forward in that mode.
+        bitwise_fraction_bits: bits behind the binary point of the gradient sums.
+        bitwise_threads: CPU threads of a process in that mode.
+
+    Resume:
+        allow_changed_on_resume: names of what may differ from the checkpoint although it changes what the run means.
+
     Refusals:
         allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
 
@@ -119,6 +129,43 @@ class GRPOConfig(trl.GRPOConfig):
             "the cache in place. Models that cannot (recurrent ones, sharded ones) sample as transformers does."
         },
     )
+    bitwise_invariant: bool = field(
+        default=False,
+        metadata={
+            "help": "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
+            "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
+            "summed as 64-bit integers. Takes 8 more bytes per trained parameter."
+        },
+    )
+    canonical_unit_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "With bitwise_invariant: completions of one group per forward, whatever "
+            "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. Default: num_generations."
+        },
+    )
+    bitwise_fraction_bits: int = field(
+        default=48,
+        metadata={
+            "help": "With bitwise_invariant: bits behind the binary point of the gradient sums. 48: steps of 3.6e-15, "
+            "sums up to 16384. Gradients out of range are an error."
+        },
+    )
+    bitwise_threads: int = field(
+        default=1,
+        metadata={
+            "help": "With bitwise_invariant: threads each process computes with on the CPU; matrix products change "
+            "bits with it, and launchers set it differently for one and several processes."
+        },
+    )
+    allow_changed_on_resume: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of settings (or data, model, rewards) that may differ from those of the checkpoint although "
+            "they change what the run means, for example ['num_train_epochs'] to train longer. How a run is laid out "
+            "(processes, micro-batches) may always differ."
+        },
+    )
     allow_split_dependent: bool = field(
         default=False,
         metadata={
@@ -136,6 +183,8 @@ class GRPOConfig(trl.GRPOConfig):
             self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         _check_tokens(self.micro_batch_tokens)
+        if self.bitwise_invariant:
+            self._check_bitwise()
         _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises with the remedy
@@ -175,6 +224,56 @@ class GRPOConfig(trl.GRPOConfig):
                 f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
                 " use another optimizer, for example adamw_torch."
             )
+
+    def _check_bitwise(self) -> None:
+        """Refuse what the same bits cannot be promised for.
+
+        Raises:
+            ConfigError: names all of it.
+        """
+        sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
+        refused = {
+            "FSDP (gradients are reduced as floating point numbers)": sharded,
+            "DeepSpeed (gradients are reduced as floating point numbers)": deepspeed,
+            "use_vllm (its batches, and with them its bits, follow from timing)": self.use_vllm,
+            "use_transformers_continuous_batching (batches follow from timing)": (
+                self.use_transformers_continuous_batching
+            ),
+            "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": (
+                self.micro_batch_tokens is not None
+            ),
+            "allow_split_dependent": self.allow_split_dependent,
+            "torch_compile (kernels are chosen by timing)": self.torch_compile,
+            "use_liger_kernel": self.use_liger_kernel,
+            "tf32": bool(self.tf32),
+        }
+        found = [name for name, is_set in refused.items() if is_set]
+        if found:
+            raise ConfigError(
+                f"bitwise_invariant=True cannot be kept with {'; '.join(found)}. Turn one of the two off."
+            )
+        size, group = self.canonical_unit_size, self.num_generations
+        if size is not None and (not isinstance(size, int) or not 1 <= size <= group):  # type: ignore[operator]
+            raise ConfigError(
+                f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
+                "(num_generations)."
+            )
+        if not isinstance(self.bitwise_fraction_bits, int) or not 20 <= self.bitwise_fraction_bits <= 60:
+            raise ConfigError(
+                f"bitwise_fraction_bits={self.bitwise_fraction_bits!r}: use 20 to 60 (48: sums up to 16384)."
+            )
+        if self.tf32 is None:
+            self.tf32 = False
+        if not isinstance(self.bitwise_threads, int) or self.bitwise_threads < 1:
+            raise ConfigError(f"bitwise_threads={self.bitwise_threads!r}: use 1 or more.")
+
+    @property
+    def unit_rows(self) -> int | None:
+        """Completions per canonical unit, or None outside bitwise mode."""
+        if not self.bitwise_invariant:
+            return None
+        return self.canonical_unit_size or self.num_generations
 
     def resolve_geometry(self, num_processes: int) -> BatchGeometry:
         """The batch geometry on `num_processes` processes.

@@ -26,3 +26,15 @@ class RewardError(GrpoExtError):
 
 class SplitDependentError(ModelError):
     """Something in the model or the settings makes the update depend on the hardware split."""
+
+
+class PrecisionError(GrpoExtError):
+    """A number that is not finite, or outside the range that the arithmetic holds."""
+
+
+class CheckpointError(GrpoExtError):
+    """A checkpoint that is broken, that cannot be written, or that belongs to another run."""
+
+
+class MemoryShortageError(GrpoExtError):
+    """The smallest possible piece of work does not fit into the device's memory."""

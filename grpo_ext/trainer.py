@@ -8,9 +8,11 @@ Every override is a small seam of TRL 1.16; `tests/unit/test_trl_contract.py` fa
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -33,10 +36,34 @@ from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
 from .engine.attention import packed_attention
-from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
+from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
+from .engine.checkpoint import (
+    check_space,
+    is_verified,
+    newest_whole,
+    no_space,
+    publish,
+    remove_unfinished,
+    rotate,
+    why_broken,
+    write_listing,
+    writing_folder,
+)
+from .engine.collectives import (
+    any_process,
+    failing_together,
+    from_main_process,
+    max_over_processes,
+    ragged_gather,
+    ragged_scoring,
+)
 from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
+from .engine.gradients import FixedPointGradients, NativeGradients
+from .engine.identity import check_identity, identity_of, save_identity
+from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
+from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
 from .engine.output_folder import free_output_dir
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
@@ -53,6 +80,7 @@ from .engine.rollouts import (
     request_keys,
     sample_chunk,
 )
+from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import (
@@ -63,8 +91,9 @@ from .engine.window import (
     plan_window,
     run_window,
     shards_parameters,
+    survivable,
 )
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError, MemoryShortageError
 
 logger = get_logger(__name__)
 
@@ -136,6 +165,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._request: RolloutRequest | None = None
         self._clock = PhaseClock()
         self._said_oversized = False
+        self._resumed: RunState | None = None
+        self._identity_of_run: dict[str, Any] | None = None
+        self._to_push = False
+        self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
         self._identity: RowIdentity | None = None
         with reference_snapshot(model, config.beta, peft_config):
             super().__init__(
@@ -164,8 +197,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
+        device = self.accelerator.device
+        self._watch = InterruptWatch(lambda asked: any_process(asked, device), self._say)
         if not self._stock:
-            self.add_callback(self._clock)
+            for callback in (self._clock, RestoreAtBegin(self._restore), self._watch):
+                self.add_callback(callback)
         checks.check_causal_lm(policy)
         if not self._stock:
             checks.check_overrides(type(self), GRPOTrainer)
@@ -181,6 +217,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             policy, config.neftune_noise_alpha, config.allow_split_dependent or self._stock
         ):
             self._uncovered.append(sentence)
+        sharded = shards_parameters(self.accelerator)
+        if config.bitwise_invariant:
+            self._refuse_for_bitwise(sharded)
+        may_cut = not (sharded or config.bitwise_invariant)
+        self._scoring_memory = Halving(
+            "scoring", "lower max_completion_length, or canonical_unit_size in bitwise mode", may_cut
+        )
+        self._sampling_memory = Halving(
+            "generation", "lower rollout_chunk_size (fewer completions at a time), or max_completion_length", may_cut
+        )
         self._loss_config = config.loss_config()
         self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
         self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
@@ -197,6 +243,23 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._uncovered.append(f"{what}: trains through TRL's own code path")
         elif not self._samples_by_key():
             self._uncovered.append("this way of generating does not sample by key; only the update is covered")
+
+    def _refuse_for_bitwise(self, sharded: bool) -> None:
+        refuse_sharding(sharded, self.accelerator.num_processes, self.accelerator.distributed_type.value)
+        refuse_batch_dependent_rewards(self.reward_funcs)
+        if self._stock or not self._samples_by_key():
+            raise ConfigError(
+                "bitwise_invariant=True needs this trainer's own sampling and window; images, rollout_func, beam "
+                "search and do_sample=False go through other code. Turn one of the two off."
+            )
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _say(self, sentence: str) -> None:
+        if self.accelerator.is_main_process:
+            print(sentence, flush=True)
 
     def _samples_by_key(self) -> bool:
         if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
@@ -238,11 +301,202 @@ class GRPOTrainer(trl.GRPOTrainer):
         An `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
         beside it.
         """
-        if not resume_from_checkpoint:
+        if self._stock:
+            if not resume_from_checkpoint:
+                self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
+            self._announce()
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if checkpoint is None:
             self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
-        self._rollout = self._rollout_name = None
+        self._rollout = self._rollout_name = self._identity_of_run = None
+        self._resumed = None if checkpoint is None else self._read_state(checkpoint)
         self._announce()
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with pinned(self.args.bitwise_threads if self.args.bitwise_invariant else None), self._watch.listening():
+            result = super().train(checkpoint, trial, ignore_keys_for_eval)
+        self._say_what_fits()
+        if self._watch.stopping:
+            raise self._interrupted()
+        return result
+
+    # ---- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from, found and verified on the main process.
+
+        Raises:
+            CheckpointError: it is broken, or there is none.
+        """
+        if not wanted:
+            return None
+        folder = str(self.args.output_dir)
+
+        def find() -> tuple[str | None, str | None, list[str]]:
+            if isinstance(wanted, str) and wanted != "latest":
+                return wanted, why_broken(wanted), []
+            newest, skipped = newest_whole(folder)
+            if newest is None:
+                return None, f"{folder} holds no whole checkpoint", skipped
+            return str(newest), None, skipped
+
+        path, reason, skipped = from_main_process(self.accelerator, find)
+        for sentence in skipped:
+            logger.warning(f"Skipped a checkpoint: {sentence}.")
+        if reason is not None:
+            raise CheckpointError(
+                f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
+                "whole checkpoint of output_dir, or leave it out to start anew."
+            )
+        if not is_verified(path):
+            logger.warning(f"{path} has no checksums (another trainer wrote it), so it is read unverified.")
+        return str(path)
+
+    def _current_identity(self) -> dict[str, Any]:
+        if self._identity_of_run is None:
+            model, rewards = self.accelerator.unwrap_model(self.model), list(self.reward_func_names)
+            self._identity_of_run = identity_of(self.args, self.geometry, self.train_dataset, model, rewards)
+        return self._identity_of_run
+
+    def _read_state(self, checkpoint: str) -> RunState | None:
+        allowed = check_identity(checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ())
+        for name, (old, new) in allowed.items():
+            logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        state = RunState.load(checkpoint)
+        if state is None:
+            logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
+        if self.ref_model is not None:
+            load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
+        return state
+
+    def _restore(self) -> None:
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return
+        self._rollout, self._rollout_name, self._step = state.rollout, state.rollout_name, state.step
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state.metrics)
+        if state.loss:
+            self._tr_loss = self._tr_loss + state.loss["since_log"]
+            self._total_loss_scalar = state.loss["total"]
+            self._initial_global_step, self._globalstep_last_logged = 0, int(state.loss["last_logged"])
+        if state.entropy:
+            self.entropy_coef = state.entropy["coefficient"]
+            self._last_world_entropy = state.entropy["last"]
+        if state.limits:
+            self._limits.restore(state.limits["window"])
+            self._scoring_memory.limit = state.limits["scoring"]
+            self._sampling_memory.limit = state.limits["generation"]
+
+    def _run_state(self) -> RunState:
+        entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy} if self.use_adaptive_entropy else {}
+        return RunState(
+            self._rollout,
+            self._rollout_name,
+            self._step,
+            {name: [float(v) for v in values] for name, values in self._metrics["train"].items()},
+            {
+                "since_log": float(self._tr_loss),
+                "total": float(self._total_loss_scalar),
+                "last_logged": float(self._globalstep_last_logged),
+            },
+            entropy,
+            {
+                "window": self._limits.state(),
+                "scoring": self._scoring_memory.limit,
+                "generation": self._sampling_memory.limit,
+            },
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint that is whole or absent: see engine.checkpoint."""
+        if self._stock:
+            super()._save_checkpoint(model, trial)
+            return
+        run = Path(self._get_output_dir(trial=trial))
+        final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        writing = writing_folder(run)
+        main, saves = self.accelerator.is_main_process, self.args.should_save
+        needed = self._checkpoint_bytes()
+
+        def explain(reason: str) -> str:
+            if saves:
+                remove_unfinished(run)
+            free = shutil.disk_usage(run).free
+            if free < needed:
+                return no_space(run, needed, free)
+            return f"{final.name} could not be written to {run} ({reason}). The older checkpoints are untouched."
+
+        with failing_together(explain):
+            if saves:
+                run.mkdir(parents=True, exist_ok=True)
+                remove_unfinished(run)
+                check_space(run, needed)
+        self._to_push = False
+        with failing_together(explain), mock.patch.object(self, "_get_output_dir", lambda trial=None: str(writing)):
+            super()._save_checkpoint(model, trial)
+            if saves:
+                self._save_own_state(writing / final.name)
+        with failing_together(explain):
+            if saves:
+                self._publish(writing / final.name, final)
+        if self._to_push:
+            super()._push_from_checkpoint(str(final))
+        if main:
+            rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _save_own_state(self, folder: Path) -> None:
+        save_identity(self._current_identity(), folder)
+        if self.args.save_only_model:
+            return
+        self._run_state().save(folder)
+        if self.ref_model is not None and self.args.sync_ref_model:
+            save_reference(self.accelerator.unwrap_model(self.ref_model), folder)
+
+    def _publish(self, written: Path, final: Path) -> None:
+        if self.state.best_model_checkpoint == str(written):
+            self.state.best_model_checkpoint = str(final)
+            self.state.save_to_json(str(written / "trainer_state.json"))
+        write_listing(written, {"step": self.state.global_step, "processes": self.accelerator.num_processes})
+        kept = publish(written, final)
+        if kept is not None:
+            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
+        remove_unfinished(final.parent)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._stock:
+            super()._push_from_checkpoint(checkpoint_folder)
+        self._to_push = True  # under the name it will have
+
+    def _checkpoint_bytes(self) -> int:
+        """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
+        model = self.accelerator.unwrap_model(self.model)
+        adapter = hasattr(model, "peft_config")
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+        if self.args.save_only_model:
+            return weights
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
+        rollout = sum(row.nbytes for rows in (self._rollout.fields if self._rollout else {}).values() for row in rows)
+        return weights + state + rollout + 2**20
+
+    def _say_what_fits(self) -> None:
+        if self._limits.failures and self.accelerator.is_main_process:
+            tokens = "" if self._limits.tokens is None else f", micro_batch_tokens={self._limits.tokens}"
+            print(
+                f"Memory ran out {self._limits.failures} time(s). What fits here: per_device_train_batch_size="
+                f"{self._limits.rows}{tokens}",
+                flush=True,
+            )
+
+    def _interrupted(self) -> TrainingInterrupted:
+        path = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.accelerator.is_main_process:
+            print(
+                f"Interrupted after step {self.state.global_step}; {path} is written. To go on, run the same command "
+                f"with --resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}')).",
+                flush=True,
+            )
+        return TrainingInterrupted(str(path))
 
     def _move_output(self, folder: str) -> None:
         """Write to `folder` from now on, also where the script saves to the `output_dir` of its own arguments."""
@@ -347,8 +601,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         keys = request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
         share = ShareSampling(request, self._identity, keys, self.geometry.rollout_chunk_size, calls)
+
+        def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
+            def work(part: Sequence[int]) -> list[list[int]]:
+                index = torch.tensor(part)
+                return sample(model, [prompts[i] for i in part], keys[index], offsets[index])
+
+            return [row for piece in self._sampling_memory.run(range(len(prompts)), work) for row in piece]
+
         with self._generating() as model:
-            return share.run(lambda *chunk: sample(model, *chunk), prompt_ids, rows, self._tokenizer.eos_token_id)
+            return share.run(lambda *chunk: fitting(model, *chunk), prompt_ids, rows, self._tokenizer.eos_token_id)
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[Any]:
@@ -448,23 +710,64 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         rollout = self._prepare_inputs(inputs)
-        micro_batches, work = self._plan(rollout, self.args.per_device_train_batch_size)
-        policy = base_model_of(self.accelerator.unwrap_model(model))
-        packs = packed_attention(policy, self._forms.packs(policy, self.model))
-        with self._clock.phase("window"), packs, small_tiles(policy, self.accelerator.device):
-            context = self._measure(rollout, micro_batches)
-            run_window(
-                self.accelerator,
-                model,
-                micro_batches,
-                lambda part: self._micro_batch_loss(model, rollout, part, context),
-            )
+        context, work = self._survive(model, rollout)
         work.add_to(context.meter)
         loss = self._finish_step(context, work)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return loss
+
+    def _survive(self, model: Any, rollout: Rollout) -> tuple[StepContext, StepWork]:
+        """Run the window, again with smaller micro-batches where one did not fit into memory."""
+        policy = base_model_of(self.accelerator.unwrap_model(model))
+        gradients = self._gradients(model)
+        while True:
+            micro_batches, work = self._plan(rollout, self._limits.rows)
+            packs = packed_attention(policy, self._forms.packs(policy, self.model))
+            try:
+                with self._clock.phase("window"), packs, small_tiles(policy, self.accelerator.device):
+                    context = self._measure(rollout, micro_batches, gradients)
+                    loss_of = functools.partial(self._micro_batch_loss, model, rollout, context)
+                    run_window(self.accelerator, model, gradients, micro_batches, loss_of)
+                return context, work
+            except WindowOutOfMemory as shortage:
+                reason = str(shortage)
+            free_memory()
+            self._shrink(rollout, micro_batches, reason)
+
+    def _gradients(self, model: Any) -> NativeGradients | None:
+        """How this step's gradients are added up; None where the engine does it."""
+        if shards_parameters(self.accelerator):
+            return None
+        names, parameters = zip(*self.accelerator.unwrap_model(model).named_parameters())
+        if not self.args.bitwise_invariant:
+            return NativeGradients(parameters, self.accelerator)
+        return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
+
+    def _shrink(self, rollout: Rollout, micro_batches: list[MicroBatch], reason: str) -> None:
+        sizes = rollout.sizes(self.num_generations)
+        if self.args.unit_rows is not None and self._limits.failures:
+            raise MemoryShortageError(
+                f"the window ran out of memory twice ({reason}) with canonical units of {self.args.unit_rows} "
+                "completion(s), which bitwise_invariant=True does not cut. What helps: a smaller canonical_unit_size "
+                "(it belongs to what the run means), gradient_checkpointing=True, a smaller max_completion_length."
+            )
+        rows = max(len(part.rows) for part in micro_batches)
+        policy = base_model_of(self.accelerator.unwrap_model(self.model))
+        packed = self._forms.packs(policy, self.model)
+        tokens = max(sizes.tokens(part.rows, packed) for part in micro_batches)
+        device = self.accelerator.device
+        rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
+        if self.args.unit_rows is not None:
+            self._limits.failures += 1
+            logger.warning(f"Out of memory in the window ({reason}); its units run again after freeing memory.")
+            return
+        allowed = self._limits.shrink(rows, tokens)
+        logger.warning(
+            f"Out of memory in the window ({reason}); it runs again with {allowed}, and so do all that follow. The "
+            "update is the same."
+        )
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -477,13 +780,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             micro_batches, _ = self._plan(rollout, self.args.per_device_eval_batch_size)
             context = self._measure(rollout, micro_batches)
             for part in micro_batches:
-                self._micro_batch_loss(model, rollout, part, context)
+                self._micro_batch_loss(model, rollout, context, part)
             self._clock.take()  # the phases that are logged are those of training
             return self._finish_step(context), None, None
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
-        sizes = rollout.sizes(self.num_generations if self.model.training else self.num_generations_eval)
+        sizes = rollout.sizes(self._group_size)
         policy = base_model_of(self.accelerator.unwrap_model(self.model))
         packed = self._forms.packs(policy, self.model)
 
@@ -494,7 +797,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         with self._scoring():
             self._forms.check(self.model, policy, self.model, first_group)
-        budget = self.args.micro_batch_tokens
+        budget = self._limits.tokens
         if budget is not None and not self._said_oversized and (large := oversized(sizes, budget)):
             self._said_oversized = True
             tokens = max(sizes.tokens([row], packed=True) for row in large)
@@ -503,7 +806,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"micro_batch_tokens={budget} (up to {tokens} tokens) and run alone, over the budget; "
                 "max_completion_length bounds them."
             )
-        layout = Layout(max_rows, budget, packed, self._cost)
+        layout = Layout(max_rows, budget, packed, self._cost, self.args.unit_rows)
         rows = contributing_rows(rollout) if self._skips_zeros() else range(len(rollout))
         planned = plan_window(self.accelerator, sizes, rows, layout)
         return planned, StepWork.of(sizes, rows, planned, packed)
@@ -525,9 +828,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         with torch.no_grad(), plain, self.accelerator.autocast():
             yield
 
-    def _measure(self, rollout: Rollout, micro_batches: list[MicroBatch]) -> StepContext:
+    def _measure(
+        self, rollout: Rollout, micro_batches: list[MicroBatch], gradients: NativeGradients | None = None
+    ) -> StepContext:
         """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
         meter = StepMeter(self.accelerator.device)
+        guard = functools.partial(survivable, self.accelerator, gradients.discard if gradients else None)
 
         def score(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
             batch = self._collate(rollout, part)
@@ -536,7 +842,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             return entropies, loss_mask(batch), router
 
         return measure_step(
-            rollout, micro_batches, score, meter, self.top_entropy_quantile, self.aux_loss_enabled, self._router_top_k()
+            rollout,
+            micro_batches,
+            score,
+            meter,
+            self.top_entropy_quantile,
+            self.aux_loss_enabled,
+            self._router_top_k(),
+            guard,
         )
 
     def _router_top_k(self) -> int:
@@ -549,7 +862,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch
 
-    def _micro_batch_loss(self, model: Any, rollout: Rollout, part: MicroBatch, context: StepContext) -> torch.Tensor:
+    def _micro_batch_loss(self, model: Any, rollout: Rollout, context: StepContext, part: MicroBatch) -> torch.Tensor:
         inputs = self._collate(rollout, part)
         inputs["step"], inputs["weight"] = context, part.weight
         if context.entropy_keep is not None:
@@ -593,8 +906,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._forms.check(
                     model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
                 )
+            unit = self.args.unit_rows if scoring_share else None
             chunking = Chunking(
-                self.pad_to_multiple_of, self.args.micro_batch_tokens, self._forms.packs(policy, wrapped), align
+                self.pad_to_multiple_of,
+                self.args.micro_batch_tokens,
+                self._forms.packs(policy, wrapped),
+                align,
+                None if unit is None else (self._group_size, unit),
+                self._scoring_memory if scoring_share else None,
             )
             scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies)
             return score_in_chunks(scorer, model, chunking, input_ids, attention_mask, logits_to_keep, *args, **kwargs)

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
-from grpo_ext.engine.output_folder import checkpoints_in
+from grpo_ext.engine.checkpoint import checkpoints
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.rewards import resolve_rewards
@@ -169,7 +169,7 @@ def check_output_dir(training: GRPOConfig) -> None:
     """Settle, before anything is loaded, what becomes of the checkpoints an earlier run left in the output folder."""
     folder = str(training.output_dir)
     resume = training.resume_from_checkpoint
-    found = checkpoints_in(folder)
+    found = checkpoints(folder)
     if resume is None or str(resume).lower() == "false":
         training.resume_from_checkpoint = None
         if found:
@@ -184,7 +184,7 @@ def check_output_dir(training: GRPOConfig) -> None:
                 f"--resume_from_checkpoint {resume} takes the last checkpoint in --output_dir {folder}, which holds "
                 "none; name the folder of the earlier run, or leave the option out."
             )
-        training.resume_from_checkpoint = str(found[-1])
+        training.resume_from_checkpoint = "latest"  # the trainer finds the newest whole one
     elif not Path(resume).is_dir():
         raise ConfigError(f"--resume_from_checkpoint {resume} does not exist; name a folder checkpoint-N.")
 

@@ -153,6 +153,35 @@ def _level(
     return True
 
 
+def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
+    """Units of at most `unit_rows` completions of one group: they follow from the data, whatever runs them.
+
+    The parts of a group are as even as they can be.
+    """
+    units: list[list[int]] = []
+    for piece in sizes.pieces(rows):
+        count = ceil_div(len(piece), unit_rows)
+        units += [[piece[i] for i in even_share(len(piece), count, number)] for number in range(count)]
+    return units
+
+
+def deal_units(
+    sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
+) -> list[list[list[int]]]:
+    """Deal units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
+    loads = [(0.0, process) for process in range(processes)]
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    prices = []
+    for unit in units:
+        prompt = sizes.prompts_G[sizes.group(unit[0])]
+        prices.append(cost.prompt(prompt) + sum(cost.completion(sizes.completions_B[row], prompt) for row in unit))
+    for index in sorted(range(len(units)), key=lambda i: (-prices[i], i)):
+        load, process = heapq.heappop(loads)
+        dealt[process].append(index)
+        heapq.heappush(loads, (load + prices[index], process))
+    return [[list(units[i]) for i in sorted(mine)] for mine in dealt]
+
+
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
     """Cut rows, in order, into the fewest micro-batches of at most `max_rows`, at the ends of groups where it can."""
     rows = sorted(rows)

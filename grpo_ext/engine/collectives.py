@@ -6,16 +6,18 @@ trainer around TRL's scoring code and by engine.rollouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils import gather as equal_gather
-from accelerate.utils import gather_object
 from trl.trainer import grpo_trainer as trl_module
+
+from ..errors import CheckpointError
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
@@ -70,3 +72,38 @@ def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
 def max_over_processes(value: int, device: torch.device) -> int:
     """Largest of one integer per process."""
     return int(equal_gather(torch.tensor([value], device=device)).max())
+
+
+def any_process(value: bool, device: torch.device) -> bool:
+    """Whether a value is true on any process."""
+    return bool(max_over_processes(int(value), device))
+
+
+@contextmanager
+def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
+    """What fails inside on one process fails on all of them, so that none waits for it in a later collective.
+
+    Args:
+        explain: from the first failure's message to that of the error.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # told to the others first
+        failure = error
+    messages = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
+    first = next((message for message in messages if message is not None), None)
+    if first is None:
+        return
+    if isinstance(failure, CheckpointError):
+        raise failure
+    raise CheckpointError(explain(first)) from failure
+
+
+def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+    """What the main process makes, on every process."""
+    made = [make() if accelerator.is_main_process else None]
+    return broadcast_object_list(made)[0]

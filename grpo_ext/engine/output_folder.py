@@ -6,19 +6,13 @@ Used by the trainer at the start of `train()` and by the recipe before anything 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .checkpoint import checkpoints
 
 logger = get_logger(__name__)
-
-
-def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    found = [p for p in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.split("-")[-1].isdigit()]
-    return sorted(found, key=lambda p: int(p.name.split("-")[-1]))
 
 
 def free_output_dir(folder: str, process_index: int) -> str:
@@ -27,10 +21,10 @@ def free_output_dir(folder: str, process_index: int) -> str:
     Decided by the main process for all.
     """
     chosen = [folder]
-    if process_index == 0 and checkpoints_in(folder):
-        chosen = [next(name for i in itertools.count(2) if not checkpoints_in(name := f"{folder.rstrip('/')}-{i}"))]
+    if process_index == 0 and checkpoints(folder):
+        chosen = [next(name for i in itertools.count(2) if not checkpoints(name := f"{folder.rstrip('/')}-{i}"))]
         logger.warning(
-            f"{folder} holds {len(checkpoints_in(folder))} checkpoint(s) of an earlier run, which are left alone; this "
+            f"{folder} holds {len(checkpoints(folder))} checkpoint(s) of an earlier run, which are left alone; this "
             f"run saves to {chosen[0]}. To go on with the earlier run, call train(resume_from_checkpoint=True)."
         )
     return broadcast_object_list(chosen)[0]

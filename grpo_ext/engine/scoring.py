@@ -6,7 +6,7 @@ trimmed to their own longest row. One place serves the policy, the old and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ..core.geometry import ceil_div
-from ..core.micro_batches import cut_in_order
+from ..core.micro_batches import StepSizes, canonical_units, cut_in_order
 from .attention import LAYOUT
 from .checks import position_ids
+from .memory import Halving
 from .packed_forward import read_batch
 
 
@@ -70,12 +71,24 @@ class Chunking:
         max_tokens: tokens per chunk, or None.
         packed: whether the chunks are scored as packs, where a prompt counts once.
         align: from this process's number of chunks to the number to score; further ones repeat and are thrown away.
+        units: (rows per group, rows per canonical unit): cut like that whatever the sizes above say, or None.
+        halving: cuts a chunk that does not fit into memory.
     """
 
     multiple: int | None = None
     max_tokens: int | None = None
     packed: bool = False
     align: Callable[[int], int] = int
+    units: tuple[int, int] | None = None
+    halving: Halving | None = None
+
+    def cut(self, rows: int, batch_size: int, lengths: tuple[list[int], list[int], list[bool]]) -> list[slice]:
+        """The chunks of a batch of `rows` rows, in order."""
+        if self.units is None:
+            return cut_in_order(*lengths, batch_size, self.max_tokens, self.packed)
+        group, unit = self.units
+        sizes = StepSizes(group, [], [])
+        return [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(rows), unit)]
 
 
 def trim(
@@ -117,21 +130,26 @@ def score_in_chunks(
         Log-probabilities (B, logits_to_keep), entropies alike or None, mean auxiliary loss or None.
     """
     rows = input_ids.size(0)
-    prompts, completions, same = read_batch(input_ids, attention_mask, logits_to_keep)
-    parts = cut_in_order(prompts, completions, same, batch_size or rows, chunking.max_tokens, chunking.packed)
+    parts = chunking.cut(rows, batch_size or rows, read_batch(input_ids, attention_mask, logits_to_keep))
+
+    def work(piece: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        part = slice(piece[0], piece[-1] + 1)
+        ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep, chunking.multiple)
+        scores, entropy, aux_loss = scorer(model, ids, mask, width, **options)
+        padding = (0, logits_to_keep - width)
+        wide = None if entropy is None else torch.nn.functional.pad(entropy, padding)
+        return torch.nn.functional.pad(scores, padding), wide, aux_loss
+
     logps, entropies, aux_losses = [], [], []
     for number in range(chunking.align(len(parts))):
         part = parts[min(number, len(parts) - 1)]
-        ids, mask, width = trim(input_ids[part], attention_mask[part], logits_to_keep, chunking.multiple)
-        part_logps, part_entropies, part_aux = scorer(model, ids, mask, width, **options)
+        piece = range(part.start, part.stop)
+        results = [work(piece)] if chunking.halving is None else chunking.halving.run(piece, work)
         if number >= len(parts):
             continue
-        padding = (0, logits_to_keep - width)
-        logps.append(torch.nn.functional.pad(part_logps, padding))
-        if part_entropies is not None:
-            entropies.append(torch.nn.functional.pad(part_entropies, padding))
-        if part_aux is not None:
-            aux_losses.append(part_aux)
+        logps += [scores for scores, _, _ in results]
+        entropies += [entropy for _, entropy, _ in results if entropy is not None]
+        aux_losses += [aux_loss for _, _, aux_loss in results if aux_loss is not None]
     return (
         torch.cat(logps),
         torch.cat(entropies) if entropies else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ def measure_step(
     top_entropy_quantile: float,
     has_router: bool,
     top_k: int,
+    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepContext:
     """Count the step and, where a term asks for it, run the statistics pass.
 
@@ -67,6 +69,7 @@ def measure_step(
 
     Args:
         score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
+        guard: around the forwards of the pass, which hold no collective.
     """
     tokens = sum(int(rollout.loss_mask(row).sum()) for row in range(len(rollout)))
     context = StepContext(StepCounts(len(rollout), tokens, tokens), meter, top_k=top_k)
@@ -76,15 +79,16 @@ def measure_step(
     masks: dict[int, torch.Tensor] = {}
     chosen: torch.Tensor | None = None
     rows = 0
-    for part in micro_batches:
-        entropies_BT, mask_BT, router = score(part)
-        entropies |= dict(zip(part.rows, entropies_BT))
-        masks |= dict(zip(part.rows, mask_BT))
-        if router is not None:
-            counted, _, here = router_statistics(router.logits, router.counts_BL, top_k)
-            weighted = counted * part.weight
-            chosen = weighted if chosen is None else chosen + weighted
-            rows += here if part.weight else 0
+    with guard():
+        for part in micro_batches:
+            entropies_BT, mask_BT, router = score(part)
+            entropies |= dict(zip(part.rows, entropies_BT))
+            masks |= dict(zip(part.rows, mask_BT))
+            if router is not None:
+                counted, _, here = router_statistics(router.logits, router.counts_BL, top_k)
+                weighted = counted * part.weight
+                chosen = weighted if chosen is None else chosen + weighted
+                rows += here if part.weight else 0
     real = [row for part in micro_batches if part.weight for row in part.rows]
     if top_entropy_quantile < 1.0:
         _set_entropy_keep(context, entropies, masks, real, top_entropy_quantile)

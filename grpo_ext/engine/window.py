@@ -7,7 +7,8 @@ micro-batches may differ between steps and processes. Stands between the rollout
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +18,18 @@ from accelerate.utils import gather as equal_gather
 from accelerate.utils.memory import clear_device_cache
 
 from ..core.geometry import even_share
-from ..core.micro_batches import StepSizes, TokenCost, cut_by_count, cut_by_tokens, deal_rows
-from .collectives import sum_over_processes
+from ..core.micro_batches import (
+    StepSizes,
+    TokenCost,
+    canonical_units,
+    cut_by_count,
+    cut_by_tokens,
+    deal_rows,
+    deal_units,
+)
+from .collectives import max_over_processes, ragged_gather, sum_over_processes
+from .gradients import NativeGradients
+from .memory import WindowOutOfMemory, is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,14 @@ class Layout:
         max_tokens: tokens per micro-batch, or None.
         packed: whether a prompt counts once for its completions (a pack) or every row has all columns of its batch.
         cost: what a token costs, to deal groups by; None deals equal counts.
+        unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
     """
 
     max_rows: int
     max_tokens: int | None = None
     packed: bool = False
     cost: TokenCost | None = None
+    unit_rows: int | None = None
 
 
 def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
@@ -75,13 +88,16 @@ def plan_window(accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int],
     Args:
         rows: the rows of the step that are run; the others add nothing to it.
     """
-    processes = accelerator.num_processes
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    filler = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
+    if layout.unit_rows is not None:
+        units = canonical_units(sizes, rows, layout.unit_rows)
+        return fill_up(deal_units(sizes, units, processes, layout.cost or TokenCost())[rank], 1, filler)
     if layout.cost is None or processes == 1:
         shares = [[rows[i] for i in even_share(len(rows), processes, rank)] for rank in range(processes)]
     else:
         shares = deal_rows(sizes, rows, processes, layout.cost)
-    filler = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
-    own = _cut(sizes, shares[accelerator.process_index], layout)
+    own = _cut(sizes, shares[rank], layout)
     most = max(len(_cut(sizes, share, layout)) for share in shares) if shards_parameters(accelerator) else 1
     return fill_up(own, max(most, 1), filler)
 
@@ -95,16 +111,79 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[list[int
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.packed))
 
 
+@contextmanager
+def survivable(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
+    """What runs inside may run out of memory; afterwards all processes know. It must hold no collective.
+
+    Args:
+        discard: throws away what was done, on every process; None where a forward is itself a collective, so that the
+            others could not be told: there the error goes on as it is.
+
+    Raises:
+        WindowOutOfMemory: on every process, where one of them failed.
+    """
+    if discard is None:
+        yield
+        return
+    reason = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0]  # the error itself would keep the tensors of its frames
+    if max_over_processes(int(reason is not None), accelerator.device):
+        discard()
+        raise WindowOutOfMemory(reason or "another process ran out of memory")
+
+
 def run_window(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    gradients: NativeGradients | None,
+    micro_batches: Sequence[MicroBatch],
+    loss_of: Callable[[MicroBatch], torch.Tensor],
+) -> None:
+    """Forward and backward over the micro-batches inside Accelerate's `accumulate`; then one sum over the processes.
+
+    Args:
+        gradients: how gradients are added up; None where the engine (FSDP, DeepSpeed) does it, in its last backward.
+
+    Raises:
+        WindowOutOfMemory: on every process, with the gradients thrown away.
+        PrecisionError: in bitwise mode, gradients that are not finite or out of range.
+    """
+    if gradients is None:
+        _run_sharded(accelerator, model, micro_batches, loss_of)
+        return
+    # more than there are, so that none synchronises; a power of two, so that dividing by it is exact
+    count = 1 << len(micro_batches).bit_length()
+    accelerator.gradient_accumulation_steps = count
+    accelerator.step = 0
+    with survivable(accelerator, gradients.discard):
+        gradients.start()
+        try:
+            for micro_batch in micro_batches:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(micro_batch) * count)
+        finally:
+            gradients.stop()
+            accelerator.gradient_accumulation_steps = 1
+    terms = torch.tensor(float(len(micro_batches)), device=accelerator.device)
+    gradients.finish(int(sum_over_processes(terms)))
+    accelerator.sync_gradients = True  # the optimizer may step
+
+
+def _run_sharded(
     accelerator: Accelerator,
     model: torch.nn.Module,
     micro_batches: Sequence[MicroBatch],
     loss_of: Callable[[MicroBatch], torch.Tensor],
 ) -> None:
-    """Forward and backward over the micro-batches inside Accelerate's `accumulate`; the last one synchronises.
+    """The window of an engine that reduces gradients in the backward pass.
 
-    `accelerator.backward` divides by the number of micro-batches (not under DeepSpeed) and data parallel training
-    averages over processes; the scale takes both back, because the weights already are those of the whole step.
+    `accelerator.backward` divides by the number of micro-batches (not under DeepSpeed) and the engine averages over
+    processes; the scale takes both back, because the weights already are those of the whole step.
     """
     count = len(micro_batches)
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -124,13 +203,14 @@ def run_window(
 class StepMeter:
     """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
 
-    Sums are float64, so that the order of the micro-batches does not show in the logged digits. Every process has to
-    add the same names, micro-batches of weight zero included.
+    What the micro-batches add is kept apart and summed exactly rounded at the end (`math.fsum`), so that neither the
+    order of the micro-batches nor the process that ran them shows in the digits. Every process has to add the same
+    names, micro-batches of weight zero included.
     """
 
     device: torch.device
-    totals: dict[str, torch.Tensor] = field(default_factory=dict)
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    totals: set[str] = field(default_factory=set)
+    terms: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     highs: dict[str, torch.Tensor] = field(default_factory=dict)
     lowest: set[str] = field(default_factory=set)
 
@@ -141,8 +221,8 @@ class StepMeter:
 
     def add_total(self, name: str, part: torch.Tensor, weight: float) -> None:
         """Add a part of a step-wide total, such as the loss."""
-        value = part.detach().to(self.dtype).to(self.device) * weight
-        self.totals[name] = self.totals[name] + value if name in self.totals else value
+        self.totals.add(name)
+        self.add(name, part, 0.0, weight)
 
     def add_number(self, name: str, value: float) -> None:
         """Add a process's part of a step-wide total that is no tensor."""
@@ -151,8 +231,7 @@ class StepMeter:
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
         pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])
-        pair = pair.to(self.device) * weight
-        self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+        self.terms.append((name, pair.to(self.device) * weight))
 
     def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
         """Add token values under a mask; the metric is their mean over the step's tokens."""
@@ -174,13 +253,17 @@ class StepMeter:
 
     def reduce(self) -> dict[str, float]:
         """Step-wide values, the same on every process; NaN where nothing was counted."""
-        one = torch.ones((), dtype=self.dtype, device=self.device)
-        pairs = {name: torch.stack([value, one]) for name, value in self.totals.items()} | self.sums
         result: dict[str, float] = {}
-        if pairs:
-            names = sorted(pairs)
-            summed = sum_over_processes(torch.stack([pairs[n] for n in names])).tolist()
-            for name, (total, count) in zip(names, summed):
+        names = sorted({name for name, _ in self.terms})
+        if names:
+            number = {name: float(i) for i, name in enumerate(names)}
+            index = torch.tensor([[number[name]] for name, _ in self.terms], dtype=self.dtype, device=self.device)
+            rows = torch.cat([index, torch.stack([pair for _, pair in self.terms])], dim=1)
+            sums: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+            for which, total, count in ragged_gather(rows).tolist():
+                sums[names[int(which)]].append((total, count))
+            for name, pairs in sums.items():
+                total, count = (_exact_sum(column) for column in zip(*pairs))
                 result[name] = total if name in self.totals else total / count if count else math.nan
         if self.highs:
             names = sorted(self.highs)
@@ -188,3 +271,10 @@ class StepMeter:
             for name, value in zip(names, best):
                 result[name] = math.nan if value == -math.inf else -value if name in self.lowest else value
         return result
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """The sum, rounded once, so that the order does not matter; also where terms are not finite."""
+    if all(math.isfinite(value) for value in values):
+        return math.fsum(values)
+    return math.nan if any(v != v for v in values) or {math.inf, -math.inf} <= set(values) else max(values, key=abs)

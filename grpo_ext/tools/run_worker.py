@@ -60,6 +60,19 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
     )
 
 
+def _tracer(trainer: Any, trace: list[dict[str, str]]) -> Any:
+    """A callback that hashes what the trainer holds after every step."""
+    from transformers import TrainerCallback
+
+    from ..engine.identity import state_hashes
+
+    class Tracer(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            trace.append(state_hashes(trainer.accelerator.unwrap_model(trainer.model), trainer.optimizer))
+
+    return Tracer()
+
+
 def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     from transformers import PrinterCallback
 
@@ -68,14 +81,17 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
     trainer.remove_callback(PrinterCallback)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
+    trace: list[dict[str, str]] = []
+    if run.trace:
+        trainer.add_callback(_tracer(trainer, trace))
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=run.resume_from)
         seconds = time.perf_counter() - start
         if run.eval_path:
             trainer.evaluate()
     delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
-    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds}
+    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": trace}
 
 
 def main(folder: Path) -> None:

@@ -44,6 +44,8 @@ class Run:
         peft: keyword arguments of `peft.LoraConfig`, or None for full training.
         eval_path: folder of an evaluation set; evaluated once after training.
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
+        trace: hash every parameter and optimizer tensor after every step.
+        resume_from: a checkpoint to go on from.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Run:
     peft: dict[str, Any] | None = None
     eval_path: str | None = None
     dtype: str = "float32"
+    trace: bool = False
+    resume_from: str | None = None
 
 
 @dataclass
@@ -66,6 +70,7 @@ class RunResult:
         log: the Trainer's log lines.
         error: the message, where the run ended with one.
         seconds: wall time of training.
+        trace: for each step, the hash of every parameter and optimizer tensor.
     """
 
     name: str
@@ -73,6 +78,7 @@ class RunResult:
     log: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0
+    trace: list[dict[str, str]] = field(default_factory=list)
 
 
 class LaunchError(GrpoExtError):
@@ -184,7 +190,7 @@ def read_result(folder: Path, name: str) -> RunResult:
     """Read what `run_worker` wrote for one run."""
     meta = json.loads((folder / "result.json").read_text())
     delta = load_file(folder / "delta.safetensors") if (folder / "delta.safetensors").exists() else {}
-    return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"])
+    return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"], meta.get("trace", []))
 
 
 def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -196,7 +202,7 @@ def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
     settings = dict(config)
     rollout = settings.pop("rollout_batch_size", None)
     batch = settings.pop("global_batch_size", None)
-    for name in ("rollout_chunk_size", "allow_split_dependent"):
+    for name in ("rollout_chunk_size", "allow_split_dependent", "bitwise_invariant", "canonical_unit_size"):
         settings.pop(name, None)
     if batch is None:
         return settings

@@ -1,0 +1,101 @@
+"""The surroundings that bitwise mode needs: threads, kernels and settings that would change bits, set or refused.
+
+Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, ModelError
+
+_CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
+
+def refuse_batch_dependent_rewards(reward_funcs: Sequence[Any]) -> None:
+    """Refuse reward models: they score the completions of a process in one batch, whose shape changes bits.
+
+    Raises:
+        ConfigError: names them.
+    """
+    models = [type(f).__name__ for f in reward_funcs if isinstance(f, torch.nn.Module)]
+    if models:
+        raise ConfigError(
+            f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
+            "depend on the batch it is computed in. Use a function that scores one completion at a time."
+        )
+
+
+def refuse_sharding(sharded: bool, num_processes: int, distributed_type: Any) -> None:
+    """Refuse engines whose gradients are reduced as floating point numbers.
+
+    Raises:
+        ModelError: names the engine.
+    """
+    if sharded:
+        raise ModelError(
+            f"bitwise_invariant=True works on one process or data parallel, not under {distributed_type} on "
+            f"{num_processes} processes; use plain data parallel (DDP), or turn it off."
+        )
+
+
+def environment() -> dict[str, Any]:
+    """What can change the bits of a run on one machine, as it is now."""
+    return {
+        "torch_threads": torch.get_num_threads(),
+        "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cublas_workspace": os.environ.get(_CUBLAS),
+    }
+
+
+def _deterministic() -> Any:
+    return torch.utils.deterministic  # a module whose attribute is a property of its class, hidden from type checkers
+
+
+@contextmanager
+def pinned(threads: int | None) -> Iterator[None]:
+    """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.
+
+    Raises:
+        ConfigError: CUDA was started with a workspace setting that is not deterministic.
+    """
+    if threads is None:
+        yield
+        return
+    if torch.cuda.is_available():
+        if torch.cuda.is_initialized() and os.environ.get(_CUBLAS) not in _CUBLAS_VALUES:
+            raise ConfigError(
+                f"bitwise_invariant=True needs {_CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
+                f"{os.environ.get(_CUBLAS)!r}. Set it in the shell."
+            )
+        os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        _deterministic().fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
+    )
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    _deterministic().fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
+        torch.backends.cudnn.benchmark = before[3]
+        _deterministic().fill_uninitialized_memory = before[4]
+        torch.set_float32_matmul_precision(before[5])

@@ -1,0 +1,207 @@
+"""Checkpoints that are whole or absent: written beside, synced, verified, then renamed.
+
+Differs from transformers, which writes into the final folder file by file: a crash or a full disk while saving leaves
+an older checkpoint as the newest here, never a broken one. `checkpoint.json` lists every file with its size and
+SHA-256; it is written last, and read before anything else is. Used by the trainer and `grpo-ext`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..errors import CheckpointError
+
+LISTING = "checkpoint.json"
+FORMAT = 1
+_STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+_WRITING = ".writing-"
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_by_hand(file)
+
+
+def _hash_by_hand(file: Any) -> str:  # Python 3.10
+    digest = hashlib.sha256()
+    while block := file.read(2**20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints in a run's folder, oldest step first; whole or not."""
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.match(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LISTING)
+
+
+def write_listing(folder: Path, about: dict[str, Any]) -> None:
+    """List every file of a finished checkpoint, and sync all of it to the disk."""
+    files = {}
+    for path in _files(folder):
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_hash(path)}
+        _sync(path)
+    content = {"format": FORMAT, **about, "files": files}
+    listing = folder / LISTING
+    listing.write_text(json.dumps(content, indent=1) + "\n")
+    for path in (listing, *{p.parent for p in _files(folder)}, folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_listing(folder: Path) -> dict[str, Any] | None:
+    """What `write_listing` wrote, or None where there is none (a checkpoint of another trainer).
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / LISTING
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content["files"], dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, OSError):
+        raise CheckpointError(f"{path} is broken: it is no listing of a checkpoint.") from None
+    return content  # type: ignore[no-any-return]
+
+
+def why_broken(folder: str | Path, deep: bool = True) -> str | None:
+    """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
+
+    Args:
+        deep: read every file and compare its checksum, not its size alone.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return f"{root} does not exist"
+    try:
+        listing = read_listing(root)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    if listing is None:
+        if not (root / "trainer_state.json").is_file():
+            return f"{root} has neither {LISTING} nor trainer_state.json"
+        return None  # written by transformers or TRL: nothing to compare with
+    for name, expected in listing["files"].items():
+        path = root / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != expected["size"]:
+            return f"{path} has {size} bytes instead of {expected['size']}"
+        if deep and file_hash(path) != expected["sha256"]:
+            return f"{path} has changed since it was written (SHA-256 differs)"
+    return None
+
+
+def is_verified(folder: str | Path) -> bool:
+    """Whether a checkpoint has a listing to be checked against."""
+    return (Path(folder) / LISTING).is_file()
+
+
+def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and why newer ones were skipped."""
+    skipped = []
+    for path in reversed(checkpoints(folder)):
+        reason = why_broken(path)
+        if reason is None:
+            return path, skipped
+        skipped.append(reason)
+    return None, skipped
+
+
+def writing_folder(run: str | Path) -> Path:
+    """Where a checkpoint of a run is written before it gets its name; on the same file system."""
+    return Path(run) / f"{_WRITING}checkpoint"
+
+
+def remove_unfinished(run: str | Path) -> None:
+    """Remove what a save that did not finish left behind."""
+    root = Path(run)
+    if root.is_dir():
+        for path in root.glob(f"{_WRITING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(written: Path, final: Path) -> Path | None:
+    """Give a finished checkpoint its name; a folder that has it already is kept under another, which is returned."""
+    kept = None
+    if final.exists():
+        number = 1
+        while (kept := final.with_name(f"{final.name}.replaced-{number}")).exists():
+            number += 1
+        os.rename(final, kept)
+    os.rename(written, final)
+    _sync(final.parent)
+    return kept
+
+
+def rotate(run: str | Path, limit: int | None, protected: str | None) -> list[Path]:
+    """Delete old checkpoints beyond `save_total_limit`; never the newest whole one, nor the best.
+
+    Returns:
+        What was deleted.
+    """
+    if limit is None or limit <= 0:
+        return []
+    found = checkpoints(run)
+    keep = {path for path in found if protected is not None and path.resolve() == Path(protected).resolve()}
+    whole = next((path for path in reversed(found) if why_broken(path, deep=False) is None), None)
+    if whole is not None:
+        keep.add(whole)
+    removed = []
+    for path in found:
+        if len(found) - len(removed) <= max(limit, len(keep)):
+            break
+        if path not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed
+
+
+def check_space(run: str | Path, needed: int) -> None:
+    """Refuse to start a checkpoint that will not fit.
+
+    Raises:
+        CheckpointError: with the space that is needed and free.
+    """
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise CheckpointError(no_space(run, needed, free))
+
+
+def no_space(run: str | Path, needed: int, free: int) -> str:
+    """The message for a disk that is full."""
+    return (
+        f"a checkpoint needs about {needed / 2**20:.0f} MiB and {run} has {free / 2**20:.0f} MiB free. The older "
+        "checkpoints are untouched. Free some space, or use save_total_limit, save_only_model or another output_dir."
+    )

@@ -1,0 +1,145 @@
+"""What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
+
+A run may go on with another number of processes, another micro-batch or another machine, and stays the run it was;
+with another seed, batch, loss, data set or model it would be another run, and that is said before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+
+from ..errors import CheckpointError
+
+IDENTITY = "grpo_ext_identity.json"
+_ROWS_READ = 256  # of the data set, evenly spread
+
+# fields of transformers' TrainingArguments that decide what is learned
+_LOOP = (
+    "seed data_seed learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs "
+    "max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args bf16 fp16 dataloader_drop_last "
+    "neftune_noise_alpha full_determinism"
+).split()
+# fields of TRL's GRPOConfig that do not
+_TRL_LAYOUT = (
+    "generation_batch_size steps_per_generation num_generations_eval ds3_gather_for_generation log_completions "
+    "num_completions_to_print log_unique_prompts log_completions_hub_repo remove_unused_columns model_init_kwargs "
+    "use_transformers_continuous_batching cache_implementation pad_to_multiple_of chat_template_path"
+).split()
+# fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
+_OURS = ("bitwise_invariant", "canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")
+_SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
+    """The settings that decide what is learned."""
+    inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    own = [f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in inherited and f.name not in _TRL_LAYOUT]
+    names = [n for n in (*_LOOP, *own, *_OURS) if not n.startswith("vllm_") and hasattr(args, n)]
+    values = {name: _plain(getattr(args, name)) for name in names}
+    if not args.bitwise_invariant:
+        values = {name: value for name, value in values.items() if name not in _OURS[1:]}
+    return dict(sorted({**values, **{name: getattr(geometry, name) for name in _SIZES}}.items()))
+
+
+def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
+    """Length, columns and a hash of some rows of a data set; None for a stream."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    rows = len(dataset)
+    digest = hashlib.sha256()
+    for number in range(min(rows, _ROWS_READ)):
+        row = dataset[number * rows // min(rows, _ROWS_READ)]
+        digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    return {"rows": rows, "columns": sorted(getattr(dataset, "column_names", None) or []), "sha256": digest.hexdigest()}
+
+
+def model_fingerprint(model: torch.nn.Module) -> dict[str, Any]:
+    """Class, and a hash of the names, shapes and types of the weights."""
+    digest = hashlib.sha256()
+    count = 0
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+        count += parameter.numel()
+    return {"class": type(model).__name__, "parameters": count, "sha256": digest.hexdigest()}
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and bits."""
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
+    if plain.numel():
+        digest.update(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
+    """Hashes of every trainable parameter, and of every tensor the optimizer keeps for it."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    hashes = {f"parameter/{names[id(p)]}": tensor_hash(p) for p in model.parameters() if id(p) in names}
+    for parameter, values in getattr(optimizer, "state", {}).items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and id(parameter) in names:
+                hashes[f"optimizer/{names[id(parameter)]}/{key}"] = tensor_hash(value)
+    return hashes
+
+
+def identity_of(args: Any, geometry: Any, dataset: Any, model: torch.nn.Module, rewards: list[str]) -> dict[str, Any]:
+    """Everything that is compared on resume, in plain JSON types."""
+    parts = {"data": data_fingerprint(dataset), "model": model_fingerprint(model), "rewards": rewards}
+    return {**parts, "settings": settings_of(args, geometry)}
+
+
+def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
+    """Write into a checkpoint's folder."""
+    (Path(folder) / IDENTITY).write_text(json.dumps(identity, indent=1) + "\n")
+
+
+def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, as `name: (saved, current)`. A setting that only one of the two versions knows is not compared."""
+    found = {name: (saved[name], current[name]) for name in ("data", "model", "rewards") if saved[name] != current[name]}
+    old, new = saved["settings"], current["settings"]
+    return found | {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+
+
+def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Refuse to go on with what would be another run.
+
+    Args:
+        allowed: names that may differ.
+
+    Returns:
+        What differs and is allowed.
+
+    Raises:
+        CheckpointError: names each field that changed, with both values.
+    """
+    path = Path(folder) / IDENTITY
+    if not path.is_file():
+        return {}
+    found = changed(json.loads(path.read_text()), current)
+    refused = {name: values for name, values in found.items() if name not in allowed}
+    if refused:
+        lines = "\n".join(f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items())
+        raise CheckpointError(
+            f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
+            f"set allow_changed_on_resume={sorted(refused)}."
+        )
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,69 @@
+"""Interrupts: SIGTERM and the first Ctrl-C end a run after the current step, with a whole checkpoint.
+
+Differs from transformers, where they end the process in the middle of whatever it does. All processes stop after the
+same step. A second Ctrl-C stops at once. Installed by the trainer for the duration of a run.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl
+
+EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, worth another start
+
+
+class TrainingInterrupted(SystemExit):
+    """Raised at the end of `train()` after an interrupt; the checkpoint is written. Exit status 75."""
+
+    def __init__(self, checkpoint: str | None) -> None:
+        super().__init__(EXIT_STATUS)
+        self.checkpoint = checkpoint
+
+
+class InterruptWatch(TrainerCallback):
+    """Listens for signals, and lets all processes stop together at the end of a step.
+
+    Args:
+        anyone: from whether this process was asked to stop to whether any was (a collective).
+        say: prints a line, on the main process.
+    """
+
+    def __init__(self, anyone: Callable[[bool], bool], say: Callable[[str], None]) -> None:
+        self.anyone, self.say = anyone, say
+        self.requested = self.stopping = False
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """All processes find out whether one was asked to stop."""
+        if not self.anyone(self.requested):
+            return
+        self.stopping = True
+        control.should_save = True
+        control.should_training_stop = True
+
+    def _asked(self, number: int, frame: Any) -> None:
+        if self.requested and number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.say("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+        self.requested = True
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, SIGTERM and SIGINT ask for a stop; only the main thread of a program can listen."""
+        self.requested = self.stopping = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._asked) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""`bitwise_invariant=True`: every parameter, optimizer tensor and logged value has the same bits for every split."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_ext.tools.check import metric_difference
+from grpo_ext.tools.runs import OURS, Run
+from tests.invariance.cases import CASES, Bench
+from tests.invariance.test_matrix import REFERENCE, SIZES, Launches
+
+NAMES = [name for name, case in CASES.items() if "micro_batch_tokens" not in case.config]
+ALWAYS = ("grpo", "dapo", "kl_lora", "quantile_bonus", "moe", "gpt2", "checkpointing", "few_groups", "evaluation")
+EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+
+def covering(name: str) -> list[tuple[int, int]]:
+    i = NAMES.index(name)
+    return [(1, SIZES[i % 4]), (2 + i % 3, SIZES[(i + 2) % 4])]
+
+
+def remaining(name: str) -> list[tuple[int, int]]:
+    every = [(n, m) for n in (1, 2, 3, 4) for m in (REFERENCE, 5, 1)]
+    known = covering(name) if name in ALWAYS else []
+    return [split for split in every if split not in [*known, (1, REFERENCE)]]
+
+
+def exact_run(bench: Bench, name: str, size: int, **changes) -> Run:
+    return bench.run(name, size, OURS, **{"name": f"{name}-{size}-bits", "trace": True, **EXACT, **changes})
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory, request) -> Launches:
+    together = Launches(Bench(tmp_path_factory.mktemp("bitwise")))
+    full = request.config.getoption("--full")
+    for name in NAMES if full else ALWAYS:
+        together.plan(1, exact_run(together.bench, name, REFERENCE))
+        splits = [*(covering(name) if name in ALWAYS else []), *(remaining(name) if full else [])]
+        for processes, size in splits:
+            together.plan(processes, exact_run(together.bench, name, size))
+    for size in (REFERENCE, 5):
+        together.plan(1, plain_run(together.bench, size))
+        together.plan(1, half_run(together.bench, size))
+    together.plan(2, half_run(together.bench, 5))
+    return together
+
+
+def plain_run(bench: Bench, size: int) -> Run:
+    return bench.run("dapo", size, OURS, name=f"dapo-{size}-plain", trace=True)
+
+
+def half_run(bench: Bench, size: int) -> Run:
+    return exact_run(bench, "dapo", size, name=f"dapo-{size}-half", bf16=True, canonical_unit_size=3)
+
+
+def assert_same_bits(launches: Launches, reference: Run, processes: int, run: Run) -> None:
+    one, other = launches.result(1, reference), launches.result(processes, run)
+    assert one.error is None, one.error
+    assert other.error is None, other.error
+    assert len(one.trace) == len(other.trace) >= 2
+    for step, (a, b) in enumerate(zip(one.trace, other.trace), start=1):
+        assert a.keys() == b.keys()
+        assert any(key.startswith("optimizer/") for key in a)
+        different = sorted(key for key in a if a[key] != b[key])
+        assert not different, f"step {step}: {different[:4]}"
+    assert metric_difference(one.log, other.log) == (0.0, "")
+
+
+def splits(rule, names) -> list:
+    return [pytest.param(name, n, m, id=f"{name}-{n}x{m}") for name in names for n, m in rule(name)]
+
+
+@pytest.mark.parametrize(("name", "processes", "size"), splits(covering, ALWAYS))
+def test_the_same_bits_for_every_split(launches, name, processes, size):
+    reference = exact_run(launches.bench, name, REFERENCE)
+    assert_same_bits(launches, reference, processes, exact_run(launches.bench, name, size))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "processes", "size"), splits(remaining, NAMES))
+def test_the_same_bits_for_every_split_full(launches, name, processes, size):
+    reference = exact_run(launches.bench, name, REFERENCE)
+    assert_same_bits(launches, reference, processes, exact_run(launches.bench, name, size))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_same_bits_in_bfloat16_with_smaller_units(launches, processes):
+    assert_same_bits(launches, half_run(launches.bench, REFERENCE), processes, half_run(launches.bench, 5))
+
+
+def test_without_it_the_bits_differ(launches):
+    one, other = (launches.result(1, plain_run(launches.bench, size)) for size in (REFERENCE, 5))
+    assert one.error is None
+    assert one.trace[-1] != other.trace[-1]
+
+
+def test_the_bits_move(launches):
+    # hashes of something that never changes would be the same for every split
+    trace = launches.result(1, exact_run(launches.bench, "grpo", REFERENCE)).trace
+    assert trace[0] != trace[1]

@@ -1,0 +1,110 @@
+"""Out of memory in the window: smaller micro-batches, the same update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import MemoryShortageError
+from tests.tolerances import UPDATE
+from tests.trainer.test_layout import error, make, parameters, update
+
+
+class Limited(GRPOTrainer):
+    """Pretends that forwards with gradients over more than `most` completions do not fit."""
+
+    most = 3
+    fails_at = range(10**6)  # attempts that fail
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)  # so that part of the work is done, and metered
+        self.attempts = getattr(self, "attempts", 0) + 1
+        if inputs["completion_ids"].size(0) > self.most and self.attempts in self.fails_at:
+            loss.backward()  # leaves gradients behind
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss
+
+
+def limited(folder: Any, **settings: Any) -> GRPOTrainer:
+    trainer = make(folder, **settings)
+    trainer.__class__ = Limited
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batch_tokens": 150}, {"top_entropy_quantile": 0.5}, {"loss_type": "grpo", "beta": 0.1}]
+)
+def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settings):
+    expected, reference = update(tmp_path / "a", **settings)
+    trainer = limited(tmp_path / "b", **settings)
+    before = parameters(trainer)
+    trainer.train()
+    assert error(expected, parameters(trainer) - before) <= UPDATE
+    assert trainer._limits.failures >= 1
+    if "micro_batch_tokens" not in settings:
+        assert trainer._limits.rows == 2  # 8 -> 4 -> 2
+    assert "What fits here: per_device_train_batch_size=" in capsys.readouterr().out
+    for line, other in zip(reference.state.log_history, trainer.state.log_history):
+        if "entropy" in line:
+            assert line["entropy"] == pytest.approx(other["entropy"], rel=1e-6)
+            assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+def test_without_throwing_the_gradients_away_the_update_would_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.engine.gradients.NativeGradients.discard", lambda self: None)
+    expected, _ = update(tmp_path / "a")
+    trainer = limited(tmp_path / "b")
+    before = parameters(trainer)
+    trainer.train()
+    assert error(expected, parameters(trainer) - before) > 1e-3
+
+
+def test_one_completion_that_does_not_fit_says_what_was_tried(tmp_path):
+    trainer = limited(tmp_path)
+    trainer.most = 0
+    with pytest.raises(MemoryShortageError, match=r"one completion of \d+ tokens .*gradient_checkpointing=True"):
+        trainer.train()
+
+
+def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
+    settings = {"num_iterations": 2, "beta": 0.1}
+    expected, _ = update(tmp_path / "a", **settings)
+    trainer = make(tmp_path / "b", **settings)
+    before = parameters(trainer)
+    failed = set()
+
+    def once(name: str, work: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if name not in failed:
+                failed.add(name)
+                raise torch.OutOfMemoryError("out of memory")
+            return work(*args, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr("grpo_ext.trainer.sample_chunk", once("generation", __import__("grpo_ext.trainer").trainer.sample_chunk))
+    forms = trainer._forms
+    scorer = forms.scorer
+    monkeypatch.setattr(forms, "scorer", lambda *args: once("scoring", scorer(*args)))
+    trainer.train()
+    assert failed == {"generation", "scoring"}
+    assert trainer._sampling_memory.limit is not None
+    assert trainer._scoring_memory.limit is not None
+    assert error(expected, parameters(trainer) - before) <= UPDATE
+
+
+def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
+    exact = {"bitwise_invariant": True}
+    reference = make(tmp_path / "a", **exact)
+    reference.train()
+    trainer = limited(tmp_path / "b", **exact)
+    trainer.fails_at = range(2, 3)
+    trainer.train()
+    assert trainer._limits.failures == 1
+    assert torch.equal(parameters(reference), parameters(trainer))
+    always = limited(tmp_path / "c", **exact)
+    with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
+        always.train()
