@@ -63,6 +63,7 @@ from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.identity import check_identity, identity_of, save_identity
 from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
+from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
 from .engine.output_folder import free_output_dir
 from .engine.packed_forward import small_tiles
@@ -165,6 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._request: RolloutRequest | None = None
         self._clock = PhaseClock()
         self._said_oversized = False
+        self._losses: list[float] = []
         self._resumed: RunState | None = None
         self._identity_of_run: dict[str, Any] | None = None
         self._to_push = False
@@ -310,14 +312,36 @@ class GRPOTrainer(trl.GRPOTrainer):
         if checkpoint is None:
             self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
         self._rollout = self._rollout_name = self._identity_of_run = None
+        self._losses = []
         self._resumed = None if checkpoint is None else self._read_state(checkpoint)
         self._announce()
         with pinned(self.args.bitwise_threads if self.args.bitwise_invariant else None), self._watch.listening():
-            result = super().train(checkpoint, trial, ignore_keys_for_eval)
+            with self._recorded(checkpoint):
+                result = super().train(checkpoint, trial, ignore_keys_for_eval)
         self._say_what_fits()
         if self._watch.stopping:
             raise self._interrupted()
         return result
+
+    @contextlib.contextmanager
+    def _recorded(self, checkpoint: str | None) -> Iterator[None]:
+        """Keep the run's manifest."""
+        identity = self._current_identity()
+        if not self.args.should_save:
+            yield
+            return
+        folder, device = str(self.args.output_dir), self.accelerator.device
+        earlier = read_manifest(folder) if checkpoint is not None else []
+        entry = opening(self.geometry, identity, device, checkpoint)
+        write_manifest(folder, [*earlier, entry])
+        ended = "failed"
+        try:
+            yield
+            ended = "interrupted" if self._watch.stopping else "finished"
+        finally:
+            whole = None if shards_parameters(self.accelerator) else self.accelerator.unwrap_model(self.model)
+            entry |= closing(self.state.global_step, ended, whole, self.optimizer if self.args.bitwise_invariant else None)
+            write_manifest(folder, [*earlier, entry])
 
     # ---- Checkpoints ----------------------------------------------------------------------------------------------
 
@@ -379,6 +403,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._tr_loss = self._tr_loss + state.loss["since_log"]
             self._total_loss_scalar = state.loss["total"]
             self._initial_global_step, self._globalstep_last_logged = 0, int(state.loss["last_logged"])
+            self._losses = list(state.losses)
         if state.entropy:
             self.entropy_coef = state.entropy["coefficient"]
             self._last_world_entropy = state.entropy["last"]
@@ -399,6 +424,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "total": float(self._total_loss_scalar),
                 "last_logged": float(self._globalstep_last_logged),
             },
+            self._losses,
             entropy,
             {
                 "window": self._limits.state(),
@@ -713,10 +739,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         context, work = self._survive(model, rollout)
         work.add_to(context.meter)
         loss = self._finish_step(context, work)
+        self._losses.append(loss)
+        self._metrics["train"]["loss"].append(loss)  # the Trainer's own goes through a float32 mean of processes
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
-        return loss
+        return torch.tensor(loss, device=self.accelerator.device)
 
     def _survive(self, model: Any, rollout: Rollout) -> tuple[StepContext, StepWork]:
         """Run the window, again with smaller micro-batches where one did not fit into memory."""
@@ -735,6 +763,12 @@ class GRPOTrainer(trl.GRPOTrainer):
                 reason = str(shortage)
             free_memory()
             self._shrink(rollout, micro_batches, reason)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, with the loss of the whole run summed exactly at its end."""
+        if self._losses and "train_loss" in logs:
+            logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
+        super().log(logs, start_time)
 
     def _gradients(self, model: Any) -> NativeGradients | None:
         """How this step's gradients are added up; None where the engine does it."""
@@ -782,7 +816,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             for part in micro_batches:
                 self._micro_batch_loss(model, rollout, context, part)
             self._clock.take()  # the phases that are logged are those of training
-            return self._finish_step(context), None, None
+            loss = self._finish_step(context)
+            return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
@@ -949,7 +984,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return 0.0
         return self.entropy_coef
 
-    def _finish_step(self, context: StepContext, work: StepWork | None = None) -> torch.Tensor:
+    def _finish_step(self, context: StepContext, work: StepWork | None = None) -> float:
         """Reduce what was metered, log it, move the entropy controller; returns the loss of the step."""
         mode = "train" if self.model.training else "eval"
         values = context.meter.reduce()
@@ -975,4 +1010,4 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
         for name, value in values.items():
             self._metrics[mode][name].append(value)
-        return torch.tensor(loss, device=self.accelerator.device)
+        return loss

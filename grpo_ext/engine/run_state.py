@@ -33,6 +33,7 @@ class RunState:
         step: steps of this trainer's own count.
         metrics: values of the steps since the last log line, by name.
         loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
+        losses: of every step so far.
         entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those asked for.
     """
@@ -42,6 +43,7 @@ class RunState:
     step: int = 0
     metrics: dict[str, list[float]] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
     entropy: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
 

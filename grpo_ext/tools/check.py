@@ -23,6 +23,7 @@ from .runs import OURS, STOCK, Run, RunResult, run_all
 
 TOLERANCE = 1e-5  # relative update error in float32, the promise of the default mode
 METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are float32 sums in another order
+_GOOD = ("reference", "same", "same bits", "rounding")
 _TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
 _LAYOUT_STARTS = ("time/", "layout/")  # say how a step was laid out, which is what a split changes
@@ -47,7 +48,7 @@ class SplitResult:
         update_error: relative update error; NaN where there is none.
         metric_error: largest difference of a logged value, and its name.
         float64_error: the update error of the same split in float64, where that was needed to tell.
-        verdict: "reference", "same", "rounding", "differs", "nothing learned" or "refused".
+        verdict: "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused".
         reason: what is to blame, where that can be known.
     """
 
@@ -72,7 +73,7 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Whether no split of this package's trainer differs or was refused."""
-        return all(r.verdict in ("reference", "same", "rounding") for r in self.results if r.trainer == OURS)
+        return all(r.verdict in _GOOD for r in self.results if r.trainer == OURS)
 
     def of(self, trainer: str) -> list[SplitResult]:
         """The results of one trainer."""
@@ -158,6 +159,30 @@ def compare(split: Split, trainer: str, reference: RunResult, other: RunResult, 
     return SplitResult(split, trainer, error, gap, name, "same" if same else "differs")
 
 
+def first_difference(reference: list[dict[str, str]], other: list[dict[str, str]]) -> tuple[int, str] | None:
+    """The first step and tensor whose hashes differ; None where all are the same."""
+    for step, (a, b) in enumerate(zip(reference, other), start=1):
+        different = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+        if different:
+            return step, different[0]
+    return None if len(reference) == len(other) else (min(len(reference), len(other)) + 1, "the number of steps")
+
+
+def compare_bits(split: Split, trainer: str, reference: RunResult, other: RunResult) -> SplitResult:
+    """Compare two runs of one trainer by the hashes of every parameter and optimizer tensor after every step."""
+    result = compare(split, trainer, reference, other, math.inf)
+    if result.verdict not in ("same", "differs"):
+        return result
+    found = first_difference(reference.trace, other.trace)
+    if found is not None:
+        result.verdict, result.reason = "differs", f"the first difference is in {found[1]} after step {found[0]}"
+    elif result.metric_error > 0.0:
+        result.verdict, result.reason = "differs", f"only the log differs, most in {result.metric_name}"
+    else:
+        result.verdict = "same bits"
+    return result
+
+
 def _first_line(error: str) -> str:
     return error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
 
@@ -204,6 +229,7 @@ def check(
     against: str | None = None,
     peft: dict[str, Any] | None = None,
     tolerance: float = TOLERANCE,
+    bitwise: bool = False,
     progress: Any = None,
 ) -> CheckReport:
     """Train a few steps under every split and compare the updates with those of the first split.
@@ -221,6 +247,7 @@ def check(
         splits: default: several micro-batch sizes on 1 and 2 processes.
         against: "trl" runs stock TRL beside, under the same splits.
         peft: keyword arguments of `peft.LoraConfig`.
+        bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.
         progress: called with a sentence before each launch.
 
     Returns:
@@ -232,6 +259,8 @@ def check(
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
     base = {**config, "max_steps": steps, "logging_steps": 1}
+    if bitwise:
+        base["bitwise_invariant"] = True
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "eval_strategy", "eval_steps"):
         base.pop(name, None)
     if base.get("global_batch_size") is None:
@@ -249,7 +278,7 @@ def check(
         folder = Path(name)
         data_path = str(folder / "data")
         train_dataset.save_to_disk(data_path)
-        template = Run("", _model_folder(model, processing_class, folder), data_path, functions, base, peft=peft)
+        template = Run("", _model_folder(model, processing_class, folder), data_path, functions, base, peft=peft, trace=bitwise)
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             results += _compare_trainer(dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress)
@@ -300,6 +329,8 @@ def _compare_trainer(template: Run, splits: list[Split], tolerance: float, progr
     runs = _launch(template, splits, "float32", progress)
     reference_split = next((s for s in splits if runs[s].error is None), splits[0])
     reference = runs[reference_split]
+    if template.trace:
+        return [compare_bits(s, template.trainer, reference, runs[s]) for s in splits]
     compared = [compare(s, template.trainer, reference, runs[s], tolerance) for s in splits]
     doubtful = [r for r in compared if r.verdict == "differs"]
     exact: dict[Split, RunResult] = {}

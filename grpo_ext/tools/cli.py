@@ -136,6 +136,9 @@ def check(
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
     against: Annotated[OptionalStr, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
+    bitwise: Annotated[
+        bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare hashes of every tensor.")
+    ] = False,
     json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
     """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
@@ -160,6 +163,7 @@ def check(
         steps=steps,
         against=against,
         tolerance=tolerance,
+        bitwise=bitwise,
         progress=lambda sentence: console.print(f"[dim]{sentence}[/dim]"),
     )
     console.print(report.table())
@@ -176,7 +180,7 @@ def check(
             "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
             "rounding noise by a whole learning rate; a larger adam_epsilon damps it."
         )
-    console.print("Every split of grpo_ext learns the same.")
+    console.print(f"Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}.")
 
 
 @app.command()

@@ -1,0 +1,176 @@
+"""A run that was stopped anywhere and resumed is the run that was not: the same bits, whatever resumes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_ext.engine.checkpoint import checkpoints, newest_whole
+from grpo_ext.tools.check import metric_difference, update_error
+from grpo_ext.tools.runs import STOCK, LaunchError, Run, RunResult, run_all
+from tests.helpers import letter_reward
+from tests.invariance.cases import Bench
+from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
+
+SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+# two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
+LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
+STEPS = 24
+
+
+def long_run(bench: Bench, folder: Path, name: str, size: int = 16, **changes: Any) -> Run:
+    settings = {**LONG, "output_dir": str(folder / name), "loss_type": "grpo", **changes}
+    return bench.run("grpo", size, name=name, trace=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def whole(bench) -> dict[str, RunResult]:
+    """Uninterrupted runs, which leave a checkpoint of every step."""
+    runs = [
+        long_run(bench, bench.folder, "whole"),
+        long_run(bench, bench.folder, "exact", bitwise_invariant=True),
+        long_run(bench, bench.folder, "adaptive", use_adaptive_entropy=True, entropy_target=5.0),
+    ]
+    return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
+
+
+def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) -> Run:
+    run = long_run(bench, bench.folder, f"{name}-from-{step}-{size}", size, **changes)
+    return dataclasses.replace(run, resume_from=str(bench.folder / name / f"checkpoint-{step}"))
+
+
+# in the middle of a rollout, between iterations, after one, on the smaller last step, at the end of an epoch, in the next
+STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
+
+
+def assert_same_run(one: RunResult, other: RunResult, step: int) -> None:
+    assert one.error is None, one.error
+    assert other.error is None, other.error
+    assert len(one.trace) == STEPS
+    assert other.trace == one.trace[step:]
+    lines = [line for line in one.log if line["step"] > step]
+    later = [line for line in other.log if line["step"] > step]
+    assert metric_difference(lines, later) == (0.0, "")
+
+
+def test_the_same_bits_from_every_kind_of_stop(bench, whole):
+    runs = [resumed(bench, "whole", step) for step in STOPS]
+    for step, result in zip(STOPS, run_all(runs, processes=1)):
+        assert_same_run(whole["whole"], result, step)
+
+
+def test_the_entropy_controller_is_restored(bench, whole):
+    run = resumed(bench, "adaptive", 7, use_adaptive_entropy=True, entropy_target=5.0)
+    assert_same_run(whole["adaptive"], run_all([run], processes=1)[0], 7)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, processes):
+    runs = [
+        dataclasses.replace(run, name=f"{run.name}-on-{processes}")
+        for run in (resumed(bench, "exact", step, 3, bitwise_invariant=True) for step in (3, 14))
+    ]
+    for step, result in zip((3, 14), run_all(runs, processes)):
+        assert_same_run(whole["exact"], result, step)
+
+
+def test_another_layout_goes_on_to_rounding(bench, whole):
+    run = resumed(bench, "whole", 3, 3, adam_epsilon=ADAM_EPSILON)
+    result = run_all([run], processes=2)[0]
+    assert result.error is None, result.error
+    assert update_error(whole["whole"].delta, result.delta) <= UPDATE
+    lines = [line for line in whole["whole"].log if line["step"] > 3]
+    gap, name = metric_difference(lines, [line for line in result.log if line["step"] > 3])
+    assert gap <= METRIC, name
+
+
+def test_stock_trl_learns_something_else(bench):
+    """The negative control: stopped in the middle of a rollout batch, stock TRL samples again."""
+    base = {"save_steps": 1, "rollout_batch_size": 32, "num_iterations": 2, "max_steps": 8}
+    settings = {"save_strategy": "steps", "loss_type": "grpo", **base}
+    first = bench.run("grpo", 16, STOCK, name="stock", output_dir=str(bench.folder / "stock"), **settings)
+    again = dataclasses.replace(
+        bench.run("grpo", 16, STOCK, name="stock-again", output_dir=str(bench.folder / "again"), **settings),
+        resume_from=str(bench.folder / "stock" / "checkpoint-3"),
+    )
+    one = run_all([first], processes=1)[0]
+    two = run_all([again], processes=1)[0]
+    assert one.error is None, one.error
+    assert two.error is None, two.error
+    assert update_error(one.delta, two.delta) > DIFFERENT
+
+
+def dying(moment: str, at: int) -> Any:
+    """A reward function that arranges for SIGKILL at the `at`-th time the trainer reaches a moment."""
+
+    def die_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        import os
+        import signal
+
+        import torch
+
+        from tests.helpers import letter_reward
+
+        def die(*args: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        calls = die_later.__dict__
+        calls["rewards"] = calls.get("rewards", 0) + 1
+        if moment == "rewards" and calls["rewards"] == at:
+            die()
+        if moment != "rewards" and calls["rewards"] == 1:
+            import grpo_ext.trainer as trainer
+            from grpo_ext.engine import checkpoint, gradients, rollouts
+            from grpo_ext.engine.run_state import RunState
+
+            owner, name = {
+                "rollouts": (trainer, "sample_chunk"),
+                "window": (gradients.NativeGradients, "finish"),
+                "optimizer": (torch.optim.adam, "adam"),
+                "writing": (RunState, "save"),
+                "listing": (checkpoint, "file_hash"),
+                "publishing": (trainer, "publish"),
+            }[moment]
+            inner = getattr(owner, name)
+            count = [0]
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                count[0] += 1
+                return die() if count[0] == at else inner(*args, **kwargs)
+
+            setattr(owner, name, counted)
+        return letter_reward(prompts, completions)
+
+    die_later.__name__ = letter_reward.__name__  # the run it stands in
+    return die_later
+
+
+MOMENTS = {"rollouts": 5, "rewards": 3, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
+    name = f"killed-{moment}"
+    killed = long_run(bench, bench.folder, name)
+    killed = dataclasses.replace(killed, rewards=(dying(moment, MOMENTS[moment]),))
+    with pytest.raises(LaunchError, match="status -9"):
+        run_all([killed], processes=1)
+    newest, skipped = newest_whole(bench.folder / name)
+    assert newest is not None
+    assert skipped == []  # nothing half-written carries a checkpoint's name
+    step = int(newest.name.split("-")[-1])
+    assert 0 < step < STEPS - 1
+    again = dataclasses.replace(long_run(bench, bench.folder, name), resume_from="latest", rewards=(letter_reward,))
+    result = run_all([again], processes=1)[0]
+    assert result.error is None, result.error
+    assert result.trace == whole["whole"].trace[step:]
+    assert not list((bench.folder / name).glob(".writing-*"))
+    assert len(checkpoints(bench.folder / name)) == STEPS

@@ -1,0 +1,41 @@
+"""Run by test_interrupts.py: the last process is sent SIGTERM in the middle of the second step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+class SignalLast(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and args.process_index == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(folder: Path) -> None:
+    trainer = GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(**config_kwargs(folder / "out", max_steps=4)),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        callbacks=[SignalLast()],
+    )
+    try:
+        trainer.train()
+    except SystemExit as stopped:
+        (folder / f"status_{trainer.accelerator.process_index}").write_text(str(stopped.code))
+        raise
+    print("after training")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,97 @@
+"""SIGTERM and Ctrl-C end a run after the current step, with a whole checkpoint and the way to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo_ext.engine.checkpoint import checkpoints, why_broken
+from grpo_ext.engine.interrupts import EXIT_STATUS, TrainingInterrupted
+from tests.distributed.launch import accelerate_launch
+from tests.trainer.test_layout import make, parameters
+
+SCRIPT = Path(__file__).with_name("interrupted.py")
+
+
+class Signal(TrainerCallback):
+    """Sends this process signals in the middle of a step."""
+
+    def __init__(self, at: int, *numbers: int) -> None:
+        self.at, self.numbers = at, numbers
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT,), (signal.SIGINT, signal.SIGTERM)])
+def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
+    before = {number: signal.getsignal(number) for number in numbers}
+    trainer = make(tmp_path / "out", max_steps=4)
+    trainer.add_callback(Signal(1, *numbers))
+    with pytest.raises(TrainingInterrupted) as stopped:
+        trainer.train()
+    assert stopped.value.code == EXIT_STATUS == 75
+    assert trainer.state.global_step == 2
+    (folder,) = checkpoints(tmp_path / "out")
+    assert folder.name == "checkpoint-2"
+    assert why_broken(folder) is None
+    said = capsys.readouterr().out
+    assert "Stopping after this step" in said
+    assert f"--resume_from_checkpoint {folder}" in said
+    assert {number: signal.getsignal(number) for number in numbers} == before
+    whole, again = make(tmp_path / "whole", max_steps=4), make(tmp_path / "out", max_steps=4)
+    whole.train()
+    again.train(resume_from_checkpoint="latest")
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path):
+    trainer = make(tmp_path, max_steps=4)
+    trainer.add_callback(Signal(1, signal.SIGINT, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_trainer_in_another_thread_leaves_signals_alone(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make(tmp_path, max_steps=1)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.global_step == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_exit_status_of_a_script_is_distinct(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=_env(), timeout=200
+    )
+    assert done.returncode == EXIT_STATUS, done.stderr[-2000:]
+    assert "after training" not in done.stdout
+
+
+def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
+    done = accelerate_launch(SCRIPT, str(tmp_path))
+    assert done.returncode != 0
+    assert "after training" not in done.stdout
+    (folder,) = checkpoints(tmp_path / "out")
+    assert folder.name == "checkpoint-2"
+    assert why_broken(folder) is None
+    assert {(tmp_path / f"status_{rank}").read_text() for rank in (0, 1)} == {str(EXIT_STATUS)}
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
