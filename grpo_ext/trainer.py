@@ -32,7 +32,7 @@ from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
-from .engine.attention import packed_attention
+from .engine.attention import packed_attention, runs_packs
 from .engine.collectives import max_over_processes, ragged_gather, ragged_scoring
 from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
@@ -483,7 +483,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
-        sizes = rollout.sizes(self.num_generations if self.model.training else self.num_generations_eval)
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        sizes = rollout.sizes(group, self.pad_to_multiple_of)
         policy = base_model_of(self.accelerator.unwrap_model(self.model))
         packed = self._forms.packs(policy, self.model)
 
@@ -495,9 +496,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._scoring():
             self._forms.check(self.model, policy, self.model, first_group)
         budget = self.args.micro_batch_tokens
-        if budget is not None and not self._said_oversized and (large := oversized(sizes, budget)):
+        if budget is not None and not self._said_oversized and (large := oversized(sizes, budget, packed)):
             self._said_oversized = True
-            tokens = max(sizes.tokens([row], packed=True) for row in large)
+            tokens = max(sizes.tokens([row], packed) for row in large)
             logger.warning(
                 f"{len(large)} completion(s) of this step are larger with their prompt than "
                 f"micro_batch_tokens={budget} (up to {tokens} tokens) and run alone, over the budget; "
@@ -589,14 +590,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         scoring_share = not torch.is_grad_enabled() and self._request is not None
         with self._clock.phase("logps" if scoring_share else None), self.accelerator.autocast():
             if scoring_share:
-                rows = 1 if sharded else self.num_generations
+                rows = self.num_generations if self.model.training else self.num_generations_eval
                 self._forms.check(
                     model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
                 )
-            chunking = Chunking(
-                self.pad_to_multiple_of, self.args.micro_batch_tokens, self._forms.packs(policy, wrapped), align
-            )
-            scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies)
+            # micro-batches are planned within the budget already, and cutting one again would keep all its graphs
+            budget = self.args.micro_batch_tokens if scoring_share else None
+            chunking = Chunking(self.pad_to_multiple_of, budget, self._forms.packs(policy, wrapped), align)
+            # a loss computed outside the window runs its backward pass where packs are off
+            again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not runs_packs(policy)
+            scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies, again)
             return score_in_chunks(scorer, model, chunking, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:

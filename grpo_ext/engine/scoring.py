@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ..core.geometry import ceil_div
 from ..core.micro_batches import cut_in_order
 from .attention import LAYOUT
 from .checks import position_ids
-from .packed_forward import read_batch
+from .packed_forward import read_batch, trim
 
 
 def with_positions(model: Any) -> Callable[..., Any]:
@@ -78,26 +77,6 @@ class Chunking:
     align: Callable[[int], int] = int
 
 
-def trim(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Cut columns that are padding in every row: prompts on the left, completions on the right.
-
-    Returns:
-        The trimmed ids and mask, and the completion width, at least 1.
-    """
-    prompt_width = input_ids.size(1) - logits_to_keep
-    used = attention_mask.bool().any(0)
-    prompt_used, completion_used = used[:prompt_width].nonzero(), used[prompt_width:].nonzero()
-    prompt = prompt_width - int(prompt_used[0]) if len(prompt_used) else 1
-    width = int(completion_used[-1]) + 1 if len(completion_used) else 1
-    if multiple is not None:
-        prompt = min(ceil_div(prompt, multiple) * multiple, prompt_width)
-        width = min(ceil_div(width, multiple) * multiple, logits_to_keep)
-    columns = slice(prompt_width - prompt, prompt_width + width)
-    return input_ids[:, columns], attention_mask[:, columns], width
-
-
 def score_in_chunks(
     scorer: Callable[..., Any],
     model: Any,
@@ -118,7 +97,8 @@ def score_in_chunks(
     """
     rows = input_ids.size(0)
     prompts, completions, same = read_batch(input_ids, attention_mask, logits_to_keep)
-    parts = cut_in_order(prompts, completions, same, batch_size or rows, chunking.max_tokens, chunking.packed)
+    limits = (batch_size or rows, chunking.max_tokens, chunking.packed, chunking.multiple or 1)
+    parts = cut_in_order(prompts, completions, same, *limits)
     logps, entropies, aux_losses = [], [], []
     for number in range(chunking.align(len(parts))):
         part = parts[min(number, len(parts) - 1)]
