@@ -113,7 +113,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=True,
         metadata={
             "help": "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
-            "auxiliary term). Denominators are unchanged; the logged entropy is that of the completions that are run."
+            "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
+            "completions that are run (NaN where none is)."
         },
     )
     balance_by_cost: bool = field(

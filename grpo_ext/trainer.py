@@ -35,7 +35,7 @@ from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
-from .engine.attention import packed_attention
+from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.checkpoint import (
     check_space,
@@ -780,7 +780,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
 
     def _shrink(self, rollout: Rollout, micro_batches: list[MicroBatch], reason: str) -> None:
-        sizes = rollout.sizes(self.num_generations)
+        sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
         if self.args.unit_rows is not None and self._limits.failures:
             raise MemoryShortageError(
                 f"the window ran out of memory twice ({reason}) with canonical units of {self.args.unit_rows} "
@@ -821,7 +821,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
-        sizes = rollout.sizes(self._group_size)
+        sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
         policy = base_model_of(self.accelerator.unwrap_model(self.model))
         packed = self._forms.packs(policy, self.model)
 
@@ -833,9 +833,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._scoring():
             self._forms.check(self.model, policy, self.model, first_group)
         budget = self._limits.tokens
-        if budget is not None and not self._said_oversized and (large := oversized(sizes, budget)):
+        if budget is not None and not self._said_oversized and (large := oversized(sizes, budget, packed)):
             self._said_oversized = True
-            tokens = max(sizes.tokens([row], packed=True) for row in large)
+            tokens = max(sizes.tokens([row], packed) for row in large)
             logger.warning(
                 f"{len(large)} completion(s) of this step are larger with their prompt than "
                 f"micro_batch_tokens={budget} (up to {tokens} tokens) and run alone, over the budget; "
@@ -937,20 +937,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         scoring_share = not torch.is_grad_enabled() and self._request is not None
         with self._clock.phase("logps" if scoring_share else None), self.accelerator.autocast():
             if scoring_share:
-                rows = 1 if sharded else self.num_generations
+                rows = self._group_size
                 self._forms.check(
                     model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
                 )
+            # micro-batches are planned within the budget already, and cutting one again would keep all its graphs
+            budget = self._limits.tokens if scoring_share else None
             unit = self.args.unit_rows if scoring_share else None
             chunking = Chunking(
                 self.pad_to_multiple_of,
-                self.args.micro_batch_tokens,
+                budget,
                 self._forms.packs(policy, wrapped),
                 align,
                 None if unit is None else (self._group_size, unit),
                 self._scoring_memory if scoring_share else None,
             )
-            scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies)
+            # a loss computed outside the window runs its backward pass where packs are off
+            again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not runs_packs(policy)
+            scorer = self._forms.scorer(policy, wrapped, super()._get_per_token_logps_and_entropies, again)
             return score_in_chunks(scorer, model, chunking, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:

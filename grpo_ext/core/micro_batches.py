@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .geometry import ceil_div, even_share
 
@@ -25,11 +25,17 @@ class StepSizes:
         num_generations: completions per group.
         prompts_G: tokens of each group's prompt.
         completions_B: tokens of each completion; row b belongs to group b // num_generations.
+        multiple: packs, and the widths of padded batches, are filled up to a multiple of this.
     """
 
     num_generations: int
     prompts_G: Sequence[int]
     completions_B: Sequence[int]
+    multiple: int = 1
+
+    def up(self, tokens: int) -> int:
+        """Filled up to the multiple."""
+        return ceil_div(tokens, self.multiple) * self.multiple
 
     def group(self, row: int) -> int:
         """The group of a row."""
@@ -52,9 +58,9 @@ class StepSizes:
             return 0
         if packed:
             groups = {self.group(row) for row in rows}
-            return sum(self.prompts_G[g] for g in groups) + sum(self.completions_B[row] for row in rows)
+            return self.up(sum(self.prompts_G[g] for g in groups) + sum(self.completions_B[row] for row in rows))
         prompt = max(self.prompts_G[self.group(row)] for row in rows)
-        return len(rows) * (prompt + max(self.completions_B[row] for row in rows))
+        return len(rows) * (self.up(prompt) + self.up(max(self.completions_B[row] for row in rows)))
 
 
 @dataclass(frozen=True)
@@ -211,8 +217,10 @@ def cut_by_tokens(
     """
     if not packed:
         return _cut_padded(sizes, rows, max_rows, max_tokens)
+    max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)  # what is filled up stays within it
+    exact = replace(sizes, multiple=1)
     pieces = [part for piece in sizes.pieces(rows) for part in _cut_piece(sizes, piece, max_rows, max_tokens)]
-    tokens = [sizes.tokens(piece, packed) for piece in pieces]
+    tokens = [exact.tokens(piece, packed) for piece in pieces]
     order = sorted(range(len(pieces)), key=lambda i: (-tokens[i], i))
     count = max(ceil_div(sum(tokens), max_tokens), ceil_div(len(rows), max_rows)) if pieces else 0
     while (bins := _fit(order, tokens, pieces, count, max_rows, max_tokens)) is None:
@@ -285,19 +293,25 @@ def cut_in_order(
     max_rows: int,
     max_tokens: int | None,
     packed: bool,
+    multiple: int = 1,
 ) -> list[slice]:
     """Cut rows that have to keep their order into slices within the limits, for passes without gradients.
 
     Args:
         same_prompt: for each row but the first, whether its prompt is that of the row before.
+        multiple: as in `StepSizes`.
     """
+
+    def up(tokens: int) -> int:
+        return ceil_div(tokens, multiple) * multiple
+
     result: list[slice] = []
     start = tokens = prompt = completion = 0
     for row, (p, c) in enumerate(zip(prompts_B, completions_B)):
         shared = packed and row > start and same_prompt[row - 1]
         prompt, completion = max(prompt, p), max(completion, c)
-        grown = tokens + c + (0 if shared else p) if packed else (row - start + 1) * (prompt + completion)
-        if row > start and (row - start >= max_rows or (max_tokens is not None and grown > max_tokens)):
+        grown = tokens + c + (0 if shared else p) if packed else (row - start + 1) * (up(prompt) + up(completion))
+        if row > start and (row - start >= max_rows or (max_tokens is not None and up(grown) > max_tokens)):
             result.append(slice(start, row))
             start, prompt, completion, grown = row, p, c, p + c
         tokens = grown
@@ -305,7 +319,6 @@ def cut_in_order(
     return result
 
 
-def oversized(sizes: StepSizes, max_tokens: int) -> list[int]:
+def oversized(sizes: StepSizes, max_tokens: int, packed: bool = True) -> list[int]:
     """Rows that are larger than the budget on their own."""
-    prompts = sizes.prompts_G
-    return [r for r, n in enumerate(sizes.completions_B) if prompts[sizes.group(r)] + n > max_tokens]
+    return [row for row in range(len(sizes.completions_B)) if sizes.tokens([row], packed) > max_tokens]

@@ -7,7 +7,7 @@ packed forward (engine.packed_forward) runs it. Shapes: B completions, N tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,11 @@ class PackedGroup:
         return (self.completions[0][0], self.completions[-1][1]) if self.completions else (0, 0)
 
 
-@dataclass
 class PackLayout:
     """The groups of a pack, in token order.
+
+    A plain class: engines that cast a forward's arguments take dataclasses apart and pass copies on (FSDP), and the
+    layers of one forward share this object.
 
     Attributes:
         groups: one for each prompt.
@@ -38,11 +40,10 @@ class PackLayout:
         masks: what attention kernels have made of this layout, for each sliding window (None without one).
     """
 
-    groups: tuple[PackedGroup, ...]
-    tokens: int
-    counts_N: tuple[int, ...] = ()
-    calls: int = field(default=0, compare=False)
-    masks: dict[int | None, object] = field(default_factory=dict, compare=False, repr=False)
+    def __init__(self, groups: tuple[PackedGroup, ...], tokens: int, counts_N: tuple[int, ...] = ()) -> None:
+        self.groups, self.tokens, self.counts_N = groups, tokens, counts_N
+        self.calls = 0
+        self.masks: dict[int | None, object] = {}
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,8 @@ def packed_attention_forward(
     layout: PackLayout = options.pop(LAYOUT)
     layout.calls += 1
     name = cast(Any, module).config.grpo_ext_attention
-    window = options.get("sliding_window")
+    # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
+    window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
     plain = window is None or window >= longest
     if name == FLEX:
@@ -236,6 +237,7 @@ def packed_attention_forward(
         and query.size(-1) == value.size(-1)
     )
     if fast and any(split_is_cheaper(group, query.device) for group in layout.groups):
+        query, key, value = _as_sdpa_takes_them(query, key, value)
         repeats = query.size(1) // key.size(1)
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -277,17 +279,30 @@ def _by_segment(
         yield _masked(module, name, (query[:, :, own], keys, values), mask, **options)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout says it all."""
+def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """In autocast's type, which it gives `scaled_dot_product_attention` but not the kernel below it; rows in order."""
+    if torch.is_autocast_enabled("cpu"):
+        states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype("cpu")) for x in states)
+    return (x if x.stride(-1) == 1 else x.contiguous() for x in states)
+
+
+def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
+    """In the place of a mask, all of it that the layout does not say: the sliding window, 0 where there is none."""
+    return local_size or 0
 
 
 AttentionInterface.register(PACKED, packed_attention_forward)
-AttentionMaskInterface.register(PACKED, _no_mask)
+AttentionMaskInterface.register(PACKED, _window)
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
     found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [c for c in found.values() if getattr(c, "_attn_implementation", None) not in (None, PACKED)]
+
+
+def runs_packs(policy: Any) -> bool:
+    """Whether `packed_attention` is on."""
+    return policy.config.get_text_config()._attn_implementation == PACKED
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
+_KEEPS_PROMPTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
 
 
@@ -52,10 +53,15 @@ class GrowingLayer(DynamicLayer):
         self._room = None
         super().batch_select_indices(indices)
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder rows."""
+        self._room = None
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
 
 def growing_cache(model: Any) -> DynamicCache:
     """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer
@@ -72,6 +78,13 @@ def why_not_compact(model: Any, config: Any) -> str | None:
         return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
     if config.prefill_chunk_size is not None:
         return "prefill_chunk_size is set"
+    for name in _KEEPS_PROMPTS:
+        if any(getattr(c, name, None) not in (None, 0, 1.0) for c in (config, model.generation_config)):
+            return f"{name} keeps the prompts of all rows"
+    if not model._supports_default_dynamic_cache():
+        return f"{type(model).__name__} has a cache of its own"
+    if not all(hasattr(layer, "batch_select_indices") for layer in growing_cache(model).layers):
+        return f"{type(model).__name__} has cache layers whose rows cannot be chosen"
     return None
 
 
@@ -115,7 +128,7 @@ def compact_decode(
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     logits = outputs.logits[:, -1].float()[rows_B]
-    ids, width = input_ids[rows_B], input_ids.size(1)
+    ids = input_ids[rows_B]
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
     alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence that is still in the batch
     done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
@@ -141,7 +154,7 @@ def compact_decode(
         outputs = model(**inputs, return_dict=True)
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits[:, -1].float()
-    return torch.cat([input_ids[rows_B][:, :width], torch.stack(columns, dim=1)], dim=1)
+    return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:

@@ -66,15 +66,18 @@ class Forms:
                 logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
         return self._reasons[id(policy)] is None
 
-    def scorer(self, policy: Any, wrapped: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def scorer(
+        self, policy: Any, wrapped: Any, stock: Callable[..., Any], recomputed_outside: bool = False
+    ) -> Callable[..., Any]:
         """A function with the signature of TRL's `_get_per_token_logps_and_entropies`.
 
         Args:
             policy: the causal language model.
             wrapped: it, as PEFT wraps it.
             stock: TRL's own method, for what the other forms cannot do.
+            recomputed_outside: gradient checkpointing will run the layers again where packs are off.
         """
-        if self.packs(policy, wrapped):
+        if self.packs(policy, wrapped) and not recomputed_outside:
             return partial(_as_trl, partial(score_packed, multiple=self.multiple), policy)
         if self.score_completions_only and not _is_prompt_learning(wrapped):
             return partial(_as_trl, score_padded, policy)

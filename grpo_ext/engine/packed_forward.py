@@ -9,19 +9,22 @@ the pack, S scored positions, H hidden size.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from trl.kernels import chunked_logprob
 
+from ..core.geometry import ceil_div
 from ..core.packing import build_pack, group_runs
 from ..errors import ModelError
 from .attention import LAYOUT, PACKED, SUPPORTED, packed_attention
 from .checks import accepts_positions, position_ids
 
+_VOCABULARY_CHUNK = 32768  # TRL's head takes no more of the vocabulary at a time
 _TILE_ELEMENTS = 2**20  # of logits at a time on the CPU: 4 MiB in float32 (measured: 16 MiB take 6% more time)
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-3  # mean error of log-probabilities (nats) that needs no explanation
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -61,6 +64,26 @@ def read_batch(
     return lengths[0], lengths[1], same.tolist()
 
 
+def trim(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Cut columns that are padding in every row: prompts on the left, completions on the right.
+
+    Returns:
+        The trimmed ids and mask, and the completion width, at least 1.
+    """
+    prompt_width = input_ids.size(1) - logits_to_keep
+    used = attention_mask.bool().any(0)
+    prompt_used, completion_used = used[:prompt_width].nonzero(), used[prompt_width:].nonzero()
+    prompt = prompt_width - int(prompt_used[0]) if len(prompt_used) else 1
+    width = int(completion_used[-1]) + 1 if len(completion_used) else 1
+    if multiple is not None:
+        prompt = min(ceil_div(prompt, multiple) * multiple, prompt_width)
+        width = min(ceil_div(width, multiple) * multiple, logits_to_keep)
+    columns = slice(prompt_width - prompt, prompt_width + width)
+    return input_ids[:, columns], attention_mask[:, columns], width
+
+
 @contextmanager
 def scored_positions(policy: Any, index_S: torch.Tensor) -> Iterator[None]:
     """Inside, the head of `policy` sees the hidden states at `index_S` of the flattened batch only, as (1, S, H)."""
@@ -83,8 +106,8 @@ def small_tiles(policy: Any, device: torch.device) -> AbstractContextManager[Any
     Tiles of over 32 MiB are mapped and unmapped by the C library each time, which costs more than the arithmetic.
     """
     if device.type != "cpu":
-        return mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE)
-    vocabulary = min(policy.config.get_text_config().vocab_size, 32768)
+        return nullcontext()
+    vocabulary = min(policy.config.get_text_config().vocab_size, _VOCABULARY_CHUNK)
     return mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", max(64, _TILE_ELEMENTS // vocabulary))
 
 
@@ -190,7 +213,8 @@ def check_packing(
 ) -> None:
     """Compare the packed with the padded forward on one group, before the first pack is trained on.
 
-    Rounding is measured, not assumed: by how much the padded batch differs from its first and last row on their own.
+    Rounding is measured, not assumed: by how much the padded batch differs from its first and last row on their own,
+    without padding. In half precision it grows with the depth of the model; what a pack could get wrong is larger.
 
     Raises:
         ModelError: they differ by more than rounding.
@@ -203,11 +227,15 @@ def check_packing(
         noise = 0.0
         for row in (0, input_ids.size(0) - 1):
             one = slice(row, row + 1)
-            alone = score_padded(model, policy, input_ids[one], attention_mask[one], completion_width)[0]
-            noise = max(noise, float((alone[0] - padded[row])[mask[row]].abs().float().mean().nan_to_num()))
+            ids, mask_1L, width = trim(input_ids[one], attention_mask[one], completion_width)
+            alone = score_padded(model, policy, ids, mask_1L, width)[0][0]
+            gap = (alone - padded[row, :width])[mask[row, :width]]
+            noise = max(noise, float(gap.abs().float().mean().nan_to_num()))
     error = float((packed - padded)[mask].abs().float().mean().nan_to_num(nan=float("inf"))) if mask.any() else 0.0
     half = next(p for p in policy.parameters()).dtype in (torch.bfloat16, torch.float16)
-    limit = 8 * noise + (_HALF_ROUNDING if half or torch.is_autocast_enabled(input_ids.device.type) else _ROUNDING)
+    half = half or torch.is_autocast_enabled(input_ids.device.type)
+    depth = getattr(policy.config.get_text_config(), "num_hidden_layers", 1)
+    limit = 8 * noise + (_HALF_ROUNDING * math.sqrt(depth) if half else _ROUNDING)
     if not error <= limit:
         raise ModelError(
             f"packed and padded log-probabilities of {type(policy).__name__} differ by {error:.1e} on the first group "

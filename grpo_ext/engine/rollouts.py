@@ -261,10 +261,23 @@ class Rollout:
         """The completions at `rows`."""
         return Rollout({name: [values[i] for i in rows] for name, values in self.fields.items()})
 
-    def sizes(self, num_generations: int) -> StepSizes:
-        """Tokens of the prompts and completions; a completion that is masked out has none."""
-        prompts = [int(mask.sum()) for mask in self.fields["prompt_mask"][::num_generations]]
-        return StepSizes(num_generations, prompts, [int(mask.sum()) for mask in self.fields["completion_mask"]])
+    def sizes(self, num_generations: int, multiple: int | None = None) -> StepSizes:
+        """Tokens of the prompts and completions; a completion that is masked out has none.
+
+        Where an environment has given the rows of a group different prompts, every row counts as a group of its own.
+        """
+        ids, masks = self.fields["prompt_ids"], self.fields["prompt_mask"]
+        group = range(num_generations)
+        shared = all(
+            torch.equal(ids[first], ids[first + i])
+            for first in range(0, len(self), num_generations)
+            for i in group
+            if first + i < len(self)
+        )
+        size = num_generations if shared else 1
+        prompts = [int(mask.sum()) for mask in masks[::size]]
+        completions = [int(mask.sum()) for mask in self.fields["completion_mask"]]
+        return StepSizes(size, prompts, completions, multiple or 1)
 
     def loss_mask(self, row: int) -> torch.Tensor:
         """1 on the tokens of completion `row` that carry loss."""

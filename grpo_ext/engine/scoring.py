@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from ..core.geometry import ceil_div
 from ..core.micro_batches import StepSizes, canonical_units, cut_in_order
 from .attention import LAYOUT
 from .checks import position_ids
 from .memory import Halving
-from .packed_forward import read_batch
+from .packed_forward import read_batch, trim
 
 
 def with_positions(model: Any) -> Callable[..., Any]:
@@ -85,30 +84,10 @@ class Chunking:
     def cut(self, rows: int, batch_size: int, lengths: tuple[list[int], list[int], list[bool]]) -> list[slice]:
         """The chunks of a batch of `rows` rows, in order."""
         if self.units is None:
-            return cut_in_order(*lengths, batch_size, self.max_tokens, self.packed)
+            return cut_in_order(*lengths, batch_size, self.max_tokens, self.packed, self.multiple or 1)
         group, unit = self.units
         sizes = StepSizes(group, [], [])
         return [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(rows), unit)]
-
-
-def trim(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Cut columns that are padding in every row: prompts on the left, completions on the right.
-
-    Returns:
-        The trimmed ids and mask, and the completion width, at least 1.
-    """
-    prompt_width = input_ids.size(1) - logits_to_keep
-    used = attention_mask.bool().any(0)
-    prompt_used, completion_used = used[:prompt_width].nonzero(), used[prompt_width:].nonzero()
-    prompt = prompt_width - int(prompt_used[0]) if len(prompt_used) else 1
-    width = int(completion_used[-1]) + 1 if len(completion_used) else 1
-    if multiple is not None:
-        prompt = min(ceil_div(prompt, multiple) * multiple, prompt_width)
-        width = min(ceil_div(width, multiple) * multiple, logits_to_keep)
-    columns = slice(prompt_width - prompt, prompt_width + width)
-    return input_ids[:, columns], attention_mask[:, columns], width
 
 
 def score_in_chunks(

@@ -25,6 +25,7 @@ from ..core.geometry import even_share
 from ..core.micro_batches import StepSizes, TokenCost, deal_rows
 from ..errors import ConfigError
 
+MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
 AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no more than this times its seconds
 PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
 OURS, STOCK = "grpo_ext", "TRL"
@@ -218,7 +219,15 @@ def _spec(
 
 def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]) -> int:
     """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
-    usable = sorted({size for size in sizes if (shape.groups * shape.group) % size == 0})
+    rows = shape.groups * shape.group
+    dividing = sorted({min(size, rows) for size in sizes if who == OURS or rows % min(size, rows) == 0})
+    if not dividing:
+        raise ConfigError(
+            f"{who} cannot run {rows} completions with micro-batches of {', '.join(map(str, sizes))}: it needs a size "
+            f"that divides them; add one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}."
+        )
+    width = shape.prompt + shape.longest
+    usable = [size for size in dividing if size == dividing[0] or size * width <= MOST]
     if len(usable) == 1 or shape.sample:
         return usable[-1]
     seconds = {}

@@ -94,12 +94,17 @@ class _Given:
         return [self.rewards.get(tuple(ids), float(len(ids))) for ids in completion_ids]
 
     def flops(self, layers: int, width: int, body: int, head: int) -> float:
-        """Forward and backward of the tokens that are trained on, each once."""
+        """Forward and backward of the tokens that are trained on, each once.
+
+        Frozen weights (LoRA) need no gradient of their own; checkpointing runs the layers' forward again.
+        """
         prompt, total = self.shape.prompt, 0.0
+        weights, again = 4 if self.shape.lora else 6, 2 if self.shape.checkpointing else 0
         for group in self.trained:
             lengths = [len(completion) for completion in group]
             pairs = prompt**2 / 2 + sum(n * (prompt + n / 2) for n in lengths)
-            total += 6 * (body * (prompt + sum(lengths)) + head * sum(lengths)) + 12 * layers * width * pairs
+            total += (weights + again) * body * (prompt + sum(lengths)) + weights * head * sum(lengths)
+            total += (12 + 2 * again) * layers * width * pairs
         return total
 
     @property

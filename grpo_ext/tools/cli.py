@@ -30,6 +30,7 @@ app = typer.Typer(
 OptionalInt = Optional[int]  # noqa: UP045
 OptionalStr = Optional[str]  # noqa: UP045
 OptionalPath = Optional[Path]  # noqa: UP045
+BENCH_MICRO = "1,2,4,8,16,32"
 OptionalStrings = Optional[list[str]]  # noqa: UP045
 
 
@@ -196,8 +197,8 @@ def bench(
         OptionalStr, typer.Option(help="Model id or path; or a config.json (random weights). Default: 28M Qwen2.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
-    stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = "2,4,8",
-    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = "4,8,32",
+    stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = BENCH_MICRO,
+    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = BENCH_MICRO,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     json_file: Annotated[OptionalPath, typer.Option("--json", help="Write all figures here.")] = None,
     plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,

@@ -178,3 +178,34 @@ def test_the_logs_say_where_time_and_tokens_go(tmp_path):
     assert log_of(trainer, "time/optimizer")
     assert log_of(trainer, "layout/padding_share") == [0.0] * 3
     assert all(0 < share < 1 for share in log_of(trainer, "layout/duplicate_share"))  # groups of 4 in twos
+
+
+def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointing(tmp_path):
+    """Its backward pass runs the layers again where packs are off."""
+    trainer = make(tmp_path, gradient_checkpointing=True)
+    trainer.train()
+    plain = make(tmp_path / "plain", gradient_checkpointing=True, packed_forward=False)
+    plain.model.load_state_dict(trainer.model.state_dict())
+    batches = []
+    for one in (trainer, plain):
+        one.model.train()
+        one.model.zero_grad()
+        rollout = trainer._rollout.select(range(8))
+        batch = rollout.collate(0)
+        with torch.enable_grad():
+            loss = one.compute_loss(one.model, batch)
+        loss.backward()
+        batches.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
+    assert error(batches[1], batches[0]) <= UPDATE
+
+
+def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path):
+    trainer = make(tmp_path, max_steps=1)
+    trainer.train()
+    rollout = trainer._rollout
+    assert rollout.sizes(4).num_generations == 4
+    rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
+    rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])
+    sizes = rollout.sizes(4)
+    assert sizes.num_generations == 1
+    assert sizes.prompts_G[1] == sizes.prompts_G[0] + 1

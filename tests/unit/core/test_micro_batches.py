@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -41,15 +42,17 @@ def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("max_rows", [3, 8, 1000])
 @pytest.mark.parametrize("max_tokens", [300, 1200, 10**6])
+@pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, max_tokens, max_rows, packed):
-    sizes = step(seed, skewed=seed % 2 == 1)
+def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_tokens, max_rows, packed):
+    sizes = replace(step(seed, skewed=seed % 2 == 1), multiple=multiple)
     rows = [r for r in range(48) if r % 5]
     parts = cut_by_tokens(sizes, rows, max_rows, max_tokens, packed)
     assert sorted(row for part in parts for row in part) == rows
     for part in parts:
         assert len(part) <= max_rows
-        assert sizes.tokens(part, packed) <= max_tokens or (len(part) == 1 and part[0] in oversized(sizes, max_tokens))
+        alone = len(part) == 1 and part[0] in oversized(sizes, max_tokens, packed)
+        assert sizes.tokens(part, packed) <= max_tokens or alone
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, MambaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, Lfm2Config, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.core.keyed_random import TRAIN_STREAM, completion_keys
@@ -146,6 +146,17 @@ def test_models_that_keep_their_rows_say_why():
     assert "static" in str(why_not_compact(model_of("qwen2"), GenerationConfig(cache_implementation="static")))
     learner = SimpleNamespace(active_peft_config=SimpleNamespace(is_prompt_learning=True))
     assert "prompt-learning" in str(why_not_compact(learner, plain))
+
+
+@pytest.mark.parametrize("setting", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}])
+def test_processors_that_keep_all_prompts_are_left_to_transformers(setting):
+    assert next(iter(setting)) in str(why_not_compact(model_of("qwen2"), GenerationConfig(**setting)))
+
+
+def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    config = Lfm2Config(**sizes, vocab_size=60, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    assert "cannot be chosen" in str(why_not_compact(AutoModelForCausalLM.from_config(config), GenerationConfig()))
 
 
 def test_unique_prompts_are_numbered_by_first_sight():

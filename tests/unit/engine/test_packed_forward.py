@@ -15,12 +15,13 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.core.losses import router_statistics
-from grpo_ext.core.packing import PackedGroup
+from grpo_ext.core.packing import PackedGroup, PackLayout
 from grpo_ext.engine import attention, packed_forward
 from grpo_ext.engine.attention import PACKED, packed_attention
 from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded, why_not_packed
@@ -128,6 +129,39 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(model, model, *batch)[:2]):
         assert same(ours, theirs, tolerance)
     assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
+def test_a_pack_runs_under_autocast(monkeypatch, split):
+    """float32 weights and bfloat16 arithmetic: rotary embeddings leave queries and keys in another type than values."""
+    monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
+    model, batch = model_of("qwen2").float(), batch_of(*SHAPES["long"])
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, padded = gradient(score_packed, model, batch), gradient(score_padded, model, batch)
+        scores = [score(model, model, *batch)[0] for score in (score_packed, score_padded)]
+    assert (packed - padded).norm() <= 0.05 * padded.norm()  # bfloat16 has 8 bits
+    assert (scores[0] - scores[1]).abs().max() < 0.2
+
+
+def test_a_window_that_is_in_the_mask_alone_survives():
+    torch.manual_seed(1)
+    sizes = {**_SMALL, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    config = Qwen2MoeConfig(
+        **{**sizes, "num_experts_per_tok": 2}, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    assert "sliding_attention" in config.layer_types
+    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    batch = batch_of(*SHAPES["long"])
+    assert same(score_packed(model, model, *batch)[0], score_padded(model, model, *batch)[0], UPDATE)
+
+
+def test_the_layout_reaches_the_layers_as_the_object_it_is():
+    """FSDP casts the arguments of a forward and takes dataclasses apart on the way."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    layout = PackLayout((PackedGroup((0, 2), ()),), 2)
+    assert _apply_to_tensors(lambda x: x, {"layout": layout})["layout"] is layout
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])

@@ -72,6 +72,9 @@ def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_va
     assert whole.flops(1, 8, 100, 10) == 2 * half.flops(1, 8, 100, 10)
     assert half.flops(0, 0, 1, 0) == 6 * 22
     assert half.flops(0, 0, 0, 1) == 6 * 12
+    lora = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
+    again = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50)
+    assert (lora.flops(0, 0, 1, 0), again.flops(0, 0, 1, 0)) == (4 * 22, 8 * 22)
     assert len({half.rewards[tuple(c)] for c in half.completions[0]}) == 1
     assert len({half.rewards[tuple(c)] for c in half.completions[1]}) == 3
 
@@ -99,7 +102,12 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
 
     monkeypatch.setattr(bench, "Worker", Timed)
     shape = Shape("x", 4, 2, 2)
-    assert _best_micro(shape, OURS, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide 32
+    assert _best_micro(shape, STOCK, [16, 8, 4, 2, 5], TINY, "float32", lambda text: None) == 4  # 5 does not divide
+    with pytest.raises(ConfigError, match="divides them; add one of 1, 2, 4, 8, 16, 32"):
+        _best_micro(shape, STOCK, [5], TINY, "float32", lambda text: None)
+    assert _best_micro(shape, OURS, [5], TINY, "float32", lambda text: None) == 5
+    long = Shape("x", 4000, 2, 100)
+    assert _best_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
 
 
 def test_each_part_is_measured_with_and_without_its_switch():
