@@ -142,7 +142,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "With bitwise_invariant: completions of one group per forward, whatever "
-            "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. Default: num_generations."
+            "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
+            "Default: num_generations."
         },
     )
     bitwise_fraction_bits: int = field(

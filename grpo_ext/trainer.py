@@ -256,6 +256,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
 
     @property
+    def _threads(self) -> int | None:
+        return self.args.bitwise_threads if self.args.bitwise_invariant else None
+
+    @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
@@ -315,9 +319,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._losses = []
         self._resumed = None if checkpoint is None else self._read_state(checkpoint)
         self._announce()
-        with pinned(self.args.bitwise_threads if self.args.bitwise_invariant else None), self._watch.listening():
-            with self._recorded(checkpoint):
-                result = super().train(checkpoint, trial, ignore_keys_for_eval)
+        with pinned(self._threads), self._watch.listening(), self._recorded(checkpoint):
+            result = super().train(checkpoint, trial, ignore_keys_for_eval)
         self._say_what_fits()
         if self._watch.stopping:
             raise self._interrupted()
@@ -340,7 +343,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             ended = "interrupted" if self._watch.stopping else "finished"
         finally:
             whole = None if shards_parameters(self.accelerator) else self.accelerator.unwrap_model(self.model)
-            entry |= closing(self.state.global_step, ended, whole, self.optimizer if self.args.bitwise_invariant else None)
+            entry |= closing(
+                self.state.global_step, ended, whole, self.optimizer if self.args.bitwise_invariant else None
+            )
             write_manifest(folder, [*earlier, entry])
 
     # ---- Checkpoints ----------------------------------------------------------------------------------------------
@@ -413,7 +418,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._sampling_memory.limit = state.limits["generation"]
 
     def _run_state(self) -> RunState:
-        entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy} if self.use_adaptive_entropy else {}
+        entropy = (
+            {"coefficient": self.entropy_coef, "last": self._last_world_entropy} if self.use_adaptive_entropy else {}
+        )
         return RunState(
             self._rollout,
             self._rollout_name,
@@ -458,7 +465,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 remove_unfinished(run)
                 check_space(run, needed)
         self._to_push = False
-        with failing_together(explain), mock.patch.object(self, "_get_output_dir", lambda trial=None: str(writing)):
+        with failing_together(explain), mock.patch.object(self, "_get_output_dir", return_value=str(writing)):
             super()._save_checkpoint(model, trial)
             if saves:
                 self._save_own_state(writing / final.name)
@@ -809,7 +816,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         if self._stock:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with torch.no_grad():
+        with torch.no_grad(), pinned(self._threads):
             rollout = self._prepare_inputs(inputs)
             micro_batches, _ = self._plan(rollout, self.args.per_device_eval_batch_size)
             context = self._measure(rollout, micro_batches)
@@ -817,6 +824,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._micro_batch_loss(model, rollout, context, part)
             self._clock.take()  # the phases that are logged are those of training
             loss = self._finish_step(context)
+            self._metrics["eval"]["loss"].append(loss)
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:

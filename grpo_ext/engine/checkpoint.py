@@ -8,6 +8,7 @@ SHA-256; it is written last, and read before anything else is. Used by the train
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -29,7 +30,9 @@ _WRITING = ".writing-"
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_by_hand(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_by_hand(file)
+        )
 
 
 def _hash_by_hand(file: Any) -> str:  # Python 3.10
@@ -91,7 +94,7 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
             raise TypeError
     except (ValueError, KeyError, TypeError, OSError):
         raise CheckpointError(f"{path} is broken: it is no listing of a checkpoint.") from None
-    return content  # type: ignore[no-any-return]
+    return content
 
 
 def why_broken(folder: str | Path, deep: bool = True) -> str | None:
@@ -130,7 +133,7 @@ def is_verified(folder: str | Path) -> bool:
 
 def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and why newer ones were skipped."""
-    skipped = []
+    skipped: list[str] = []
     for path in reversed(checkpoints(folder)):
         reason = why_broken(path)
         if reason is None:
@@ -156,9 +159,8 @@ def publish(written: Path, final: Path) -> Path | None:
     """Give a finished checkpoint its name; a folder that has it already is kept under another, which is returned."""
     kept = None
     if final.exists():
-        number = 1
-        while (kept := final.with_name(f"{final.name}.replaced-{number}")).exists():
-            number += 1
+        names = (final.with_name(f"{final.name}.replaced-{number}") for number in itertools.count(1))
+        kept = next(name for name in names if not name.exists())
         os.rename(final, kept)
     os.rename(written, final)
     _sync(final.parent)
@@ -178,7 +180,7 @@ def rotate(run: str | Path, limit: int | None, protected: str | None) -> list[Pa
     whole = next((path for path in reversed(found) if why_broken(path, deep=False) is None), None)
     if whole is not None:
         keep.add(whole)
-    removed = []
+    removed: list[Path] = []
     for path in found:
         if len(found) - len(removed) <= max(limit, len(keep)):
             break

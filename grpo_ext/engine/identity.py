@@ -23,17 +23,45 @@ IDENTITY = "grpo_ext_identity.json"
 _ROWS_READ = 256  # of the data set, evenly spread
 
 # fields of transformers' TrainingArguments that decide what is learned
-_LOOP = (
-    "seed data_seed learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs "
-    "max_steps lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args bf16 fp16 dataloader_drop_last "
-    "neftune_noise_alpha full_determinism"
-).split()
+_LOOP = [
+    "seed",
+    "data_seed",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "optim_args",
+    "bf16",
+    "fp16",
+    "dataloader_drop_last",
+    "neftune_noise_alpha",
+    "full_determinism",
+]
 # fields of TRL's GRPOConfig that do not
-_TRL_LAYOUT = (
-    "generation_batch_size steps_per_generation num_generations_eval ds3_gather_for_generation log_completions "
-    "num_completions_to_print log_unique_prompts log_completions_hub_repo remove_unused_columns model_init_kwargs "
-    "use_transformers_continuous_batching cache_implementation pad_to_multiple_of chat_template_path"
-).split()
+_TRL_LAYOUT = [
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations_eval",
+    "ds3_gather_for_generation",
+    "log_completions",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "log_completions_hub_repo",
+    "remove_unused_columns",
+    "model_init_kwargs",
+    "use_transformers_continuous_batching",
+    "cache_implementation",
+    "pad_to_multiple_of",
+    "chat_template_path",
+]
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
 _OURS = ("bitwise_invariant", "canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")
 _SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
@@ -81,7 +109,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
     if plain.numel():
-        digest.update(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -109,7 +137,9 @@ def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs, as `name: (saved, current)`. A setting that only one of the two versions knows is not compared."""
-    found = {name: (saved[name], current[name]) for name in ("data", "model", "rewards") if saved[name] != current[name]}
+    found = {
+        name: (saved[name], current[name]) for name in ("data", "model", "rewards") if saved[name] != current[name]
+    }
     old, new = saved["settings"], current["settings"]
     return found | {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
@@ -132,7 +162,9 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     found = changed(json.loads(path.read_text()), current)
     refused = {name: values for name, values in found.items() if name not in allowed}
     if refused:
-        lines = "\n".join(f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items())
+        lines = "\n".join(
+            f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
+        )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={sorted(refused)}."

@@ -278,7 +278,9 @@ def check(
         folder = Path(name)
         data_path = str(folder / "data")
         train_dataset.save_to_disk(data_path)
-        template = Run("", _model_folder(model, processing_class, folder), data_path, functions, base, peft=peft, trace=bitwise)
+        template = Run(
+            "", _model_folder(model, processing_class, folder), data_path, functions, base, peft=peft, trace=bitwise
+        )
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             results += _compare_trainer(dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress)

@@ -25,8 +25,8 @@ def remaining(name: str) -> list[tuple[int, int]]:
     return [split for split in every if split not in [*known, (1, REFERENCE)]]
 
 
-def exact_run(bench: Bench, name: str, size: int, **changes) -> Run:
-    return bench.run(name, size, OURS, **{"name": f"{name}-{size}-bits", "trace": True, **EXACT, **changes})
+def exact_run(bench: Bench, case: str, size: int, **changes) -> Run:
+    return bench.run(case, size, OURS, **{"name": f"{case}-{size}-bits", "trace": True, **EXACT, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
     return dataclasses.replace(run, resume_from=str(bench.folder / name / f"checkpoint-{step}"))
 
 
-# in the middle of a rollout, between iterations, after one, on the smaller last step, at the end of an epoch, in the next
+# inside a rollout, between its iterations, after it, around the smaller last step and the end of an epoch, in the next
 STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
 
 
@@ -111,30 +111,30 @@ def test_stock_trl_learns_something_else(bench):
 def dying(moment: str, at: int) -> Any:
     """A reward function that arranges for SIGKILL at the `at`-th time the trainer reaches a moment."""
 
+    rewards = [0]
+
     def die_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         import os
         import signal
-
-        import torch
+        import sys
 
         from tests.helpers import letter_reward
 
         def die(*args: Any, **kwargs: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        calls = die_later.__dict__
-        calls["rewards"] = calls.get("rewards", 0) + 1
-        if moment == "rewards" and calls["rewards"] == at:
+        rewards[0] += 1
+        if moment == "rewards" and rewards[0] == at:
             die()
-        if moment != "rewards" and calls["rewards"] == 1:
+        if moment != "rewards" and rewards[0] == 1:
             import grpo_ext.trainer as trainer
-            from grpo_ext.engine import checkpoint, gradients, rollouts
+            from grpo_ext.engine import checkpoint, gradients
             from grpo_ext.engine.run_state import RunState
 
             owner, name = {
                 "rollouts": (trainer, "sample_chunk"),
                 "window": (gradients.NativeGradients, "finish"),
-                "optimizer": (torch.optim.adam, "adam"),
+                "optimizer": (sys.modules["torch.optim.adam"], "adam"),
                 "writing": (RunState, "save"),
                 "listing": (checkpoint, "file_hash"),
                 "publishing": (trainer, "publish"),

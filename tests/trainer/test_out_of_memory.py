@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
+from grpo_ext import trainer as trainer_module
 from grpo_ext.errors import MemoryShortageError
 from tests.tolerances import UPDATE
 from tests.trainer.test_layout import error, make, parameters, update
@@ -85,7 +86,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr("grpo_ext.trainer.sample_chunk", once("generation", __import__("grpo_ext.trainer").trainer.sample_chunk))
+    monkeypatch.setattr(trainer_module, "sample_chunk", once("generation", trainer_module.sample_chunk))
     forms = trainer._forms
     scorer = forms.scorer
     monkeypatch.setattr(forms, "scorer", lambda *args: once("scoring", scorer(*args)))

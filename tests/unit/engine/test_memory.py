@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from grpo_ext.engine.memory import Halving, WindowLimits, is_out_of_memory
 from grpo_ext.errors import MemoryShortageError
+
+
+@pytest.fixture(autouse=True)
+def logging_state():
+    """Accelerate's logger speaks for the main process only once it knows which that is."""
+    PartialState(cpu=True)
 
 
 def limited(most: int, seen: list[int] | None = None):
