@@ -81,6 +81,9 @@ OVERRIDES = {
     ],
     "_build_accelerator_args": [],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "log": ["logs", "start_time"],
+    "_save_checkpoint": ["model", "trial"],
+    "_push_from_checkpoint": ["checkpoint_folder"],
     "get_total_train_batch_size": ["args"],
     "get_train_dataloader": [],
     "get_eval_dataloader": ["eval_dataset"],
@@ -108,6 +111,20 @@ OPEN = ("_get_per_token_logps_and_entropies",)  # images' parameters follow and 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_overridden_method_has_the_expected_parameters(name):
     require_seam(trl.GRPOTrainer, name, OVERRIDES[name], first_only=name in OPEN)
+
+
+def test_the_loop_resets_what_a_resumed_run_restores_before_it_says_that_training_begins():
+    source = inspect.getsource(transformers.Trainer._inner_training_loop)
+    begins = source.index("callback_handler.on_train_begin")
+    for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"):
+        assert 0 < source.index(f"self.{name} =") < begins, f"seam Trainer._inner_training_loop: {name}"
+
+
+def test_a_checkpoint_is_written_below_the_output_folder_that_is_asked_for():
+    for owner in (transformers.Trainer, trl.GRPOTrainer):
+        source = inspect.getsource(owner._save_checkpoint)
+        assert "self._get_output_dir(trial=trial)" in source, f"seam {owner.__name__}._save_checkpoint"
+    assert "self.args.output_dir" not in inspect.getsource(transformers.Trainer._save_checkpoint)
 
 
 def own_methods() -> set[str]:

@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ext.core.micro_batches import StepSizes, TokenCost, cut_by_count
+from grpo_ext.engine.gradients import FixedPointGradients, NativeGradients
+from grpo_ext.engine.memory import WindowOutOfMemory
 from grpo_ext.engine.window import Layout, MicroBatch, StepMeter, fill_up, plan_window, run_window
+from grpo_ext.errors import PrecisionError
 
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
 
@@ -93,7 +96,7 @@ def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
 X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def gradient(accelerator, micro_batches, step_rows=11) -> torch.Tensor:
+def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
     """Gradient of the mean squared output over the step, from a window with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
@@ -101,23 +104,64 @@ def gradient(accelerator, micro_batches, step_rows=11) -> torch.Tensor:
     def loss_of(part: MicroBatch) -> torch.Tensor:
         return part.weight * (model(X[list(part.rows)]) ** 2).sum() / step_rows
 
-    run_window(accelerator, model, micro_batches, loss_of)
+    run_window(accelerator, model, adding(kind, model, accelerator), micro_batches, loss_of)
     return model.weight.grad
+
+
+def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | None:
+    parameters = list(model.parameters())
+    if kind == "native":
+        return NativeGradients(parameters, accelerator)
+    return FixedPointGradients(parameters, accelerator, ["weight"]) if kind == "fixed" else None
 
 
 @pytest.mark.parametrize("cap", [1, 2, 3, 5, 10, 11, 64])
 @pytest.mark.parametrize("at_least", [1, 13])
-def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, cap, at_least):
+@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
-    found = gradient(accelerator, plan(11, cap, at_least))
+    found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
+    model = torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        return model(X[list(part.rows)].float()).sum() * (math.inf if 3 in part.rows else 1.0)
+
+    with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
+        run_window(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
+
+
+def test_hooks_are_gone_after_a_window(accelerator):
+    model = torch.nn.Linear(4, 1, bias=False)
+    gradients = adding("fixed", model, accelerator)
+    run_window(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
+    model.weight.grad = None
+    model(X.float()).sum().backward()
+    assert model.weight.grad is not None  # nothing takes it away any more
 
 
 def test_a_window_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
     assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
 
 
-def test_only_the_last_micro_batch_synchronises_and_the_accumulation_is_one_again(accelerator):
+def test_no_micro_batch_synchronises_and_the_optimizer_may_step_afterwards(accelerator):
+    synced, model = [], torch.nn.Linear(4, 1)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        synced.append(accelerator.sync_gradients)
+        return model(X[list(part.rows)].float()).sum()
+
+    for _ in range(2):
+        run_window(accelerator, model, adding("native", model, accelerator), plan(11, 3), loss_of)
+        assert accelerator.gradient_accumulation_steps == 1
+        assert accelerator.sync_gradients
+    assert synced == [False] * 8
+
+
+def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accumulation_is_one_again(accelerator):
     synced = []
     model = torch.nn.Linear(4, 1)
 
@@ -126,7 +170,7 @@ def test_only_the_last_micro_batch_synchronises_and_the_accumulation_is_one_agai
         return model(X[list(part.rows)].float()).sum()
 
     for _ in range(2):
-        run_window(accelerator, model, plan(11, 3), loss_of)
+        run_window(accelerator, model, None, plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
     assert synced == [False, False, False, True] * 2
 
@@ -140,17 +184,37 @@ def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
         return model(X[list(part.rows)].float()).sum()
 
     accelerator.step = 2  # as after a window that failed
-    run_window(accelerator, model, plan(11, 3), loss_of)
+    run_window(accelerator, model, None, plan(11, 3), loss_of)
     assert synced == [False, False, False, True]
 
 
-def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator):
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
+    model = torch.nn.Linear(4, 1, bias=False)
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run_window(accelerator, torch.nn.Linear(4, 1), plan(11, 3), loss_of)
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_window(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
     assert accelerator.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize("kind", ["native", "fixed"])
+def test_a_window_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
+    model = torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        if 6 in part.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return model(X[list(part.rows)].float()).sum()
+
+    gradients = adding(kind, model, accelerator)
+    with pytest.raises(WindowOutOfMemory, match="2 GiB"):
+        run_window(accelerator, model, gradients, plan(11, 3), loss_of)
+    assert model.weight.grad is None
+    run_window(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
+    torch.testing.assert_close(model.weight.grad, X.float().sum(0, keepdim=True))
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
@@ -259,5 +323,5 @@ def test_what_is_metered_carries_no_gradient():
     meter.add_total("loss", x.sum(), 1.0)
     meter.add_tokens("entropy", x, torch.ones(2, 2), 1.0)
     meter.add_extreme("high", x.sum(1), 1.0)
-    stored = [*meter.totals.values(), *meter.sums.values(), *meter.highs.values()]
+    stored = [*(pair for _, pair in meter.terms), *meter.highs.values()]
     assert not any(value.requires_grad for value in stored)
