@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, GrpoExtError
-from grpo_ext.tools.check import CheckReport, Split, SplitResult, check, compare, metric_difference, update_error
+from grpo_ext.tools.check import (
+    CheckReport,
+    Split,
+    SplitResult,
+    check,
+    compare,
+    compare_bits,
+    first_difference,
+    metric_difference,
+    update_error,
+)
 from grpo_ext.tools.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
 from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -53,6 +63,39 @@ def test_a_run_that_learned_nothing_is_no_success():
     result = compare(Split(1), OURS, still, still, tolerance=1e-5)
     assert result.verdict == "nothing learned"
     assert not CheckReport([result], steps=1).ok
+
+
+def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
+    trace = [{"parameter/a": "1", "optimizer/a/exp_avg": "2"}, {"parameter/a": "3", "optimizer/a/exp_avg": "4"}]
+    other = [trace[0], {"parameter/a": "3", "optimizer/a/exp_avg": "5"}]
+    assert first_difference(trace, trace) is None
+    assert first_difference(trace, other) == (2, "optimizer/a/exp_avg")
+    assert first_difference(trace, trace[:1]) == (2, "the number of steps")
+    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace)
+
+    def compared(result: RunResult):
+        return compare_bits(Split(1), "grpo_ext", one, result)
+
+    assert compared(RunResult("b", delta(1.0), [{"loss": 1.0}], trace=trace)).verdict == "same bits"
+    result = compared(RunResult("b", delta(1.0), [{"loss": 1.0}], trace=other))
+    assert (result.verdict, "optimizer/a/exp_avg after step 2" in result.reason) == ("differs", True)
+    result = compared(RunResult("b", delta(1.0), [{"loss": 1.0 + 1e-12}], trace=trace))
+    assert (result.verdict, "most in loss" in result.reason) == ("differs", True)
+
+
+def test_check_bitwise_trains_under_several_splits():
+    report = check(
+        tiny_model(),
+        prompts(8),
+        letter_reward,
+        {"global_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "gradient_checkpointing": False},
+        processing_class=tiny_tokenizer(),
+        splits=[Split(8), Split(3)],
+        steps=2,
+        bitwise=True,
+    )
+    assert [r.verdict for r in report.results] == ["reference", "same bits"]
+    assert report.ok
 
 
 def test_stock_settings_are_derived_or_refused():

@@ -1,0 +1,278 @@
+"""What a trainer resumes from, refuses to resume from, and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.engine import checkpoint
+from grpo_ext.engine.checkpoint import checkpoints, why_broken
+from grpo_ext.engine.manifest import MANIFEST, read_manifest
+from grpo_ext.errors import CheckpointError, ConfigError
+from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.trainer.test_layout import BASE, make, parameters
+
+SAVE = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of three steps with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("run") / "out"
+    make(folder, **SAVE).train()
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "out"))
+
+
+def damage(folder: Path, name: str = "optimizer.pt") -> None:
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / name).write_bytes(content)
+
+
+def test_a_checkpoint_lists_all_it_holds(run):
+    for folder in checkpoints(run):
+        assert why_broken(folder) is None
+        names = set(json.loads((folder / "checkpoint.json").read_text())["files"])
+        held = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+        assert held | {"grpo_ext_state.json", "grpo_ext_rollout.safetensors", "grpo_ext_identity.json"} <= names
+    assert [folder.name for folder in checkpoints(run)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "grpo_ext_rollout.safetensors"])
+def test_a_bit_that_flipped_is_found_and_never_loaded(copy, name):
+    damage(copy / "checkpoint-2", name)
+    with pytest.raises(CheckpointError, match=rf"{name} has changed since it was written.*'latest'"):
+        make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("word", ["latest", True])
+def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog, word):
+    damage(copy / "checkpoint-3")
+    (copy / "checkpoint-2" / "scheduler.pt").unlink()
+    trainer = make(copy, **SAVE)
+    trainer.train(resume_from_checkpoint=word)
+    assert trainer.state.global_step == 3
+    assert "checkpoint-3/optimizer.pt has changed" in caplog.text
+    assert "checkpoint-2/scheduler.pt is missing" in caplog.text
+    assert (copy / "checkpoint-2.replaced-1").is_dir()  # broken or not, it is the user's
+    assert why_broken(copy / "checkpoint-2") is None
+
+
+def test_nothing_whole_is_an_error(copy, tmp_path):
+    for folder in checkpoints(copy):
+        damage(folder)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        make(copy, **SAVE).train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
+
+
+def other(folder: Path, **changes: Any) -> GRPOTrainer:
+    parts: dict[str, Any] = {
+        "model": tiny_model(),
+        "reward_funcs": letter_reward,
+        "train_dataset": prompts(12),
+        "processing_class": tiny_tokenizer(),
+    }
+    settings = {k: v for k, v in changes.items() if k not in (*parts, "peft_config")}
+    parts |= {k: v for k, v in changes.items() if k in (*parts, "peft_config")}
+    return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 4}, ["seed: 3 in the checkpoint, 4 now"]),
+        ({"learning_rate": 2e-3, "beta": 0.1}, ["learning_rate", "beta"]),
+        ({"global_batch_size": 8}, ["global_batch_size: 16 in the checkpoint, 8 now"]),
+        ({"loss_type": "grpo"}, ["loss_type"]),
+        ({"max_completion_length": 10}, ["max_completion_length"]),
+        ({"train_dataset": prompts(12, seed=5)}, ["data: "]),
+        ({"reward_funcs": sparse_reward}, ["rewards: "]),
+        ({"model": tiny_model(hidden_size=64)}, ["model: "]),
+        ({"bitwise_invariant": True}, ["bitwise_invariant"]),
+    ],
+)
+def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
+    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
+        other(run, **changes).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    for text in named:
+        assert text in str(refused.value)
+    assert "allow_changed_on_resume=" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"per_device_train_batch_size": 3},
+        {"micro_batch_tokens": 60},
+        {"packed_forward": False},
+        {"logging_steps": 2},
+        {"save_steps": 2},
+        {"report_to": "none"},
+    ],
+)
+def test_another_layout_is_welcome(copy, changes):
+    trainer = other(copy, **changes)
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+
+
+def test_a_change_that_is_meant_goes_through_with_a_word(copy, caplog):
+    trainer = other(copy, max_steps=4, allow_changed_on_resume=["max_steps"])
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
+    assert trainer.state.global_step == 4
+    assert "max_steps was 3" in caplog.text
+
+
+def test_a_full_disk_leaves_the_older_checkpoints(copy, monkeypatch):
+    trainer = make(copy, **SAVE)
+    usage = checkpoint.shutil.disk_usage(copy)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"needs about \d+ MiB .*older checkpoints are untouched"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
+    assert not list(copy.glob(".writing*"))
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
+    trainer = make(copy, **SAVE)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("grpo_ext.engine.run_state.save_file", full)
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
+    assert not list(copy.glob(".writing*"))
+
+
+def test_the_limit_keeps_the_newest_whole_one(tmp_path):
+    make(tmp_path, **SAVE, save_total_limit=1).train()
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-3"]
+    damage(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"short")
+    assert checkpoint.rotate(tmp_path, 1, None) == []
+
+
+def test_lora_resumes_with_the_same_bits(tmp_path):
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    whole = other(tmp_path / "a", peft_config=LoraConfig(**lora))
+    whole.train()
+    again = other(tmp_path / "a", peft_config=LoraConfig(**lora))
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert torch.equal(parameters(whole), parameters(again))
+    assert "adapter_model.safetensors" in json.loads((tmp_path / "a/checkpoint-1/checkpoint.json").read_text())["files"]
+
+
+def test_a_reference_that_moves_is_restored(tmp_path):
+    moving = {"beta": 0.2, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    whole = other(tmp_path, **moving)
+    whole.train()
+    again = other(tmp_path, **moving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+def test_the_manifest_tells_what_was_run(copy, run):
+    (entry,) = read_manifest(run)
+    assert entry["ended"] == "finished"
+    assert entry["step"] == 3
+    assert entry["versions"]["trl"].startswith("1.16")
+    assert entry["geometry"]["global_batch_size"] == 16
+    assert entry["settings"]["seed"] == 3
+    assert entry["environment"]["torch_threads"] >= 1
+    assert len(entry["parameters_sha256"]) == 64
+    trainer = make(copy, **SAVE)
+    trainer.train(resume_from_checkpoint="latest")
+    first, second = read_manifest(copy)
+    assert first == entry
+    assert second["resumed_from"].endswith("checkpoint-3")
+    assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
+    assert json.loads((copy / MANIFEST).read_text())["format"] == 1
+
+
+# ---- Bitwise mode: what it refuses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"micro_batch_tokens": 100}, "canonical_unit_size sets their size"),
+        ({"use_vllm": True}, "use_vllm"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
+        ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
+        ({"canonical_unit_size": 0}, "canonical_unit_size=0"),
+        ({"bitwise_fraction_bits": 70}, "use 20 to 60"),
+        ({"bitwise_threads": 0}, "bitwise_threads=0"),
+    ],
+)
+def test_bitwise_mode_refuses_what_it_cannot_keep(tmp_path, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True, **settings})
+
+
+def test_bitwise_mode_refuses_fsdp_from_the_launcher(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="FSDP"):
+        GRPOConfig(str(tmp_path), **{**BASE, "bitwise_invariant": True})
+
+
+def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from grpo_ext.errors import SplitDependentError
+
+    with pytest.raises(SplitDependentError, match="dropout"):
+        other(tmp_path, bitwise_invariant=True, model=tiny_model("llama", attention_dropout=0.1))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=70, num_labels=1, pad_token_id=0))
+    with pytest.raises(ConfigError, match="reward models"):
+        GRPOTrainer(
+            model=tiny_model(),
+            reward_funcs=model,
+            reward_processing_classes=tiny_tokenizer(),
+            args=GRPOConfig(str(tmp_path), **BASE, bitwise_invariant=True),
+            train_dataset=prompts(12),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+def test_threads_and_kernels_are_as_before_after_a_run(tmp_path):
+    from grpo_ext.engine.bitwise import environment
+
+    before = environment()
+    trainer = make(tmp_path, bitwise_invariant=True, bitwise_threads=2)
+    inside = []
+    trainer.reward_funcs = [lambda **kw: (inside.append(environment()), letter_reward(**kw))[1]]
+    trainer.train()
+    assert inside[0]["torch_threads"] == 2
+    assert inside[0]["deterministic_algorithms"]
+    assert environment() == before
+
+
+def test_a_gradient_out_of_range_is_an_error_and_never_a_wrong_sum(tmp_path):
+    from grpo_ext.errors import PrecisionError
+
+    def huge(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1e12 * len(c) for c in completions]
+
+    trainer = other(tmp_path, bitwise_invariant=True, scale_rewards="none", reward_funcs=huge)
+    before = parameters(trainer)
+    with pytest.raises(PrecisionError, match="bitwise_fraction_bits lower"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
