@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full check bench lint format clean
+.PHONY: help setup train test test-full test-crash check bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: $(READY)  ## run the tests (ARGS for pytest)
 
 test-full: $(READY)  ## run the tests with the full matrix of splits
 	@$(BIN)/python -m pytest -q --full $(ARGS)
+
+test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
+	@$(BIN)/python -m pytest -q tests/crash --kills 50 $(ARGS)
 
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)

@@ -26,6 +26,7 @@ _LAYOUT_FIELDS = (
     "gradient_accumulation_steps",
     "generation_batch_size",
     "steps_per_generation",
+    "auto_find_batch_size",
 )
 
 
@@ -59,6 +60,11 @@ class GRPOConfig(trl.GRPOConfig):
 
     Resume:
         allow_changed_on_resume: names of what may differ from the checkpoint although it changes what the run means.
+
+    Reward functions that fail:
+        reward_timeout: seconds a call may take.
+        reward_retries: further calls after one that failed.
+        reward_on_failure: "error", or "none": the completions get None.
 
     Refusals:
         allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
@@ -168,6 +174,25 @@ class GRPOConfig(trl.GRPOConfig):
             "(processes, micro-batches) may always differ."
         },
     )
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds one call of a reward function may take (it then runs in a thread of its own); a call that "
+            "takes longer has failed. Default: no limit."
+        },
+    )
+    reward_retries: int = field(
+        default=0,
+        metadata={"help": "How often a call of a reward function that raised or took too long is made again."},
+    )
+    reward_on_failure: str = field(
+        default="error",
+        metadata={
+            "help": "What a reward function that still fails means: 'error' ends the run, 'none' gives the completions "
+            "of that call None (does not apply).",
+            "choices": ["error", "none"],
+        },
+    )
     allow_split_dependent: bool = field(
         default=False,
         metadata={
@@ -197,6 +222,7 @@ class GRPOConfig(trl.GRPOConfig):
         self.per_device_eval_batch_size = neutral if self.num_generations_eval is None else self.num_generations_eval
         self.gradient_accumulation_steps = 1
         self.generation_batch_size = self.steps_per_generation = None
+        self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here windows are repeated
         try:
             super().__post_init__()
         finally:
@@ -214,12 +240,17 @@ class GRPOConfig(trl.GRPOConfig):
             "loss_type": LOSS_TYPES,
             "importance_sampling_level": ("token", "sequence"),
             "scale_rewards": ("group", "batch", "none", True, False),
+            "reward_on_failure": ("error", "none"),
             "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
                 names = ", ".join(repr(v) for v in values if isinstance(v, str))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
+        if self.reward_timeout is not None and not self.reward_timeout > 0:
+            raise ConfigError(f"reward_timeout={self.reward_timeout!r}: use seconds, more than 0, or None.")
+        if not isinstance(self.reward_retries, int) or self.reward_retries < 0:
+            raise ConfigError(f"reward_retries={self.reward_retries!r}: use 0 or more.")
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim:
             raise ConfigError(
@@ -249,6 +280,7 @@ class GRPOConfig(trl.GRPOConfig):
             "torch_compile (kernels are chosen by timing)": self.torch_compile,
             "use_liger_kernel": self.use_liger_kernel,
             "tf32": bool(self.tf32),
+            "fp16 (its loss scale moves with overflows)": bool(self.fp16),
         }
         found = [name for name, is_set in refused.items() if is_set]
         if found:
@@ -352,6 +384,7 @@ class GRPOConfig(trl.GRPOConfig):
             share = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
             args.steps_per_generation = ceil_div(share, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
+        args.auto_find_batch_size = False
         return args
 
     def for_trl(self, onto: GRPOConfig | None = None) -> GRPOConfig:
@@ -367,6 +400,11 @@ class GRPOConfig(trl.GRPOConfig):
                 f"global_batch_size={g.global_batch_size} is not a multiple of per_device_train_batch_size="
                 f"{g.micro_batch_size} * {g.num_processes} process(es); images and rollout_func train through TRL's "
                 "own code, which needs that; change per_device_train_batch_size."
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size=True: images and rollout_func train through TRL's own code, which cannot run a "
+                "window again; lower per_device_train_batch_size instead."
             )
         args = onto if onto is not None else copy.copy(self)
         args.gradient_accumulation_steps = g.global_batch_size // unit

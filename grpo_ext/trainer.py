@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
@@ -37,22 +35,7 @@ from .core.micro_batches import oversized
 from .engine import checks
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
-from .engine.checkpoint import (
-    check_space,
-    is_verified,
-    newest_whole,
-    no_space,
-    publish,
-    remove_unfinished,
-    rotate,
-    why_broken,
-    write_listing,
-    writing_folder,
-)
 from .engine.collectives import (
-    any_process,
-    failing_together,
-    from_main_process,
     max_over_processes,
     ragged_gather,
     ragged_scoring,
@@ -60,17 +43,13 @@ from .engine.collectives import (
 from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
-from .engine.identity import check_identity, identity_of, save_identity
-from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
-from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
-from .engine.output_folder import free_output_dir
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
-from .engine.rewards import check_reward_functions
+from .engine.rewards import Faults, check_reward_functions
 from .engine.rollouts import (
     Rollout,
     RowIdentity,
@@ -81,7 +60,6 @@ from .engine.rollouts import (
     request_keys,
     sample_chunk,
 )
-from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import (
@@ -94,12 +72,13 @@ from .engine.window import (
     shards_parameters,
     survivable,
 )
-from .errors import CheckpointError, ConfigError, MemoryShortageError
+from .errors import ConfigError, MemoryShortageError
+from .resumable import ResumableTrainer
 
 logger = get_logger(__name__)
 
 
-class GRPOTrainer(trl.GRPOTrainer):
+class GRPOTrainer(ResumableTrainer):
     """Drop-in replacement for `trl.GRPOTrainer` whose update is the same for every hardware split.
 
     Takes the arguments of `trl.GRPOTrainer`; `args` may be a `grpo_ext.GRPOConfig` or a `trl.GRPOConfig`.
@@ -126,10 +105,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         RewardError: at the first call of a reward function that returns something else than rewards.
     """
 
-    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
-    model: Any
-    optimizer: Any
-    train_dataset: Any
     eval_dataset: Any
     num_generations: int
     num_generations_eval: int
@@ -161,15 +136,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._given_args = args
         self._uncovered: list[str] = []
         self._stock = rollout_func is not None
-        self._rollout: Rollout | None = None
-        self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
+        self._begin_records()
         self._request: RolloutRequest | None = None
         self._clock = PhaseClock()
         self._said_oversized = False
-        self._losses: list[float] = []
-        self._resumed: RunState | None = None
-        self._identity_of_run: dict[str, Any] | None = None
-        self._to_push = False
         self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
         self._identity: RowIdentity | None = None
         with reference_snapshot(model, config.beta, peft_config):
@@ -199,11 +169,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
-        device = self.accelerator.device
-        self._watch = InterruptWatch(lambda asked: any_process(asked, device), self._say)
         if not self._stock:
-            for callback in (self._clock, RestoreAtBegin(self._restore), self._watch):
-                self.add_callback(callback)
+            self.add_callback(self._clock)
+        self._watch_run()
         checks.check_causal_lm(policy)
         if not self._stock:
             checks.check_overrides(type(self), GRPOTrainer)
@@ -220,6 +188,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         ):
             self._uncovered.append(sentence)
         sharded = shards_parameters(self.accelerator)
+        if not sharded and not self._stock and self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            raise ConfigError(
+                "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
+                "once, after the last. Leave it out of gradient_accumulation_kwargs."
+            )
         if config.bitwise_invariant:
             self._refuse_for_bitwise(sharded)
         may_cut = not (sharded or config.bitwise_invariant)
@@ -237,7 +210,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "micro_batch_tokens is set, but images and rollout_func train through TRL's own code, which cuts by "
                 "count; leave it None."
             )
-        self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names)
+        faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
+        self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
         if self._stock:
@@ -256,16 +230,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
 
     @property
-    def _threads(self) -> int | None:
-        return self.args.bitwise_threads if self.args.bitwise_invariant else None
-
-    @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _say(self, sentence: str) -> None:
-        if self.accelerator.is_main_process:
-            print(sentence, flush=True)
 
     def _samples_by_key(self) -> bool:
         if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
@@ -295,249 +261,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
             args["gradient_accumulation_plugin"].sync_with_dataloader = False
         return args
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> Any:
-        """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
-
-        An `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
-        beside it.
-        """
-        if self._stock:
-            if not resume_from_checkpoint:
-                self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
-            self._announce()
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        if checkpoint is None:
-            self._move_output(free_output_dir(str(self.args.output_dir), self.accelerator.process_index))
-        self._rollout = self._rollout_name = self._identity_of_run = None
-        self._losses = []
-        self._resumed = None if checkpoint is None else self._read_state(checkpoint)
-        self._announce()
-        with pinned(self._threads), self._watch.listening(), self._recorded(checkpoint):
-            result = super().train(checkpoint, trial, ignore_keys_for_eval)
-        self._say_what_fits()
-        if self._watch.stopping:
-            raise self._interrupted()
-        return result
-
-    @contextlib.contextmanager
-    def _recorded(self, checkpoint: str | None) -> Iterator[None]:
-        """Keep the run's manifest."""
-        identity = self._current_identity()
-        if not self.args.should_save:
-            yield
-            return
-        folder, device = str(self.args.output_dir), self.accelerator.device
-        earlier = read_manifest(folder) if checkpoint is not None else []
-        entry = opening(self.geometry, identity, device, checkpoint)
-        write_manifest(folder, [*earlier, entry])
-        ended = "failed"
-        try:
-            yield
-            ended = "interrupted" if self._watch.stopping else "finished"
-        finally:
-            whole = None if shards_parameters(self.accelerator) else self.accelerator.unwrap_model(self.model)
-            entry |= closing(
-                self.state.global_step, ended, whole, self.optimizer if self.args.bitwise_invariant else None
-            )
-            write_manifest(folder, [*earlier, entry])
-
-    # ---- Checkpoints ----------------------------------------------------------------------------------------------
-
-    def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint to go on from, found and verified on the main process.
-
-        Raises:
-            CheckpointError: it is broken, or there is none.
-        """
-        if not wanted:
-            return None
-        folder = str(self.args.output_dir)
-
-        def find() -> tuple[str | None, str | None, list[str]]:
-            if isinstance(wanted, str) and wanted != "latest":
-                return wanted, why_broken(wanted), []
-            newest, skipped = newest_whole(folder)
-            if newest is None:
-                return None, f"{folder} holds no whole checkpoint", skipped
-            return str(newest), None, skipped
-
-        path, reason, skipped = from_main_process(self.accelerator, find)
-        for sentence in skipped:
-            logger.warning(f"Skipped a checkpoint: {sentence}.")
-        if reason is not None:
-            raise CheckpointError(
-                f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
-                "whole checkpoint of output_dir, or leave it out to start anew."
-            )
-        if not is_verified(path):
-            logger.warning(f"{path} has no checksums (another trainer wrote it), so it is read unverified.")
-        return str(path)
-
-    def _current_identity(self) -> dict[str, Any]:
-        if self._identity_of_run is None:
-            model, rewards = self.accelerator.unwrap_model(self.model), list(self.reward_func_names)
-            self._identity_of_run = identity_of(self.args, self.geometry, self.train_dataset, model, rewards)
-        return self._identity_of_run
-
-    def _read_state(self, checkpoint: str) -> RunState | None:
-        allowed = check_identity(checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ())
-        for name, (old, new) in allowed.items():
-            logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
-        state = RunState.load(checkpoint)
-        if state is None:
-            logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
-        if self.ref_model is not None:
-            load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
-        return state
-
-    def _restore(self) -> None:
-        state, self._resumed = self._resumed, None
-        if state is None:
-            return
-        self._rollout, self._rollout_name, self._step = state.rollout, state.rollout_name, state.step
-        self._metrics["train"].clear()
-        self._metrics["train"].update(state.metrics)
-        if state.loss:
-            self._tr_loss = self._tr_loss + state.loss["since_log"]
-            self._total_loss_scalar = state.loss["total"]
-            self._initial_global_step, self._globalstep_last_logged = 0, int(state.loss["last_logged"])
-            self._losses = list(state.losses)
-        if state.entropy:
-            self.entropy_coef = state.entropy["coefficient"]
-            self._last_world_entropy = state.entropy["last"]
-        if state.limits:
-            self._limits.restore(state.limits["window"])
-            self._scoring_memory.limit = state.limits["scoring"]
-            self._sampling_memory.limit = state.limits["generation"]
-
-    def _run_state(self) -> RunState:
-        entropy = (
-            {"coefficient": self.entropy_coef, "last": self._last_world_entropy} if self.use_adaptive_entropy else {}
-        )
-        return RunState(
-            self._rollout,
-            self._rollout_name,
-            self._step,
-            {name: [float(v) for v in values] for name, values in self._metrics["train"].items()},
-            {
-                "since_log": float(self._tr_loss),
-                "total": float(self._total_loss_scalar),
-                "last_logged": float(self._globalstep_last_logged),
-            },
-            self._losses,
-            entropy,
-            {
-                "window": self._limits.state(),
-                "scoring": self._scoring_memory.limit,
-                "generation": self._sampling_memory.limit,
-            },
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint that is whole or absent: see engine.checkpoint."""
-        if self._stock:
-            super()._save_checkpoint(model, trial)
-            return
-        run = Path(self._get_output_dir(trial=trial))
-        final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        writing = writing_folder(run)
-        main, saves = self.accelerator.is_main_process, self.args.should_save
-        needed = self._checkpoint_bytes()
-
-        def explain(reason: str) -> str:
-            if saves:
-                remove_unfinished(run)
-            free = shutil.disk_usage(run).free
-            if free < needed:
-                return no_space(run, needed, free)
-            return f"{final.name} could not be written to {run} ({reason}). The older checkpoints are untouched."
-
-        with failing_together(explain):
-            if saves:
-                run.mkdir(parents=True, exist_ok=True)
-                remove_unfinished(run)
-                check_space(run, needed)
-        self._to_push = False
-        with failing_together(explain), mock.patch.object(self, "_get_output_dir", return_value=str(writing)):
-            super()._save_checkpoint(model, trial)
-            if saves:
-                self._save_own_state(writing / final.name)
-        with failing_together(explain):
-            if saves:
-                self._publish(writing / final.name, final)
-        if self._to_push:
-            super()._push_from_checkpoint(str(final))
-        if main:
-            rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
-
-    def _save_own_state(self, folder: Path) -> None:
-        save_identity(self._current_identity(), folder)
-        if self.args.save_only_model:
-            return
-        self._run_state().save(folder)
-        if self.ref_model is not None and self.args.sync_ref_model:
-            save_reference(self.accelerator.unwrap_model(self.ref_model), folder)
-
-    def _publish(self, written: Path, final: Path) -> None:
-        if self.state.best_model_checkpoint == str(written):
-            self.state.best_model_checkpoint = str(final)
-            self.state.save_to_json(str(written / "trainer_state.json"))
-        write_listing(written, {"step": self.state.global_step, "processes": self.accelerator.num_processes})
-        kept = publish(written, final)
-        if kept is not None:
-            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
-        remove_unfinished(final.parent)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._stock:
-            super()._push_from_checkpoint(checkpoint_folder)
-        self._to_push = True  # under the name it will have
-
-    def _checkpoint_bytes(self) -> int:
-        """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
-        model = self.accelerator.unwrap_model(self.model)
-        adapter = hasattr(model, "peft_config")
-        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
-        if self.args.save_only_model:
-            return weights
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
-        rollout = sum(row.nbytes for rows in (self._rollout.fields if self._rollout else {}).values() for row in rows)
-        return weights + state + rollout + 2**20
-
-    def _say_what_fits(self) -> None:
-        if self._limits.failures and self.accelerator.is_main_process:
-            tokens = "" if self._limits.tokens is None else f", micro_batch_tokens={self._limits.tokens}"
-            print(
-                f"Memory ran out {self._limits.failures} time(s). What fits here: per_device_train_batch_size="
-                f"{self._limits.rows}{tokens}",
-                flush=True,
-            )
-
-    def _interrupted(self) -> TrainingInterrupted:
-        path = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.accelerator.is_main_process:
-            print(
-                f"Interrupted after step {self.state.global_step}; {path} is written. To go on, run the same command "
-                f"with --resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}')).",
-                flush=True,
-            )
-        return TrainingInterrupted(str(path))
-
-    def _move_output(self, folder: str) -> None:
-        """Write to `folder` from now on, also where the script saves to the `output_dir` of its own arguments."""
-        for args in (self.args, self._given_args):
-            if args is not None and args.output_dir != folder:
-                args.output_dir = folder
-        if self.log_completions and self.accelerator.is_main_process:
-            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
 
     def _announce(self) -> None:
         for sentence in self._uncovered:
@@ -757,7 +480,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Run the window, again with smaller micro-batches where one did not fit into memory."""
         policy = base_model_of(self.accelerator.unwrap_model(model))
         gradients = self._gradients(model)
-        while True:
+        for attempt in itertools.count():
             micro_batches, work = self._plan(rollout, self._limits.rows)
             packs = packed_attention(policy, self._forms.packs(policy, self.model))
             try:
@@ -769,7 +492,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             except WindowOutOfMemory as shortage:
                 reason = str(shortage)
             free_memory()
-            self._shrink(rollout, micro_batches, reason)
+            self._shrink(rollout, micro_batches, reason, attempt)
+        raise AssertionError  # the loop ends by itself
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss of the whole run summed exactly at its end."""
@@ -786,13 +510,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             return NativeGradients(parameters, self.accelerator)
         return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
 
-    def _shrink(self, rollout: Rollout, micro_batches: list[MicroBatch], reason: str) -> None:
+    def _shrink(self, rollout: Rollout, micro_batches: list[MicroBatch], reason: str, attempt: int) -> None:
         sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
-        if self.args.unit_rows is not None and self._limits.failures:
+        if self.args.unit_rows is not None and attempt:
             raise MemoryShortageError(
-                f"the window ran out of memory twice ({reason}) with canonical units of {self.args.unit_rows} "
-                "completion(s), which bitwise_invariant=True does not cut. What helps: a smaller canonical_unit_size "
-                "(it belongs to what the run means), gradient_checkpointing=True, a smaller max_completion_length."
+                f"the window ran out of memory twice in one step ({reason}) with canonical units of "
+                f"{self.args.unit_rows} completion(s), which bitwise_invariant=True does not cut. Helpful: a smaller "
+                "canonical_unit_size (it belongs to what the run means), gradient_checkpointing=True, a smaller "
+                "max_completion_length."
             )
         rows = max(len(part.rows) for part in micro_batches)
         policy = base_model_of(self.accelerator.unwrap_model(self.model))

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread co
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full matrix as well (make test-full)")
+    parser.addoption("--kills", type=int, default=3, help="processes killed by tests/crash (make test-crash: 50)")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError, ModelError
 
+_FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -78,6 +79,8 @@ def pinned(threads: int | None) -> Iterator[None]:
                 f"{os.environ.get(_CUBLAS)!r}. Set it in the shell."
             )
         os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+    flash = os.environ.get(_FLASH)
+    os.environ[_FLASH] = "1"
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -94,6 +97,10 @@ def pinned(threads: int | None) -> Iterator[None]:
     try:
         yield
     finally:
+        if flash is None:
+            del os.environ[_FLASH]
+        else:
+            os.environ[_FLASH] = flash
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
         torch.backends.cudnn.benchmark = before[3]

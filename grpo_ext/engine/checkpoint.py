@@ -24,7 +24,7 @@ from ..errors import CheckpointError
 LISTING = "checkpoint.json"
 FORMAT = 1
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
-_WRITING = ".writing-"
+_WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out what begins with an underscore
 
 
 def file_hash(path: Path) -> str:
@@ -151,24 +151,47 @@ def remove_unfinished(run: str | Path) -> None:
     """Remove what a save that did not finish left behind."""
     root = Path(run)
     if root.is_dir():
-        for path in root.glob(f"{_WRITING}*"):
+        for path in (*root.glob(f"{_WRITING}*"), *root.glob(f"{_REMOVING}*")):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Under another name first, so that what is half removed is no checkpoint."""
+    doomed = path.with_name(f"{_REMOVING}{path.name}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def publish(written: Path, final: Path) -> Path | None:
     """Give a finished checkpoint its name; a folder that has it already is kept under another, which is returned."""
-    kept = None
-    if final.exists():
-        names = (final.with_name(f"{final.name}.replaced-{number}") for number in itertools.count(1))
-        kept = next(name for name in names if not name.exists())
-        os.rename(final, kept)
+    kept = _keep_aside(final) if final.exists() else None
     os.rename(written, final)
     _sync(final.parent)
     return kept
 
 
-def rotate(run: str | Path, limit: int | None, protected: str | None) -> list[Path]:
-    """Delete old checkpoints beyond `save_total_limit`; never the newest whole one, nor the best.
+def _keep_aside(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    os.rename(folder, kept)
+    return kept
+
+
+def set_aside_later(checkpoint: str | Path) -> list[Path]:
+    """When a run goes on from `checkpoint`: keep the later ones beside it under other names, which are returned.
+
+    They belong to what the run would have been; "latest" must not go back to them.
+    """
+    path = Path(checkpoint).resolve()
+    match = _STEP.match(path.name)
+    if match is None:
+        return []
+    step = int(match[1])
+    return [_keep_aside(p) for p in checkpoints(path.parent) if int(p.name.rsplit("-", 1)[1]) > step]
+
+
+def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> list[Path]:
+    """Delete old checkpoints beyond `save_total_limit`; never the newest whole one, nor those that are protected.
 
     Returns:
         What was deleted.
@@ -176,7 +199,8 @@ def rotate(run: str | Path, limit: int | None, protected: str | None) -> list[Pa
     if limit is None or limit <= 0:
         return []
     found = checkpoints(run)
-    keep = {path for path in found if protected is not None and path.resolve() == Path(protected).resolve()}
+    safe = {Path(path).resolve() for path in protected if path is not None}
+    keep = {path for path in found if path.resolve() in safe}
     whole = next((path for path in reversed(found) if why_broken(path, deep=False) is None), None)
     if whole is not None:
         keep.add(whole)
@@ -185,7 +209,7 @@ def rotate(run: str | Path, limit: int | None, protected: str | None) -> list[Pa
         if len(found) - len(removed) <= max(limit, len(keep)):
             break
         if path not in keep:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             removed.append(path)
     return removed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,12 @@ _TRL_LAYOUT = [
     "cache_implementation",
     "pad_to_multiple_of",
     "chat_template_path",
+    "trust_remote_code",
+    "log_multimodal",
 ]
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
 _OURS = ("bitwise_invariant", "canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")
-_SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
 def _plain(value: Any) -> Any:
@@ -75,11 +77,12 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     """The settings that decide what is learned."""
     inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     own = [f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in inherited and f.name not in _TRL_LAYOUT]
-    names = [n for n in (*_LOOP, *own, *_OURS) if not n.startswith("vllm_") and hasattr(args, n)]
+    own = [n for n in own if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
+    names = [n for n in (*_LOOP, *own, *_OURS) if hasattr(args, n)]
     values = {name: _plain(getattr(args, name)) for name in names}
     if not args.bitwise_invariant:
         values = {name: value for name, value in values.items() if name not in _OURS[1:]}
-    return dict(sorted({**values, **{name: getattr(geometry, name) for name in _SIZES}}.items()))
+    return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
@@ -94,14 +97,51 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     return {"rows": rows, "columns": sorted(getattr(dataset, "column_names", None) or []), "sha256": digest.hexdigest()}
 
 
-def model_fingerprint(model: torch.nn.Module) -> dict[str, Any]:
-    """Class, and a hash of the names, shapes and types of the weights."""
+def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A hash of some elements of each tensor, evenly spread."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 64)).long()
+        digest.update(name.encode())
+        digest.update(tensor_hash(flat[index.to(flat.device)]).encode())
+    return digest.hexdigest()
+
+
+def model_fingerprint(
+    model: torch.nn.Module, reference: torch.nn.Module | None = None, whole: bool = True
+) -> dict[str, Any]:
+    """Class, adapter, a hash of the names, shapes and types of the weights, and one of those that no checkpoint holds.
+
+    Args:
+        reference: the reference model, where it is one of its own.
+        whole: whether this process holds all weights.
+    """
+    adapters = {name: _plain(vars(c)) for name, c in getattr(model, "peft_config", {}).items()}
+    for adapter in adapters.values():
+        adapter.pop("base_model_name_or_path", None)
+        adapter.pop("inference_mode", None)
+    frozen = None
+    if whole:
+        fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        fixed += [] if reference is None else [(f"reference {name}", p) for name, p in reference.named_parameters()]
+        frozen = _sample_hash(sorted(fixed, key=lambda pair: pair[0]))
     digest = hashlib.sha256()
     count = 0
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
         count += parameter.numel()
-    return {"class": type(model).__name__, "parameters": count, "sha256": digest.hexdigest()}
+    shapes = digest.hexdigest()
+    name = type(model).__name__
+    return {"class": name, "parameters": count, "sha256": shapes, "adapters": adapters, "frozen": frozen}
+
+
+def tokenizer_fingerprint(processing_class: Any) -> str | None:
+    """A hash of the vocabulary and the chat template; None for what is no tokenizer."""
+    if not hasattr(processing_class, "get_vocab"):
+        return None
+    content = [sorted(processing_class.get_vocab().items()), getattr(processing_class, "chat_template", None)]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -124,9 +164,11 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def identity_of(args: Any, geometry: Any, dataset: Any, model: torch.nn.Module, rewards: list[str]) -> dict[str, Any]:
+def identity_of(
+    args: Any, geometry: Any, dataset: Any, model: dict[str, Any], tokenizer: str | None, rewards: list[str]
+) -> dict[str, Any]:
     """Everything that is compared on resume, in plain JSON types."""
-    parts = {"data": data_fingerprint(dataset), "model": model_fingerprint(model), "rewards": rewards}
+    parts = {"data": data_fingerprint(dataset), "model": _plain(model), "tokenizer": tokenizer, "rewards": rewards}
     return {**parts, "settings": settings_of(args, geometry)}
 
 
@@ -136,12 +178,13 @@ def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as `name: (saved, current)`. A setting that only one of the two versions knows is not compared."""
-    found = {
-        name: (saved[name], current[name]) for name in ("data", "model", "rewards") if saved[name] != current[name]
-    }
-    old, new = saved["settings"], current["settings"]
-    return found | {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    """What differs, as `name: (saved, current)`. What only one of the two versions knows is not compared."""
+
+    def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
+
+    found = differing(saved, current, ("data", "model", "tokenizer", "rewards"))
+    return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
 
 
 def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:

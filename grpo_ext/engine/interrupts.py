@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl
@@ -42,16 +42,22 @@ class InterruptWatch(TrainerCallback):
         if not self.anyone(self.requested):
             return
         self.stopping = True
-        control.should_save = True
-        control.should_training_stop = True
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = False  # takes time, and with save_strategy="best" decides whether to save
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """The loop ends the epoch it was stopped in; the checkpoint is written already."""
+        if self.stopping:
+            control.should_save = control.should_evaluate = False
 
     def _asked(self, number: int, frame: Any) -> None:
         if self.requested and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
-        if not self.requested:
-            self.say("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
-        self.requested = True
+        first, self.requested = not self.requested, True
+        if first:
+            with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
+                self.say("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -1,22 +1,37 @@
 """Reward functions, checked: what they return must be rewards, and an error names the function, the row, the value.
 
-Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros; `None` stays "does not apply".
-Wraps the functions once, when the trainer is built; called by TRL's `_calculate_rewards`.
+Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
+call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions once, when the trainer
+is built; called by TRL's `_calculate_rewards`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+)
 from trl.trainer.utils import is_async_callable
 
 from ..errors import RewardError
 
+logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -83,31 +98,122 @@ def _failed(name: str, error: Exception) -> RewardError:
     return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
 
 
-def checked_reward(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Faults:
+    """What is done about a reward function that hangs or raises.
+
+    Attributes:
+        timeout: seconds a call may take; None: any time.
+        retries: further calls after one that failed.
+        on_failure: after the last: "error", or "none" for `None` as the reward of every completion of the call.
+    """
+
+    timeout: float | None = None
+    retries: int = 0
+    on_failure: str = "error"
+
+    def policy(self, name: str) -> dict[str, Any]:
+        """Keywords of tenacity's retry loops."""
+
+        def say(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            logger.warning(
+                f"reward function '{name}' failed ({type(error).__name__}: {error}); try {state.attempt_number + 1} of "
+                f"{self.retries + 1} follows."
+            )
+
+        return {
+            "stop": stop_after_attempt(self.retries + 1),
+            "wait": wait_exponential(multiplier=0.5, max=30),
+            "retry": retry_if_exception_type(Exception),
+            "before_sleep": say,
+            "reraise": True,
+        }
+
+    def after_the_last(self, name: str, error: Exception, completions: Sequence[Any]) -> list[float | None]:
+        """The rewards of a call that failed for good.
+
+        Raises:
+            RewardError: unless failures count as "does not apply".
+        """
+        if self.on_failure != "none":
+            raise _failed(name, error) from error
+        logger.warning(
+            f"reward function '{name}' failed ({type(error).__name__}: {error}); its {len(completions)} completions "
+            "get None from it (reward_on_failure='none')."
+        )
+        return [None] * len(completions)
+
+
+STRICT = Faults()
+
+
+def _in_time(function: Callable[..., Any], seconds: float | None, keywords: dict[str, Any]) -> Any:
+    """What `function` returns, within a time.
+
+    Raises:
+        TimeoutError: it did not return; the thread it ran in is left behind, as no thread can be stopped.
+    """
+    if seconds is None:
+        return _listed(function(**keywords))
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            results.append(_listed(context.run(function, **keywords)))
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within reward_timeout={seconds:g} seconds")
+    return results[0]
+
+
+def _listed(rewards: Any) -> Any:
+    """Generators run where they can be timed and tried again."""
+    return list(rewards) if isinstance(rewards, Iterator) else rewards
+
+
+def checked_reward(function: Callable[..., Any], name: str, faults: Faults = STRICT) -> Callable[..., Any]:
     """`function` with its result checked; synchronous or asynchronous as it was."""
     if is_async_callable(function):
 
         @functools.wraps(function)
         async def checked_async(*, prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
+            async def call() -> Any:
+                answer = function(prompts=prompts, completions=completions, **kwargs)
+                return await asyncio.wait_for(answer, faults.timeout)
+
             try:
-                rewards = await function(prompts=prompts, completions=completions, **kwargs)
+                rewards: Any = await AsyncRetrying(**faults.policy(name))(call)
+            except asyncio.TimeoutError:  # has no message of its own
+                error = TimeoutError(f"no answer within reward_timeout={faults.timeout} seconds")
+                return faults.after_the_last(name, error, completions)
             except Exception as error:
-                raise _failed(name, error) from error
+                return faults.after_the_last(name, error, completions)
             return check_rewards(name, rewards, prompts, completions)
 
         return checked_async
 
     @functools.wraps(function)
     def checked(*, prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
+        keywords = {"prompts": prompts, "completions": completions, **kwargs}
         try:
-            rewards = function(prompts=prompts, completions=completions, **kwargs)
+            rewards: Any = Retrying(**faults.policy(name))(_in_time, function, faults.timeout, keywords)
         except Exception as error:
-            raise _failed(name, error) from error
+            return faults.after_the_last(name, error, completions)
         return check_rewards(name, rewards, prompts, completions)
 
     return checked
 
 
-def check_reward_functions(functions: list[Any], names: list[str]) -> list[Any]:
+def check_reward_functions(functions: list[Any], names: list[str], faults: Faults = STRICT) -> list[Any]:
     """Wrap the callables of a list; reward models (modules) are returned as they are."""
-    return [f if isinstance(f, torch.nn.Module) else checked_reward(f, n) for f, n in zip(functions, names)]
+    return [f if isinstance(f, torch.nn.Module) else checked_reward(f, n, faults) for f, n in zip(functions, names)]

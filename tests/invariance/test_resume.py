@@ -11,6 +11,7 @@ import pytest
 from grpo_ext.engine.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check import metric_difference, update_error
 from grpo_ext.tools.runs import STOCK, LaunchError, Run, RunResult, run_all
+from tests.crash.kills import dying
 from tests.helpers import letter_reward
 from tests.invariance.cases import Bench
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
@@ -108,59 +109,15 @@ def test_stock_trl_learns_something_else(bench):
     assert update_error(one.delta, two.delta) > DIFFERENT
 
 
-def dying(moment: str, at: int) -> Any:
-    """A reward function that arranges for SIGKILL at the `at`-th time the trainer reaches a moment."""
-
-    rewards = [0]
-
-    def die_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import os
-        import signal
-        import sys
-
-        from tests.helpers import letter_reward
-
-        def die(*args: Any, **kwargs: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        rewards[0] += 1
-        if moment == "rewards" and rewards[0] == at:
-            die()
-        if moment != "rewards" and rewards[0] == 1:
-            import grpo_ext.trainer as trainer
-            from grpo_ext.engine import checkpoint, gradients
-            from grpo_ext.engine.run_state import RunState
-
-            owner, name = {
-                "rollouts": (trainer, "sample_chunk"),
-                "window": (gradients.NativeGradients, "finish"),
-                "optimizer": (sys.modules["torch.optim.adam"], "adam"),
-                "writing": (RunState, "save"),
-                "listing": (checkpoint, "file_hash"),
-                "publishing": (trainer, "publish"),
-            }[moment]
-            inner = getattr(owner, name)
-            count = [0]
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                count[0] += 1
-                return die() if count[0] == at else inner(*args, **kwargs)
-
-            setattr(owner, name, counted)
-        return letter_reward(prompts, completions)
-
-    die_later.__name__ = letter_reward.__name__  # the run it stands in
-    return die_later
+# the time at which each moment is cut
+AT = {"rollouts": 5, "rewards": 3, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
 
 
-MOMENTS = {"rollouts": 5, "rewards": 3, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", AT)
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     name = f"killed-{moment}"
     killed = long_run(bench, bench.folder, name)
-    killed = dataclasses.replace(killed, rewards=(dying(moment, MOMENTS[moment]),))
+    killed = dataclasses.replace(killed, rewards=(dying(moment, AT[moment]),))
     with pytest.raises(LaunchError, match="status -9"):
         run_all([killed], processes=1)
     newest, skipped = newest_whole(bench.folder / name)
@@ -172,5 +129,5 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     result = run_all([again], processes=1)[0]
     assert result.error is None, result.error
     assert result.trace == whole["whole"].trace[step:]
-    assert not list((bench.folder / name).glob(".writing-*"))
+    assert not list((bench.folder / name).glob("_writing-*"))
     assert len(checkpoints(bench.folder / name)) == STEPS

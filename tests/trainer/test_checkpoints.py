@@ -144,7 +144,7 @@ def test_a_full_disk_leaves_the_older_checkpoints(copy, monkeypatch):
     with pytest.raises(CheckpointError, match=r"needs about \d+ MiB .*older checkpoints are untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
-    assert not list(copy.glob(".writing*"))
+    assert not list(copy.glob("_writing*"))
 
 
 def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
-    assert not list(copy.glob(".writing*"))
+    assert not list(copy.glob("_writing*"))
 
 
 def test_the_limit_keeps_the_newest_whole_one(tmp_path):

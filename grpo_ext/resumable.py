@@ -1,0 +1,402 @@
+"""`ResumableTrainer`: TRL's GRPO trainer with runs that can stop anywhere and go on as if they had not.
+
+Differs from TRL: a checkpoint is whole or absent, is verified before it is read, holds the rollout in progress, and is
+refused by a run that means something else; signals end a run after its step. `GRPOTrainer` builds on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .config import GRPOConfig
+from .engine.bitwise import pinned
+from .engine.checkpoint import (
+    check_space,
+    is_verified,
+    newest_whole,
+    no_space,
+    publish,
+    remove_unfinished,
+    rotate,
+    set_aside_later,
+    why_broken,
+    write_listing,
+    writing_folder,
+)
+from .engine.collectives import any_process, failing_together, from_main_process
+from .engine.identity import (
+    SIZES,
+    check_identity,
+    identity_of,
+    model_fingerprint,
+    save_identity,
+    tokenizer_fingerprint,
+)
+from .engine.interrupts import InterruptWatch, TrainingInterrupted
+from .engine.manifest import closing, opening, read_manifest, write_manifest
+from .engine.memory import Halving, WindowLimits
+from .engine.output_folder import free_output_dir
+from .engine.rollouts import Rollout
+from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
+from .engine.window import shards_parameters
+from .errors import CheckpointError
+
+logger = get_logger(__name__)
+
+
+class ResumableTrainer(trl.GRPOTrainer):
+    """See the module; the attributes are set by `GRPOTrainer` while it is built."""
+
+    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
+    model: Any
+    optimizer: Any
+    train_dataset: Any
+    geometry: Any
+    _stock: bool
+    _given_args: trl.GRPOConfig | None
+    _limits: WindowLimits
+    _scoring_memory: Halving
+    _sampling_memory: Halving
+
+    def _begin_records(self) -> None:
+        """What the rest of the class needs before TRL's constructor."""
+        self._rollout: Rollout | None = None
+        self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
+        self._losses: list[float] = []
+        self._resumed: RunState | None = None
+        self._identity_of_run: dict[str, Any] | None = None
+        self._to_push = False
+
+    def _watch_run(self) -> None:
+        device = self.accelerator.device
+        self._watch = InterruptWatch(lambda asked: any_process(asked, device), self._say)
+        if not self._stock:
+            self.add_callback(RestoreAtBegin(self._restore))
+            self.add_callback(self._watch)
+
+    def _say(self, sentence: str) -> None:
+        if self.accelerator.is_main_process:
+            print(sentence, flush=True)
+
+    @property
+    def _sharded(self) -> bool:
+        return shards_parameters(self.accelerator)
+
+    @property
+    def _threads(self) -> int | None:
+        return self.args.bitwise_threads if self.args.bitwise_invariant else None
+
+    def _announce(self) -> None:
+        raise NotImplementedError
+
+    # ---- A run ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
+
+        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`. An
+        `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
+        beside it.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
+            TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
+        """
+        if self._stock:
+            if not resume_from_checkpoint:
+                self._write_beside_earlier_runs()
+            self._announce()
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        self._rollout = self._rollout_name = self._identity_of_run = None
+        self._losses = []
+        self._resumed = None if checkpoint is None else self._read_state(checkpoint)
+        self._prepare_output(checkpoint)
+        self._announce()
+        with pinned(self._threads), self._watch.listening(), self._recorded(checkpoint):
+            result = super().train(checkpoint, trial, ignore_keys_for_eval)
+        self._say_what_fits()
+        if self._watch.stopping:
+            raise self._interrupted()
+        return result
+
+    def _prepare_output(self, checkpoint: str | None) -> None:
+        """Keep what other runs, and what later steps of this one, have saved."""
+        if checkpoint is None or Path(checkpoint).resolve().parent != Path(str(self.args.output_dir)).resolve():
+            self._write_beside_earlier_runs()
+        elif self.args.should_save:
+            later = set_aside_later(checkpoint)
+            if later:
+                names = ", ".join(path.name for path in later)
+                logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
+
+    def _write_beside_earlier_runs(self) -> None:
+        """Write to a free folder from now on, also where the script saves to the `output_dir` of its own arguments."""
+        folder = free_output_dir(str(self.args.output_dir), self.accelerator.process_index)
+        for args in (self.args, self._given_args):
+            if args is not None and args.output_dir != folder:
+                args.output_dir = folder
+        if self.log_completions and self.accelerator.is_main_process:
+            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
+
+    @contextlib.contextmanager
+    def _recorded(self, checkpoint: str | None) -> Iterator[None]:
+        """Keep the run's manifest."""
+        identity = self._current_identity()
+        if not self.args.should_save:
+            yield
+            return
+        folder, device = str(self.args.output_dir), self.accelerator.device
+        earlier = read_manifest(folder) if checkpoint is not None else []
+        entry = opening(self.geometry, identity, device, checkpoint)
+        write_manifest(folder, [*earlier, entry])
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error is what matters; a full disk may be its reason
+                write_manifest(folder, [*earlier, entry | closing(self.state.global_step, "failed", None)])
+            raise
+        whole = None if self._sharded else self.accelerator.unwrap_model(self.model)
+        ended = "interrupted" if self._watch.stopping else "finished"
+        optimizer = self.optimizer if self.args.bitwise_invariant else None
+        write_manifest(folder, [*earlier, entry | closing(self.state.global_step, ended, whole, optimizer)])
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        # at the end of an interrupted run the checkpoint to go on from is no leftover beside the best one
+        limit = None if self._watch.stopping else self.args.save_total_limit
+        with mock.patch.object(self.args, "save_total_limit", limit):
+            return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _say_what_fits(self) -> None:
+        if self._limits.failures:
+            tokens = "" if self._limits.tokens is None else f", micro_batch_tokens={self._limits.tokens}"
+            self._say(
+                f"Memory ran out {self._limits.failures} time(s). What fits here: per_device_train_batch_size="
+                f"{self._limits.rows}{tokens}"
+            )
+
+    def _interrupted(self) -> TrainingInterrupted:
+        path = self._final_folder(None)
+        step = self.state.global_step
+        if not from_main_process(self.accelerator, path.is_dir):
+            self._say(f"Interrupted after step {step}; no checkpoint of it was written.")
+            return TrainingInterrupted(None)
+        self._say(
+            f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
+            f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
+        )
+        return TrainingInterrupted(str(path))
+
+    # ---- Reading a checkpoint -------------------------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from, found and verified on the main process.
+
+        Raises:
+            CheckpointError: it is broken, or there is none.
+        """
+        if not wanted:
+            return None
+        folder = str(self.args.output_dir)
+
+        def find() -> tuple[str | None, str | None, list[str]]:
+            if isinstance(wanted, str) and wanted != "latest":
+                return wanted, why_broken(wanted), []
+            newest, skipped = newest_whole(folder)
+            if newest is None:
+                return None, f"{folder} holds no whole checkpoint", skipped
+            return str(newest), None, skipped
+
+        path, reason, skipped = from_main_process(self.accelerator, find)
+        for sentence in skipped:
+            logger.warning(f"Skipped a checkpoint: {sentence}.")
+        if reason is not None:
+            raise CheckpointError(
+                f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
+                "whole checkpoint of output_dir, or leave it out to start anew."
+            )
+        if not is_verified(path):
+            logger.warning(f"{path} has no checksums (another trainer wrote it), so it is read unverified.")
+        return str(path)
+
+    def _current_identity(self) -> dict[str, Any]:
+        if self._identity_of_run is None:
+            fingerprint = model_fingerprint(
+                self.accelerator.unwrap_model(self.model),
+                self.ref_model if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model),
+                whole=not self._sharded,
+            )
+            self._identity_of_run = identity_of(
+                self.args,
+                self.geometry,
+                self.train_dataset,
+                fingerprint,
+                tokenizer_fingerprint(self._tokenizer),
+                list(self.reward_func_names),
+            )
+        return self._identity_of_run
+
+    def _read_state(self, checkpoint: str) -> RunState | None:
+        allowed = check_identity(checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ())
+        for name, (old, new) in allowed.items():
+            logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        state = RunState.load(checkpoint)
+        if state is None:
+            logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
+        elif sizes := sorted(allowed.keys() & set(SIZES)):
+            logger.warning(f"{', '.join(sizes)} changed, so the rollout batch of the checkpoint is not used.")
+            state.rollout = state.rollout_name = None
+        if self.ref_model is not None:
+            load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
+        return state
+
+    def _restore(self) -> None:
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return
+        self._rollout, self._rollout_name, self._step = state.rollout, state.rollout_name, state.step
+        self._metrics["train"].clear()
+        self._metrics["train"].update(state.metrics)
+        if state.loss:
+            self._tr_loss = self._tr_loss + state.loss["since_log"]
+            self._total_loss_scalar = state.loss["total"]
+            self._initial_global_step, self._globalstep_last_logged = 0, int(state.loss["last_logged"])
+            self._losses = list(state.losses)
+        if state.entropy:
+            self.entropy_coef = state.entropy["coefficient"]
+            self._last_world_entropy = state.entropy["last"]
+        if state.limits:
+            self._limits.restore(state.limits["window"])
+            self._scoring_memory.limit = state.limits["scoring"]
+            self._sampling_memory.limit = state.limits["generation"]
+
+    # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    def _run_state(self) -> RunState:
+        entropy = (
+            {"coefficient": self.entropy_coef, "last": self._last_world_entropy} if self.use_adaptive_entropy else {}
+        )
+        return RunState(
+            self._rollout,
+            self._rollout_name,
+            self._step,
+            {name: [float(v) for v in values] for name, values in self._metrics["train"].items()},
+            {
+                "since_log": float(self._tr_loss),
+                "total": float(self._total_loss_scalar),
+                "last_logged": float(self._globalstep_last_logged),
+            },
+            self._losses,
+            entropy,
+            {
+                "window": self._limits.state(),
+                "scoring": self._scoring_memory.limit,
+                "generation": self._sampling_memory.limit,
+            },
+        )
+
+    def _final_folder(self, trial: Any) -> Path:
+        return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint that is whole or absent: see engine.checkpoint."""
+        if self._stock:
+            super()._save_checkpoint(model, trial)
+            return
+        final = self._final_folder(trial)
+        run = final.parent
+        writing = writing_folder(run)
+        saves = self.args.should_save
+        needed = self._checkpoint_bytes()
+
+        def explain(reason: str) -> str:
+            if saves:
+                remove_unfinished(run)
+            free = shutil.disk_usage(run).free
+            if free < needed:
+                return no_space(run, needed, free)
+            return f"{final.name} could not be written to {run} ({reason}). The older checkpoints are untouched."
+
+        with failing_together(explain):
+            if saves:
+                run.mkdir(parents=True, exist_ok=True)
+                remove_unfinished(run)
+                check_space(run, needed)
+        self._to_push = False
+        best = self.state.best_global_step
+        with (
+            failing_together(explain),
+            mock.patch.object(self, "_get_output_dir", return_value=str(writing)),
+            mock.patch.object(self.state, "best_global_step", None),  # or it looks for the best one where it writes
+        ):
+            super()._save_checkpoint(model, trial)
+        if best:
+            folder = run / f"{PREFIX_CHECKPOINT_DIR}-{best}"
+            if folder == final or folder.is_dir():
+                self.state.best_model_checkpoint = str(folder)
+        with failing_together(explain):
+            if saves:
+                self._save_own_state(writing / final.name)
+        with failing_together(explain):
+            self._publish(writing / final.name, final)
+        if self._to_push:
+            super()._push_from_checkpoint(str(final))
+        if saves:
+            rotate(run, self.args.save_total_limit, final, self.state.best_model_checkpoint)
+
+    def _save_own_state(self, folder: Path) -> None:
+        self.state.save_to_json(str(folder / "trainer_state.json"))  # with the best checkpoint's final name
+        save_identity(self._current_identity(), folder)
+        if self.args.save_only_model:
+            return
+        self._run_state().save(folder)
+        if self.ref_model is not None and self.args.sync_ref_model and not self._sharded:
+            save_reference(self.accelerator.unwrap_model(self.ref_model), folder)
+
+    def _publish(self, written: Path, final: Path) -> None:
+        """List what all processes wrote into a folder, and give it its name."""
+        if not self.args.should_save:
+            if not self.accelerator.is_local_main_process:
+                return
+            # on a disk of its own a node has a part of the checkpoint too; on a shared one the folder is not its own
+            if written.is_dir() and not (written / "trainer_state.json").exists():
+                publish(written, final)
+                remove_unfinished(final.parent)
+            return
+        write_listing(written, {"step": self.state.global_step, "processes": self.accelerator.num_processes})
+        kept = publish(written, final)
+        if kept is not None:
+            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
+        remove_unfinished(final.parent)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._stock:
+            super()._push_from_checkpoint(checkpoint_folder)
+        self._to_push = True  # under the name it will have
+
+    def _checkpoint_bytes(self) -> int:
+        """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
+        model = self.accelerator.unwrap_model(self.model)
+        adapter = hasattr(model, "peft_config")
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+        if self.args.save_only_model:
+            return weights
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
+        rollout = sum(row.nbytes for rows in (self._rollout.fields if self._rollout else {}).values() for row in rows)
+        return weights + state + rollout + 2**20

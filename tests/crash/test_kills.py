@@ -1,0 +1,94 @@
+"""Runs that are killed at random, again and again, and end with the bits of the run that was left alone.
+
+`make test` kills a few; `make test-crash` kills at least 50 (`--kills`). The seed is in the output, and repeats it all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_ext.engine.checkpoint import checkpoints, newest_whole, why_broken
+from grpo_ext.tools.runs import LaunchError, RunResult, run_all
+from tests.crash.kills import MOMENTS, dying, dying_after
+from tests.helpers import letter_reward
+from tests.invariance.cases import Bench
+from tests.invariance.test_resume import STEPS, long_run
+
+SEED = int(os.environ.get("CRASH_SEED", "20"))
+LONGEST = {1: 2.5, 2: 4.0}  # seconds from the first rewards to the end of such a run, about
+MAIN_ONLY = ("writing", "listing", "publishing")
+BOUND_S = 100.0  # for a launch of which one process died, start included; gloo's own limit is 30 minutes
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("kills"))
+
+
+def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
+    """A description and a reward function."""
+    rank = rng.randrange(processes)
+    if rng.random() < 0.5:
+        seconds = rng.uniform(0, LONGEST[processes])
+        return f"process {rank} after {seconds:.2f} s", dying_after(seconds, rank)
+    moment = rng.choice(sorted(MOMENTS))
+    rank = 0 if moment in MAIN_ONLY else rank
+    at = rng.randint(2 if moment == "rewards" else 1, max(2, MOMENTS[moment] // 2))
+    return f"process {rank} in {moment}, time {at}", dying(moment, at, rank)
+
+
+def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
+    wanted = request.config.getoption("--kills")
+    rng = random.Random(SEED)
+    whole: dict[int, RunResult] = {}
+    for processes in (1, 2):
+        (whole[processes],) = run_all([long_run(bench, bench.folder, f"whole-{processes}", 3)], processes)
+        assert whole[processes].error is None
+    kills, chains = 0, 0
+    told = []
+    while kills < wanted:
+        chains += 1
+        processes = 1 + chains % 2
+        name = f"chain-{chains}"
+        kept: set[Path] = set()
+        for attempt in range(100):
+            what, reward = one_kill(rng, processes) if kills < wanted else ("left alone", letter_reward)
+            newest, skipped = newest_whole(bench.folder / name)
+            assert skipped == [], (SEED, told)  # nothing half-written carries a checkpoint's name
+            assert newest is None or newest == max(kept, key=lambda path: int(path.name.split("-")[1]))
+            step = 0 if newest is None else int(newest.name.split("-")[1])
+            run = long_run(bench, bench.folder, name, 3)
+            run = dataclasses.replace(run, rewards=(reward,), resume_from=None if newest is None else "latest")
+            start = time.perf_counter()
+            result, died = None, ""
+            try:
+                (result,) = run_all([run], processes)
+            except LaunchError as error:
+                died = str(error)
+            if result is None:
+                assert time.perf_counter() - start < BOUND_S, (SEED, what)
+                assert processes > 1 or "status -9" in died, (SEED, what, died)
+                kills += 1
+                told.append(f"{name}.{attempt} on {processes}, from step {step}: {what}")
+                found = set(checkpoints(bench.folder / name))
+                assert kept <= found, (SEED, told)
+                assert [why_broken(path) for path in found] == [None] * len(found), (SEED, told)
+                kept = found
+                continue
+            assert result.error is None, (SEED, told, result.error)
+            assert result.trace == whole[processes].trace[step:], (SEED, told)
+            assert len(checkpoints(bench.folder / name)) == STEPS
+            break
+        shutil.rmtree(bench.folder / name)
+    with capsys.disabled():
+        print(f"\n{kills} kills in {chains} runs, seed {SEED}: the same bits in all, no checkpoint lost")
+        if wanted > 10:
+            print("\n".join(told))
