@@ -63,9 +63,13 @@ def write_listing(folder: Path, about: dict[str, Any]) -> None:
         _sync(path)
     content = {"format": FORMAT, **about, "files": files}
     listing = folder / LISTING
-    listing.write_text(json.dumps(content, indent=1) + "\n")
+    listing.write_text(json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
     for path in (listing, *{p.parent for p in _files(folder)}, folder):
         _sync(path)
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -90,10 +94,10 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text())
-        if not isinstance(content["files"], dict):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, OSError):
-        raise CheckpointError(f"{path} is broken: it is no listing of a checkpoint.") from None
+        if content.pop("sha256") != _content_hash(content):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        raise CheckpointError(f"{path} is broken: it is not the listing that was written.") from None
     return content
 
 

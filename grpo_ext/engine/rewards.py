@@ -172,8 +172,12 @@ def _in_time(function: Callable[..., Any], seconds: float | None, keywords: dict
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer within reward_timeout={seconds:g} seconds")
+        raise TimeoutError(_too_late(seconds))
     return results[0]
+
+
+def _too_late(seconds: float | None) -> str:
+    return f"no answer within reward_timeout={seconds} seconds"
 
 
 def _listed(rewards: Any) -> Any:
@@ -189,13 +193,13 @@ def checked_reward(function: Callable[..., Any], name: str, faults: Faults = STR
         async def checked_async(*, prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
             async def call() -> Any:
                 answer = function(prompts=prompts, completions=completions, **kwargs)
-                return await asyncio.wait_for(answer, faults.timeout)
+                try:
+                    return await asyncio.wait_for(answer, faults.timeout)
+                except asyncio.TimeoutError as error:
+                    raise TimeoutError(str(error) or _too_late(faults.timeout)) from None
 
             try:
                 rewards: Any = await AsyncRetrying(**faults.policy(name))(call)
-            except asyncio.TimeoutError:  # has no message of its own
-                error = TimeoutError(f"no answer within reward_timeout={faults.timeout} seconds")
-                return faults.after_the_last(name, error, completions)
             except Exception as error:
                 return faults.after_the_last(name, error, completions)
             return check_rewards(name, rewards, prompts, completions)

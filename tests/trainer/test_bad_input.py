@@ -40,6 +40,9 @@ SIZES = [
     ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'sequence'"]),
     ({"scale_rewards": "some"}, ["scale_rewards='some'", "'group'"]),
     ({"multi_objective_aggregation": "x"}, ["multi_objective_aggregation='x'", "'sum_then_normalize'"]),
+    ({"reward_on_failure": "shrug"}, ["reward_on_failure='shrug'", "'error', 'none'"]),
+    ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
+    ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]
 
 
@@ -123,3 +126,9 @@ def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
 def test_every_refusal_is_a_value_error():
     # code that catches TRL's errors catches ours
     assert issubclass(GrpoExtError, ValueError)
+
+
+def test_sums_over_processes_in_every_backward_are_refused(tmp_path):
+    options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    with pytest.raises(ConfigError, match="sync_each_batch=True"):
+        build(tmp_path, accelerator_config=options)

@@ -20,6 +20,7 @@ from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tin
 from tests.trainer.test_layout import BASE, make, parameters
 
 SAVE = {"save_strategy": "steps", "save_steps": 1}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,24 @@ def test_a_checkpoint_lists_all_it_holds(run):
         held = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
         assert held | {"grpo_ext_state.json", "grpo_ext_rollout.safetensors", "grpo_ext_identity.json"} <= names
     assert [folder.name for folder in checkpoints(run)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_a_flipped_bit_and_a_torn_end_are_found_in_every_file(copy):
+    folder = copy / "checkpoint-2"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert len(names) >= 8
+    for name in names:
+        content = (folder / name).read_bytes()
+        assert content, name
+        damage(folder, name)
+        flipped = why_broken(folder)
+        (folder / name).write_bytes(content[: len(content) // 2])
+        torn = why_broken(folder)
+        (folder / name).write_bytes(content)
+        for reason in (flipped, torn):
+            assert reason is not None, name
+            assert name in reason
+        assert why_broken(folder) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "grpo_ext_rollout.safetensors"])
@@ -91,6 +110,12 @@ def other(folder: Path, **changes: Any) -> GRPOTrainer:
     return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)
 
 
+def templated(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -103,6 +128,8 @@ def other(folder: Path, **changes: Any) -> GRPOTrainer:
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"model": tiny_model(hidden_size=64)}, ["model: "]),
         ({"bitwise_invariant": True}, ["bitwise_invariant"]),
+        ({"processing_class": templated("{{ messages }}")}, ["tokenizer: "]),
+        ({"peft_config": LoraConfig(**LORA)}, ["model: "]),
     ],
 )
 def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
@@ -143,7 +170,8 @@ def test_a_full_disk_leaves_the_older_checkpoints(copy, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"needs about \d+ MiB .*older checkpoints are untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
+    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
+    assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
 
 
@@ -156,7 +184,8 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     monkeypatch.setattr("grpo_ext.engine.run_state.save_file", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 3
+    assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
+    assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
 
 
@@ -169,13 +198,88 @@ def test_the_limit_keeps_the_newest_whole_one(tmp_path):
 
 
 def test_lora_resumes_with_the_same_bits(tmp_path):
-    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    whole = other(tmp_path / "a", peft_config=LoraConfig(**lora))
+    whole = other(tmp_path / "a", peft_config=LoraConfig(**LORA))
     whole.train()
-    again = other(tmp_path / "a", peft_config=LoraConfig(**lora))
+    again = other(tmp_path / "a", peft_config=LoraConfig(**LORA))
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
     assert torch.equal(parameters(whole), parameters(again))
     assert "adapter_model.safetensors" in json.loads((tmp_path / "a/checkpoint-1/checkpoint.json").read_text())["files"]
+
+
+def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
+    other(tmp_path, peft_config=LoraConfig(**LORA), max_steps=1).train()
+    changed = tiny_model()
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.mul_(1.01)  # the same shapes; no checkpoint of LoRA holds it
+    for changes in ({"model": changed}, {"peft_config": LoraConfig(**{**LORA, "lora_alpha": 3})}):
+        with pytest.raises(CheckpointError, match="model: "):
+            other(tmp_path, **{"peft_config": LoraConfig(**LORA), "max_steps": 1, **changes}).train("latest")
+
+
+def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):
+    trainer = other(copy, max_steps=2, allow_changed_on_resume=["max_steps"])
+    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    names = sorted(path.name for path in copy.iterdir() if path.name.startswith("checkpoint-"))
+    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-2.replaced-1", "checkpoint-3.replaced-1"]
+    assert "later checkpoints beside it are now checkpoint-2.replaced-1, checkpoint-3.replaced-1" in caplog.text
+
+
+def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, caplog):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    trainer = make(copy, **SAVE)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+    assert [folder.name for folder in checkpoints(f"{copy}-2")] == ["checkpoint-3"]
+    assert "are left alone" in caplog.text
+
+
+def test_a_changed_batch_samples_anew(tmp_path, caplog):
+    sizes = {"rollout_batch_size": 32, "global_batch_size": 16}
+    other(tmp_path, **sizes, max_steps=1).train()
+    trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, allow_changed_on_resume=["rollout_batch_size"])
+    with pytest.raises(CheckpointError, match="max_steps"):
+        trainer.train("latest")
+    allowed = ["rollout_batch_size", "max_steps"]
+    trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, max_steps=2, allow_changed_on_resume=allowed)
+    trainer.train("latest")
+    assert trainer.state.global_step == 2
+    assert "rollout_batch_size changed, so the rollout batch of the checkpoint is not used" in caplog.text
+
+
+def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
+    trainer = make(tmp_path, **SAVE)
+
+    def broken(**kwargs: Any) -> list[float]:
+        raise KeyError("no such column")
+
+    trainer.reward_funcs = [broken]
+    with pytest.raises(KeyError):
+        trainer.train()
+    (entry,) = read_manifest(tmp_path)
+    assert entry["ended"] == "failed"
+    assert "parameters_sha256" not in entry
+
+
+def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    settings = {**SAVE, **best, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
+    trainer = GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(str(tmp_path), **{**BASE, **settings}),
+        train_dataset=prompts(12),
+        eval_dataset=prompts(4, seed=1),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    named = Path(trainer.state.best_model_checkpoint)
+    assert named.parent == tmp_path
+    assert named.is_dir()
+    for folder in checkpoints(tmp_path):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        assert Path(state["best_model_checkpoint"]).parent == tmp_path
+        assert state["best_global_step"] in (1, 2, 3)
+        assert why_broken(folder) is None
 
 
 def test_a_reference_that_moves_is_restored(tmp_path):
@@ -214,6 +318,7 @@ def test_the_manifest_tells_what_was_run(copy, run):
         ({"micro_batch_tokens": 100}, "canonical_unit_size sets their size"),
         ({"use_vllm": True}, "use_vllm"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"fp16": True}, "fp16"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
         ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
         ({"canonical_unit_size": 0}, "canonical_unit_size=0"),

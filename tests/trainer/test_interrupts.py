@@ -14,9 +14,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine.checkpoint import checkpoints, why_broken
 from grpo_ext.engine.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.distributed.launch import accelerate_launch
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.test_layout import make, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
@@ -54,6 +56,49 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
     whole.train()
     again.train(resume_from_checkpoint="latest")
     assert torch.equal(parameters(whole), parameters(again))
+
+
+def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(**config_kwargs(tmp_path, max_steps=4, save_total_limit=1, **every, **best)),
+        train_dataset=prompts(),
+        eval_dataset=prompts(4, seed=1),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.add_callback(Signal(2, signal.SIGTERM))
+    evaluated = []
+    trainer.add_callback(OnEvaluate(lambda step: evaluated.append(step)))
+    with pytest.raises(TrainingInterrupted) as stopped:
+        trainer.train()
+    assert stopped.value.checkpoint == str(tmp_path / "checkpoint-3")
+    assert why_broken(tmp_path / "checkpoint-3") is None
+    assert Path(trainer.state.best_model_checkpoint).is_dir()
+    assert evaluated == [1, 2]  # not after the step in which it was told to stop
+
+
+class OnEvaluate(TrainerCallback):
+    def __init__(self, tell: Any) -> None:
+        self.tell = tell
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tell(state.global_step)
+
+
+def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monkeypatch):
+    trainer = make(tmp_path, max_steps=4)
+
+    def gone(sentence: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(trainer._watch, "say", gone)
+    trainer.add_callback(Signal(1, signal.SIGTERM))
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):

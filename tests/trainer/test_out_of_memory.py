@@ -106,6 +106,20 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
     trainer.train()
     assert trainer._limits.failures == 1
     assert torch.equal(parameters(reference), parameters(trainer))
+    twice = limited(tmp_path / "d", **exact)
+    twice.fails_at = (2, 8)  # in two steps
+    twice.train()
+    assert twice._limits.failures == 2
+    assert torch.equal(parameters(reference), parameters(twice))
     always = limited(tmp_path / "c", **exact)
     with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
         always.train()
+
+
+def test_auto_find_batch_size_means_this(tmp_path):
+    expected, _ = update(tmp_path / "a")
+    trainer = limited(tmp_path / "b", auto_find_batch_size=True)
+    before = parameters(trainer)
+    trainer.train()
+    assert trainer._limits.rows == 2
+    assert error(expected, parameters(trainer) - before) <= UPDATE

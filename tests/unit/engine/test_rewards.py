@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from trl.trainer.utils import is_async_callable
 
-from grpo_ext.engine.rewards import check_reward_functions, check_rewards, checked_reward
+from grpo_ext.engine.rewards import Faults, check_reward_functions, check_rewards, checked_reward
 from grpo_ext.errors import RewardError
 
 PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
@@ -258,3 +261,92 @@ def test_reward_models_are_left_as_they_are_and_functions_get_their_own_names():
     for function, name in ((checked[0], "first"), (checked[2], "third")):
         with pytest.raises(RewardError, match=f"'{name}'"):
             function(prompts=PROMPTS, completions=COMPLETIONS)
+
+
+# ---- Calls that hang or fail ----------------------------------------------------------------------------------------
+
+
+def unreliable(failures: int, kind: str, calls: list[int], hang: float = 0.0) -> Callable:
+    """A function that raises, or sleeps, the first times it is called."""
+
+    def act() -> None:
+        calls.append(threading.get_ident())
+        if len(calls) <= failures and not hang:
+            raise ConnectionError("judge is away")
+
+    def plain(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        act()
+        if len(calls) <= failures:
+            time.sleep(hang)
+        return [1.0, 2.0, 3.0]
+
+    async def later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        act()
+        if len(calls) <= failures:
+            await asyncio.sleep(hang)
+        return [1.0, 2.0, 3.0]
+
+    def yielding(prompts: list[str], completions: list[str], **kwargs: Any) -> Iterator[float]:
+        act()
+        if len(calls) <= failures:
+            time.sleep(hang)
+        yield from (1.0, 2.0, 3.0)
+
+    return {"sync": plain, "async": later, "generator": yielding}[kind]
+
+
+def call_with(faults: Faults, function: Callable) -> list[float | None]:
+    found = checked_reward(function, "graded", faults)(prompts=PROMPTS, completions=COMPLETIONS)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async", "generator"])
+
+
+@KINDS
+@pytest.mark.parametrize("hang", [0.0, 30.0])
+def test_a_call_that_fails_now_and_then_is_made_again(kind, hang, caplog):
+    calls: list[int] = []
+    faults = Faults(timeout=0.2 if hang else None, retries=1)
+    assert call_with(faults, unreliable(1, kind, calls, hang)) == [1.0, 2.0, 3.0]
+    assert len(calls) == 2
+    assert "'graded' failed" in caplog.text
+    assert "try 2 of 2 follows" in caplog.text
+
+
+@KINDS
+@pytest.mark.parametrize(("hang", "says"), [(0.0, "judge is away"), (30.0, "no answer within reward_timeout=0.2")])
+def test_after_the_last_try_it_is_an_error_or_none_as_configured(kind, hang, says, caplog):
+    faults = Faults(timeout=0.2, retries=0)
+    with pytest.raises(RewardError, match=f"'graded' raised .*{says}"):
+        call_with(faults, unreliable(9, kind, [], hang))
+    faults = Faults(timeout=0.2, retries=0, on_failure="none")
+    assert call_with(faults, unreliable(9, kind, [], hang)) == [None] * 3
+    assert "its 3 completions get None" in caplog.text
+
+
+@KINDS
+def test_without_retries_a_call_is_made_once(kind):
+    calls: list[int] = []
+    with pytest.raises(RewardError):
+        call_with(Faults(), unreliable(1, kind, calls))
+    assert len(calls) == 1
+
+
+def test_without_a_timeout_a_function_runs_where_it_always_did():
+    calls: list[int] = []
+    call_with(Faults(), unreliable(0, "sync", calls))
+    call_with(Faults(timeout=5.0), unreliable(0, "sync", calls))
+    assert calls[0] == threading.get_ident() != calls[1]
+
+
+def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
+    calls: list[int] = []
+
+    def wrong(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(1)
+        return [math.nan] * 3
+
+    with pytest.raises(RewardError, match="nan in row 0"):
+        call_with(Faults(timeout=5.0, retries=3, on_failure="none"), wrong)
+    assert len(calls) == 1
