@@ -17,6 +17,7 @@ import trl
 from trl.trainer.utils import get_config_model_id
 
 from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
+from .core.loss_scale import INITIAL_SCALE, ScaleRule
 from .core.losses import LOSS_TYPES, LossConfig
 from .errors import ConfigError
 
@@ -28,6 +29,7 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
+_LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale")
 
 
 @dataclass
@@ -60,6 +62,10 @@ class GRPOConfig(trl.GRPOConfig):
 
     Resume:
         allow_changed_on_resume: names of what may differ from the checkpoint although it changes what the run means.
+
+    Half precision (fp16=True):
+        fp16_initial_scale, fp16_scale_window, fp16_hysteresis, fp16_min_scale: the dynamic loss scale.
+        fp16_fixed_scale: a scale that stays as it is.
 
     Reward functions that fail:
         reward_timeout: seconds a call may take.
@@ -174,6 +180,32 @@ class GRPOConfig(trl.GRPOConfig):
             "(processes, micro-batches) may always differ."
         },
     )
+    fp16_initial_scale: float | None = field(
+        default=None,
+        metadata={"help": "With fp16: the loss scale at the start. Default: 65536."},
+    )
+    fp16_scale_window: int | None = field(
+        default=None,
+        metadata={"help": "With fp16: steps without an overflow before the loss scale doubles. Default: 1000."},
+    )
+    fp16_hysteresis: int | None = field(
+        default=None,
+        metadata={"help": "With fp16: overflows before the loss scale halves (each skips its step). Default: 2."},
+    )
+    fp16_min_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "With fp16: the loss scale never falls below; an overflow there ends the run with an error. "
+            "Default: 1."
+        },
+    )
+    fp16_fixed_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "With fp16: a loss scale that stays as it is; fp16_hysteresis overflows in a row end the run. "
+            "Default: a dynamic scale."
+        },
+    )
     reward_timeout: float | None = field(
         default=None,
         metadata={
@@ -210,6 +242,7 @@ class GRPOConfig(trl.GRPOConfig):
             self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         _check_tokens(self.micro_batch_tokens)
+        self._check_loss_scale()
         if self.bitwise_invariant:
             self._check_bitwise()
         _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
@@ -256,6 +289,43 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
                 " use another optimizer, for example adamw_torch."
+            )
+
+    @property
+    def loss_scale(self) -> tuple[float, ScaleRule, set[str]]:
+        """The loss scale at the start, how it moves, and which of the settings were given."""
+        usual = ScaleRule()
+        rule = ScaleRule(
+            usual.window if self.fp16_scale_window is None else self.fp16_scale_window,
+            usual.hysteresis if self.fp16_hysteresis is None else self.fp16_hysteresis,
+            usual.minimum if self.fp16_min_scale is None else self.fp16_min_scale,
+            dynamic=self.fp16_fixed_scale is None,
+        )
+        chosen = self.fp16_initial_scale if self.fp16_fixed_scale is None else self.fp16_fixed_scale
+        given = {name for name in _LOSS_SCALE if getattr(self, name) is not None}
+        return INITIAL_SCALE if chosen is None else float(chosen), rule, given
+
+    def _check_loss_scale(self) -> None:
+        """Refuse loss scales without fp16, out of range, or both fixed and dynamic.
+
+        Raises:
+            ConfigError: names the settings.
+        """
+        scale, rule, given = self.loss_scale
+        if given and not self.fp16:
+            raise ConfigError(f"{', '.join(sorted(given))}: only fp16 training has a loss scale; set fp16=True.")
+        if not rule.dynamic and (moving := sorted(given - {"fp16_fixed_scale", "fp16_hysteresis"})):
+            raise ConfigError(
+                f"fp16_fixed_scale={scale:g} stays as it is, and {', '.join(moving)} say how a dynamic scale moves; "
+                "remove one or the other."
+            )
+        for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: use a whole number of steps, 1 or more.")
+        if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
+            raise ConfigError(
+                f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
+                "there to 2**32."
             )
 
     def _check_bitwise(self) -> None:

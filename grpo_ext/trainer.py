@@ -36,6 +36,7 @@ from .engine import checks
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
+    first_of_all_processes,
     max_over_processes,
     ragged_gather,
     ragged_scoring,
@@ -44,7 +45,9 @@ from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
+from .engine.loss_scaler import LossScaler, install_loss_scaler, refuse_half_weights
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
+from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
@@ -72,7 +75,7 @@ from .engine.window import (
     shards_parameters,
     survivable,
 )
-from .errors import ConfigError, MemoryShortageError
+from .errors import ConfigError, MemoryShortageError, PrecisionError
 from .resumable import ResumableTrainer
 
 logger = get_logger(__name__)
@@ -202,6 +205,8 @@ class GRPOTrainer(ResumableTrainer):
         self._sampling_memory = Halving(
             "generation", "lower rollout_chunk_size (fewer completions at a time), or max_completion_length", may_cut
         )
+        if config.fp16 and not self._stock:
+            refuse_half_weights(policy)
         self._loss_config = config.loss_config()
         self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
         self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
@@ -261,6 +266,12 @@ class GRPOTrainer(ResumableTrainer):
             # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
             args["gradient_accumulation_plugin"].sync_with_dataloader = False
         return args
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """TRL's, with this package's loss scaler in fp16."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fp16 and not self._stock:
+            install_loss_scaler(self.accelerator, *self.args.loss_scale)
 
     def _announce(self) -> None:
         for sentence in self._uncovered:
@@ -349,7 +360,18 @@ class GRPOTrainer(ResumableTrainer):
             config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
             compact = self.args.compact_rollouts and not shards_parameters(self.accelerator)
             compact = compact and why_not_compact(model, config) is None
-            return sample_chunk(model, prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of, compact)
+            chunk = (prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of, compact)
+            try:
+                return sample_chunk(model, *chunk)
+            except PrecisionError as error:
+                if self._sharded:  # the other processes would not come along
+                    raise
+                first = FirstModule()
+                with first.watching(model), contextlib.suppress(PrecisionError):
+                    sample_chunk(model, *chunk)
+                raise PrecisionError(
+                    f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}."
+                ) from None
 
         def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
             sharded = shards_parameters(self.accelerator)
@@ -469,6 +491,8 @@ class GRPOTrainer(ResumableTrainer):
         context, work = self._survive(model, rollout)
         work.add_to(context.meter)
         loss = self._finish_step(context, work)
+        if not math.isfinite(loss):
+            self._explain_non_finite(model, rollout, context, loss)
         self._losses.append(loss)
         self._metrics["train"]["loss"].append(loss)  # the Trainer's own goes through a float32 mean of processes
         self._step += 1
@@ -495,8 +519,30 @@ class GRPOTrainer(ResumableTrainer):
             self._shrink(rollout, micro_batches, reason, attempt)
         raise AssertionError  # the loop ends by itself
 
+    def _explain_non_finite(self, model: Any, rollout: Rollout, context: StepContext, loss: float) -> None:
+        """End a run whose loss is not finite, before the optimizer acts on it.
+
+        Raises:
+            PrecisionError: on every process, with the first module that produced the number.
+        """
+        policy = self.accelerator.unwrap_model(model)
+        base, first = base_model_of(policy), FirstModule()
+        weight = None if self._sharded else bad_weight(policy)
+        micro_batches, _ = self._plan(rollout, self._limits.rows)
+        packs = packed_attention(base, self._forms.packs(base, self.model))
+        with torch.no_grad(), packs, small_tiles(base, self.accelerator.device), first.watching(policy):
+            for part in micro_batches:
+                self._micro_batch_loss(model, rollout, context, part)
+        module = first_of_all_processes(first.name)
+        raise PrecisionError(
+            f"the loss of step {self.state.global_step + 1} is {loss}: {explanation(weight, module, self.args.fp16)}."
+        )
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, with the loss of the whole run summed exactly at its end."""
+        """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
+        scaler = self.accelerator.scaler
+        if isinstance(scaler, LossScaler) and "train_loss" not in logs:
+            logs |= scaler.report()
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
         super().log(logs, start_time)

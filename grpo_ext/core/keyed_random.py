@@ -81,7 +81,7 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
         uniforms_B: float64 in [0, 1).
 
     Returns:
-        int64 token ids, shape (B,).
+        int64 token ids, shape (B,); V, which is no token, where the scores are no distribution (not finite).
     """
     if scores_BV.device.type == "mps" or (scores_BV.is_cuda and torch.are_deterministic_algorithms_enabled()):
         # no float64 there, or no deterministic running sum

@@ -79,6 +79,11 @@ def any_process(value: bool, device: torch.device) -> bool:
     return bool(max_over_processes(int(value), device))
 
 
+def first_of_all_processes(value: Any) -> Any:
+    """The first value that is not None, in process order; None if all are."""
+    return next((found for found in gather_object([value]) if found is not None), None)
+
+
 @contextmanager
 def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     """What fails inside on one process fails on all of them, so that none waits for it in a later collective.
@@ -94,8 +99,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
         yield
     except Exception as error:  # told to the others first
         failure = error
-    messages = gather_object([None if failure is None else f"{type(failure).__name__}: {failure}"])
-    first = next((message for message in messages if message is not None), None)
+    first = first_of_all_processes(None if failure is None else f"{type(failure).__name__}: {failure}")
     if first is None:
         return
     if isinstance(failure, CheckpointError):

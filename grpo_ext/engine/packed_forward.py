@@ -231,6 +231,8 @@ def check_packing(
             alone = score_padded(model, policy, ids, mask_1L, width)[0][0]
             gap = (alone - padded[row, :width])[mask[row, :width]]
             noise = max(noise, float(gap.abs().float().mean().nan_to_num()))
+    if not torch.isfinite(padded[mask]).all():
+        return  # nothing to compare with; the loss of the step will not be finite either, which is an error of its own
     error = float((packed - padded)[mask].abs().float().mean().nan_to_num(nan=float("inf"))) if mask.any() else 0.0
     half = next(p for p in policy.parameters()).dtype in (torch.bfloat16, torch.float16)
     half = half or torch.is_autocast_enabled(input_ids.device.type)

@@ -29,6 +29,7 @@ from trl.trainer.utils import pad
 
 from ..core.keyed_random import choose, completion_keys, uniform
 from ..core.micro_batches import StepSizes
+from ..errors import PrecisionError
 from .collectives import ragged_gather
 from .decoding import compact_decode, growing_cache, unique_prompts
 from .prompt_order import RolloutRequest
@@ -46,10 +47,13 @@ class KeyedChoice(LogitsProcessor):
 
     def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
         self.keys_B, self.offsets_B, self.prompt_width = keys_B, offsets_B, prompt_width
+        self.broken = torch.zeros((), dtype=torch.bool, device=keys_B.device)  # read once, after the last token
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         position = input_ids.size(1) - self.prompt_width
         tokens = choose(scores, uniform(self.keys_B, self.offsets_B + position))
+        self.broken |= (tokens == scores.size(1)).any().to(self.broken.device)
+        tokens = tokens.clamp(max=scores.size(1) - 1)
         chosen = torch.full_like(scores, -torch.inf)
         return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
@@ -145,6 +149,9 @@ def sample_chunk(
 
     Returns:
         The new token ids of each row, without padding.
+
+    Raises:
+        PrecisionError: the model's scores are no distribution.
     """
     firsts, numbers = unique_prompts(prompts) if compact else (range(len(prompts)), [])
     ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
@@ -161,6 +168,8 @@ def sample_chunk(
         inputs["past_key_values"] = growing_cache(model)
     processors = LogitsProcessorList([*filters, keyed])
     output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
+    if bool(keyed.broken):
+        raise PrecisionError("while sampling, the scores of the next token were not finite")
     return [_until_eos(row, eos_token_ids) for row in output[:, width:].tolist()]
 
 

@@ -82,6 +82,7 @@ OVERRIDES = {
         "environment_factory",
     ],
     "_build_accelerator_args": [],
+    "create_accelerator_and_postprocess": [],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "log": ["logs", "start_time"],
     "_save_checkpoint": ["model", "trial"],

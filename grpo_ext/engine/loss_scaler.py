@@ -1,0 +1,172 @@
+"""The loss scaler that Accelerate drives in fp16 training, with the rule of core.loss_scale.
+
+Takes the place of `torch.amp.GradScaler`, which has no hysteresis and no minimum, looks for overflows on one process
+alone, and lets fused optimizers skip steps unseen, so that Accelerate moves the scheduler. Built by the trainer;
+`scale`, `unscale_`, `step` and `update` are called by Accelerate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.loss_scale import LossScale, ScaleRule, after_step, start
+from ..errors import ConfigError, ModelError
+from .collectives import any_process
+
+
+class LossScaler:
+    """See the module.
+
+    Args:
+        scale: at the start.
+        anyone: from whether this process found an overflow to whether any did (a collective).
+    """
+
+    def __init__(self, scale: float, rule: ScaleRule, anyone: Callable[[bool], bool]) -> None:
+        self.rule, self.anyone = rule, anyone
+        self.state: LossScale = start(scale, rule)
+        self._reported = 0
+        self._overflow: bool | None = None  # of the gradients that are unscaled; None: they are not yet
+
+    def is_enabled(self) -> bool:
+        """As `torch.amp.GradScaler`."""
+        return True
+
+    def get_scale(self) -> float:
+        """As `torch.amp.GradScaler`."""
+        return self.state.scale
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in float32."""
+        return loss.float() * self.state.scale
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide the gradients by the scale, and find out on all processes whether one of them overflowed."""
+        if self._overflow is not None:
+            return
+        found = False
+        grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    local = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's shards
+                    grads.setdefault((local.device, local.dtype), []).append(local)
+        for (device, _), same in grads.items():
+            overflow = torch.zeros((), device=device)
+            inverse = torch.tensor(1.0 / self.state.scale, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
+            found = found or bool(overflow)
+        self._overflow = self.anyone(found)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """`optimizer.step`, unless there was an overflow."""
+        self.unscale_(optimizer)
+        return None if self._overflow else optimizer.step(*args, **kwargs)
+
+    def update(self) -> None:
+        """Move the scale after a step.
+
+        Raises:
+            PrecisionError: on every process alike: it overflowed and cannot fall any more.
+        """
+        overflow, self._overflow = bool(self._overflow), None
+        self.state = after_step(self.state, overflow, self.rule)
+
+    def report(self) -> dict[str, float]:
+        """For a log line; overflows are those since the last one."""
+        skipped, before = self.state.skipped, self._reported
+        self._reported = skipped
+        return {
+            "fp16/loss_scale": self.state.scale,
+            "fp16/overflows": float(skipped - before),
+            "fp16/skipped_steps": float(skipped),
+        }
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint: plain numbers."""
+        return dataclasses.asdict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's scale; one of `torch.amp.GradScaler` gives its scale alone."""
+        names = {field.name for field in dataclasses.fields(LossScale)}
+        known = {name: value for name, value in state.items() if name in names}
+        self.state = dataclasses.replace(self.state, **known)
+        self._reported = self.state.skipped
+
+
+def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: set[str]) -> None:
+    """Give an accelerator in fp16 its loss scale, before models and optimizers are prepared.
+
+    Args:
+        given: names of the settings that the user chose.
+
+    Raises:
+        ConfigError: Accelerate would compute in float32 without a word, or the DeepSpeed file disagrees.
+    """
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is not None:
+        fill_deepspeed(plugin.hf_ds_config.config.setdefault("fp16", {}), scale, rule, given)
+        return
+    device = accelerator.device
+    if accelerator.mixed_precision != "fp16" or not accelerator.native_amp:
+        raise ConfigError(
+            f"fp16=True needs an accelerator: on {device.type} Accelerate computes in float32 without a word. Use "
+            "bf16=True, or neither."
+        )
+    accelerator.scaler = LossScaler(scale, rule, lambda found: any_process(found, device))
+
+
+def refuse_half_weights(model: torch.nn.Module) -> None:
+    """Refuse trainable weights in float16: their updates are lost to rounding, and their gradients have no scale.
+
+    Raises:
+        ModelError: names one.
+    """
+    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if half:
+        raise ModelError(
+            f"fp16=True trains float32 weights and computes in float16, but {half[0]} (one of {len(half)}) is float16; "
+            "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'})."
+        )
+
+
+def fill_deepspeed(section: dict[str, Any], scale: float, rule: ScaleRule, given: set[str]) -> None:
+    """Write the settings into the `fp16` section of a DeepSpeed configuration, in place.
+
+    Args:
+        given: names of the settings that the user chose; the others give way to what the file says.
+
+    Raises:
+        ConfigError: the file says something else, or the initial scale is no power of two.
+    """
+    power = math.log2(scale)
+    if rule.dynamic and not power.is_integer():
+        raise ConfigError(
+            f"fp16_initial_scale={scale:g}: DeepSpeed starts with a power of two; use {2 ** round(power)}."
+        )
+    wanted: dict[str, tuple[str, float]] = {
+        "loss_scale": ("fp16_fixed_scale", 0 if rule.dynamic else scale),
+        "initial_scale_power": ("fp16_initial_scale", int(power)),
+        "loss_scale_window": ("fp16_scale_window", rule.window),
+        "hysteresis": ("fp16_hysteresis", rule.hysteresis),
+        "min_loss_scale": ("fp16_min_scale", rule.minimum),
+    }
+    conflicts = []
+    for key, (name, value) in wanted.items():
+        there = section.get(key, "auto")
+        if there == "auto":
+            section[key] = value
+        elif there != value and (name in given or (key == "loss_scale" and given)):
+            asked = name if name in given else ", ".join(sorted(given))
+            conflicts.append(f"{key}={there} in the file, {asked} asks for {value:g}")
+    if conflicts:
+        raise ConfigError(
+            "the fp16 section of the DeepSpeed configuration and the trainer's settings disagree: "
+            f"{'; '.join(conflicts)}. Remove one of each pair."
+        )

@@ -1,0 +1,217 @@
+"""fp16 with the real loss scaler, on the CPU.
+
+Accelerate leaves fp16 off on a CPU device, so these tests turn it on: torch's own float16 autocast works there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.engine.loss_scaler import LossScaler
+from grpo_ext.errors import ConfigError, ModelError, PrecisionError
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.trainer.test_layout import parameters
+
+
+@pytest.fixture
+def fp16_on_the_cpu(monkeypatch):
+    inner = accelerate.Accelerator.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            self.native_amp = True
+
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", built)
+
+
+def build(folder: Path, model: Any = None, **settings: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=model or tiny_model(),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(**config_kwargs(folder, **{"fp16": True, "bf16": False, **settings})),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+class Overflow(TrainerCallback):
+    """Makes the gradients of chosen steps infinite, as a backward pass in float16 would."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(gradient, float("inf"))
+
+        if state.global_step in self.steps:
+            self.hook = next(model.parameters()).register_hook(spoil)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if hasattr(self, "hook"):
+            self.hook.remove()
+
+
+class Watch(TrainerCallback):
+    """Learning rate and parameters after every step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, lr_scheduler: Any = None, **kw: Any):
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def run(folder: Path, *overflows: int, **settings: Any) -> tuple[GRPOTrainer, Watch]:
+    trainer, watch = build(folder, **settings), Watch()
+    trainer.add_callback(Overflow(*overflows))
+    trainer.add_callback(watch)
+    trainer.train()
+    return trainer, watch
+
+
+def given_completions(request: Any, prompts: Any, rows: list[int]) -> list[list[int]]:
+    return [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in rows]
+
+
+def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_cpu):
+    seen = set()
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
+    trainer = build(tmp_path / "half", model, **once)
+    trainer._sample_rows = given_completions  # sampled in float16, some tokens would be others
+    before = parameters(trainer)
+    trainer.train()
+    half = parameters(trainer) - before
+    assert isinstance(trainer.accelerator.scaler, LossScaler)
+    assert torch.float16 in seen
+    full = build(tmp_path / "full", fp16=False, **once)
+    full._sample_rows = given_completions
+    full.train()
+    whole = parameters(full) - before
+    assert 0 < float((half - whole).norm() / whole.norm()) < 0.02
+    line = trainer.state.log_history[0]
+    assert line["fp16/loss_scale"] == 65536.0
+    assert line["fp16/skipped_steps"] == line["fp16/overflows"] == 0.0
+
+
+def test_log_probabilities_are_float32(tmp_path, fp16_on_the_cpu):
+    trainer = build(tmp_path, max_steps=1)
+    kept = []
+    inner = trainer._score
+
+    def score(*args: Any) -> Any:
+        result = inner(*args)
+        kept.append(result)
+        return result
+
+    trainer._score = score
+    trainer.train()
+    assert kept
+    for logps, entropies, _ in kept:
+        assert logps.dtype == entropies.dtype == torch.float32
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu, optim):
+    trainer, watch = run(tmp_path, 1, 2, max_steps=4, optim=optim, fp16_initial_scale=1024.0, logging_steps=1)
+    assert torch.equal(watch.weights[0], watch.weights[1])
+    assert torch.equal(watch.weights[1], watch.weights[2])
+    assert not torch.equal(watch.weights[2], watch.weights[3])
+    assert watch.rates[0] == watch.rates[1] == watch.rates[2] > watch.rates[3]
+    lines = [line for line in trainer.state.log_history if "fp16/loss_scale" in line]
+    assert [line["fp16/loss_scale"] for line in lines] == [1024.0, 1024.0, 512.0, 512.0]
+    assert [line["fp16/overflows"] for line in lines] == [0.0, 1.0, 1.0, 0.0]
+    assert [line["fp16/skipped_steps"] for line in lines] == [0.0, 1.0, 2.0, 2.0]
+
+
+def test_the_scale_does_not_change_what_is_learned(tmp_path, fp16_on_the_cpu):
+    _, one = run(tmp_path / "a", max_steps=2, fp16_initial_scale=1024.0)
+    _, other = run(tmp_path / "b", max_steps=2, fp16_initial_scale=4096.0)
+    assert torch.allclose(one.weights[-1], other.weights[-1], atol=2e-4)
+
+
+def test_gradients_that_overflow_for_good_end_in_a_clear_error(tmp_path, fp16_on_the_cpu):
+    trainer = build(tmp_path, max_steps=100, num_train_epochs=100)
+    trainer.add_callback(Overflow(*range(100)))
+    before = parameters(trainer)
+    with pytest.raises(PrecisionError, match=r"loss scale of 1, .*fp16_min_scale.*18 of 18 steps were skipped"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_a_fixed_scale_that_does_not_fit_ends_too(tmp_path, fp16_on_the_cpu):
+    trainer = build(tmp_path, max_steps=100, num_train_epochs=100, fp16_fixed_scale=256.0, fp16_hysteresis=3)
+    trainer.add_callback(Overflow(*range(100)))
+    with pytest.raises(PrecisionError, match=r"256, which is fixed .*3 of 3 steps"):
+        trainer.train()
+
+
+def test_the_scale_is_resumed(tmp_path, fp16_on_the_cpu):
+    save = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "fp16_scale_window": 3}
+    whole, _ = run(tmp_path / "out", 0, 1, **save)
+    again = build(tmp_path / "out", **save)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert again.accelerator.scaler.state == whole.accelerator.scaler.state
+    assert whole.accelerator.scaler.state.skipped == 2
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_forward_that_overflows_names_its_module_and_is_no_matter_of_the_scale(tmp_path, fp16_on_the_cpu, packed):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(60000.0)  # finite; its products are not, in float16
+    trainer = build(tmp_path, model, packed_forward=packed)
+    before = parameters(trainer)
+    with pytest.raises(PrecisionError, match=r"layers\.1\.mlp\.down_proj \(Linear\).*no loss scale mends"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    trainer = build(tmp_path, model, fp16=False)
+    trainer._sample_rows = given_completions  # sampling would stop before
+    with pytest.raises(PrecisionError, match=r"parameter model\.layers\.0\.mlp\.down_proj\.weight is not finite"):
+        trainer.train()
+
+
+def test_without_an_accelerator_it_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="needs an accelerator"):
+        build(tmp_path)
+
+
+def test_weights_in_float16_are_refused(tmp_path, fp16_on_the_cpu):
+    with pytest.raises(ModelError, match="is float16; load the model with dtype='float32'"):
+        build(tmp_path, tiny_model().half())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fp16": False, "fp16_hysteresis": 3}, "fp16_hysteresis: only fp16 training has a loss scale"),
+        ({"fp16_fixed_scale": 8.0, "fp16_scale_window": 5}, "fp16_fixed_scale=8 stays as it is, and fp16_scale_window"),
+        ({"fp16_scale_window": 0}, "fp16_scale_window=0"),
+        ({"fp16_hysteresis": 1.5}, "fp16_hysteresis=1.5"),
+        ({"fp16_initial_scale": 2.0, "fp16_min_scale": 4.0}, "a loss scale of 2 with a minimum of 4"),
+        ({"fp16_min_scale": 0.0}, "minimum of 0"),
+        ({"fp16_fixed_scale": -1.0}, "a loss scale of -1"),
+    ],
+)
+def test_settings_that_contradict_are_refused(tmp_path, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        GRPOConfig(**config_kwargs(tmp_path, **{"fp16": True, "bf16": False, **settings}))
