@@ -120,7 +120,9 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
     remedy = re.search(r"`(--resume_from_checkpoint) (\S+)`", refused.stderr)
     assert remedy, refused.stderr
     (tmp_path / "gone").rename(tmp_path / "model")
-    launch(*options, *remedy.groups(), "--max_steps", "2")
+    longer = [*options, *remedy.groups(), "--max_steps", "2"]
+    assert "allow_changed_on_resume=['max_steps']" in launch(*longer, expect=2).stderr
+    launch(*longer, "--allow_changed_on_resume", "max_steps")
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
 
 
