@@ -238,8 +238,12 @@ class GRPOConfig(trl.GRPOConfig):
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
-            # CPU processes into one run only then; else each would train alone as process 0
-            self.use_cpu = True
+            # CPU processes into one run only then; else each would train alone as process 0. Under DeepSpeed it joins
+            # them over a backend that is named, and leaves DeepSpeed out where the CPU is asked for
+            if self._asks_for_deepspeed():
+                self.ddp_backend = self.ddp_backend or "gloo"
+            else:
+                self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         _check_tokens(self.micro_batch_tokens)
         self._check_loss_scale()
@@ -267,6 +271,10 @@ class GRPOConfig(trl.GRPOConfig):
                 "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
             )
         self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
+
+    def _asks_for_deepspeed(self) -> bool:
+        """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
+        return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
 
     def _check_names(self) -> None:
         known = {
@@ -335,10 +343,9 @@ class GRPOConfig(trl.GRPOConfig):
             ConfigError: names all of it.
         """
         sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
-        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
         refused = {
             "FSDP (gradients are reduced as floating point numbers)": sharded,
-            "DeepSpeed (gradients are reduced as floating point numbers)": deepspeed,
+            "DeepSpeed (gradients are reduced as floating point numbers)": self._asks_for_deepspeed(),
             "use_vllm (its batches, and with them its bits, follow from timing)": self.use_vllm,
             "use_transformers_continuous_batching (batches follow from timing)": (
                 self.use_transformers_continuous_batching

@@ -252,7 +252,17 @@ class ResumableTrainer(trl.GRPOTrainer):
         return self._identity_of_run
 
     def _read_state(self, checkpoint: str) -> RunState | None:
-        allowed = check_identity(checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ())
+        identity = self._current_identity()
+
+        def compare() -> tuple[dict[str, Any], str | None]:
+            try:
+                return check_identity(checkpoint, identity, self.args.allow_changed_on_resume or ()), None
+            except CheckpointError as error:
+                return {}, str(error)
+
+        allowed, refusal = from_main_process(self.accelerator, compare)  # one answer for all
+        if refusal is not None:
+            raise CheckpointError(refusal)
         for name, (old, new) in allowed.items():
             logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         state = RunState.load(checkpoint)

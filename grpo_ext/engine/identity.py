@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,9 @@ def model_fingerprint(
     digest = hashlib.sha256()
     count = 0
     for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
-        count += parameter.numel()
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # of a ZeRO-3 shard, as a whole
+        digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())
+        count += math.prod(shape)
     shapes = digest.hexdigest()
     name = type(model).__name__
     return {"class": name, "parameters": count, "sha256": shapes, "adapters": adapters, "frozen": frozen}

@@ -1,0 +1,200 @@
+"""FSDP2, ZeRO-2 and ZeRO-3 on real CPU processes: the update of one process, checkpoints, resume."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from grpo_ext.tools.runs import free_port
+from tests.distributed.launch import ROOT
+from tests.helpers import tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+
+SCRIPT = Path(__file__).with_name("engine_run.py")
+CONFIGS = ROOT / "recipes" / "accelerate"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+BASE: dict[str, Any] = {
+    "global_batch_size": 16,
+    "rollout_batch_size": 32,
+    "rollout_chunk_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "adam_epsilon": ADAM_EPSILON,
+    "gradient_checkpointing": False,
+    "seed": 3,
+    "per_device_train_batch_size": 3,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+    reason="DeepSpeed compiles a communication operator at first use: it needs deepspeed and a C++ compiler",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a launch."""
+
+    name: str
+    config: dict[str, Any]
+    prompts: int = 22
+    lora: bool = False
+    resume: str | None = None
+    merge: bool = False
+
+
+JOBS = [
+    Job("plain", {}),
+    Job("large", {"per_device_train_batch_size": 16}),
+    Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
+    Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2}),
+    Job("checkpointing", {"gradient_checkpointing": True}),
+    Job("lora", {"beta": 0.1}, lora=True),
+    Job("few", {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}),  # one group: others have none
+    Job("seed", {"seed": 4}),  # the control: this one has to differ
+    Job("saved", {"save_strategy": "steps", "save_steps": 1}),
+    Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-3"),
+    Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
+    Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-3"),
+]
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    state: dict[str, torch.Tensor]
+    log: list[dict[str, Any]]
+    engine: str
+    sharded: bool
+
+
+def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, Outcome]:
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = []
+    for job in JOBS:
+        resume = None if job.resume is None else str(folder / job.resume)
+        run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
+        runs.append({**run, "lora": LORA if job.lora else None})
+    (folder / "job.json").write_text(json.dumps({"model": str(model), "runs": runs}))
+    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    if engine.startswith("zero"):
+        env["DS_ACCELERATOR"] = "cpu"
+    else:
+        env["ACCELERATE_USE_CPU"] = "true"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    command += [str(SCRIPT), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {}
+    for number, job in enumerate(JOBS):
+        about = json.loads((folder / f"{number}.json").read_text())
+        state = load_file(folder / f"{number}.safetensors")
+        found[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launches(folder):
+    @functools.cache
+    def outcome(engine: str, processes: int) -> dict[str, Outcome] | str:
+        try:
+            return launch(folder / f"{engine}_{processes}", folder / "model", engine, processes)
+        except AssertionError as error:  # told to every test, launched once
+            return str(error)
+
+    def get(engine: str, processes: int) -> dict[str, Outcome]:
+        found = outcome(engine, processes)
+        assert not isinstance(found, str), found
+        return found
+
+    return get
+
+
+def gap(one: Outcome, other: Outcome) -> float:
+    """Difference of two trained states, relative to what training moved; frozen weights cancel."""
+    initial = dict(tiny_model().named_parameters())
+    distance = moved = 0.0
+    assert one.state.keys() == other.state.keys()
+    for name, value in one.state.items():
+        start = initial[name].detach().double() if name in initial else torch.zeros(()).double()
+        if name not in initial and "lora" not in name:
+            continue
+        distance += float((value.double() - other.state[name].double()).pow(2).sum())
+        moved += float((value.double() - start).pow(2).sum())
+    return (distance / moved) ** 0.5
+
+
+ENGINES = [
+    pytest.param("fsdp2", 2),
+    pytest.param("fsdp2", 3, marks=pytest.mark.full),
+    pytest.param("zero2", 2, marks=needs_deepspeed),
+    pytest.param("zero2", 3, marks=[needs_deepspeed, pytest.mark.full]),
+    pytest.param("zero3", 3, marks=needs_deepspeed),
+    pytest.param("zero3", 2, marks=[needs_deepspeed, pytest.mark.full]),
+    pytest.param("ddp", 2, marks=pytest.mark.full),
+]
+KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
+ALIKE = [job.name for job in JOBS if job.name != "seed" and job.resume is None]
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_the_update_is_that_of_one_process(launches, engine, processes):
+    one, several = launches("single", 1), launches(engine, processes)
+    assert several["plain"].engine == KIND[engine]
+    assert several["plain"].sharded == (engine in ("fsdp2", "zero3"))
+    errors = {name: gap(one[name], several[name]) for name in ALIKE}
+    assert max(errors.values()) <= UPDATE, errors
+    assert gap(one["plain"], several["seed"]) > DIFFERENT
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_the_log_is_that_of_one_process(launches, engine, processes):
+    one, several = launches("single", 1), launches(engine, processes)
+    for name in ALIKE:
+        for line, other in zip(one[name].log, several[name].log, strict=True):
+            for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
+                if key in line:
+                    assert line[key] == pytest.approx(other[key], rel=2e-5, abs=2e-6), (name, key)
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_a_run_is_resumed_where_it_was(launches, engine, processes):
+    several = launches(engine, processes)
+    for name in ("", "lora_"):
+        saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
+        assert gap(saved, resumed) <= 1e-6, name  # one step of four is trained again
+        assert resumed.log[-2]["step"] == 4
+        assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
