@@ -48,6 +48,7 @@ from .engine.memory import Halving, WindowLimits
 from .engine.output_folder import free_output_dir
 from .engine.rollouts import Rollout
 from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
+from .engine.samples import Samples
 from .engine.window import shards_parameters
 from .errors import CheckpointError
 
@@ -97,6 +98,9 @@ class ResumableTrainer(trl.GRPOTrainer):
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
     def _announce(self) -> None:
+        raise NotImplementedError
+
+    def _record_samples(self) -> Samples | None:
         raise NotImplementedError
 
     # ---- A run ----------------------------------------------------------------------------------------------------
@@ -348,6 +352,7 @@ class ResumableTrainer(trl.GRPOTrainer):
                 remove_unfinished(run)
                 check_space(run, needed)
         self._to_push = False
+        samples = self._record_samples()
         best = self.state.best_global_step
         with (
             failing_together(explain),
@@ -362,6 +367,8 @@ class ResumableTrainer(trl.GRPOTrainer):
         with failing_together(explain):
             if saves:
                 self._save_own_state(writing / final.name)
+                if samples is not None:
+                    samples.save(writing / final.name)
         with failing_together(explain):
             self._publish(writing / final.name, final)
         if self._to_push:
@@ -372,6 +379,11 @@ class ResumableTrainer(trl.GRPOTrainer):
     def _save_own_state(self, folder: Path) -> None:
         self.state.save_to_json(str(folder / "trainer_state.json"))  # with the best checkpoint's final name
         save_identity(self._current_identity(), folder)
+        model = self.accelerator.unwrap_model(self.model)
+        if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+            parts: list[Any] = [model.config, getattr(model, "generation_config", None), self.processing_class]
+            for part in filter(None, parts):  # the engine wrote its shards of the weights alone
+                part.save_pretrained(folder)
         if self.args.save_only_model:
             return
         self._run_state().save(folder)

@@ -63,6 +63,7 @@ from .engine.rollouts import (
     request_keys,
     sample_chunk,
 )
+from .engine.samples import Samples, record
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import (
@@ -756,6 +757,20 @@ class GRPOTrainer(ResumableTrainer):
                 _, entropies, _ = self._score(self.model, inputs)
             keep_whole_batch(inputs, entropies, self.top_entropy_quantile)
         return inputs
+
+    def _record_samples(self) -> Samples | None:
+        """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
+        rollout = self._rollout
+        if rollout is None:
+            return None
+
+        def score(rows: list[int]) -> torch.Tensor:
+            with self._scoring():
+                return self._score(self.model, self._collate(rollout, MicroBatch(tuple(rows))))[0]
+
+        half = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
+        dtype = half or str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        return record(rollout, score, dtype, self.temperature)
 
     def _loss_terms(self) -> LossTerms:
         bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None

@@ -96,8 +96,14 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         if content.pop("sha256") != _content_hash(content):
             raise ValueError
+        newer = content["format"] > FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise CheckpointError(f"{path} is broken: it is not the listing that was written.") from None
+    if newer:
+        raise CheckpointError(
+            f"{path} was written by a newer version (format {content['format']}, this one reads {FORMAT}): update "
+            "grpo_ext."
+        )
     return content
 
 

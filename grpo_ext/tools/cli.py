@@ -244,6 +244,35 @@ def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str,
         console.print(table)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, of any engine.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
+    base: Annotated[OptionalStr, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
+    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 [default: as trained].")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file; also the memory this needs.")] = "5GB",
+) -> None:
+    """Write the trained model of a checkpoint as a plain Hugging Face folder, and check that it is the same model."""
+    quiet_libraries()
+    from .export import export as export_model
+    from .export import unverified
+
+    console = Console()
+    if unverified(checkpoint) and checkpoint.is_dir():
+        console.print(f"{checkpoint} has no checksums, so it is read unverified.", highlight=False)
+    done = export_model(
+        checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, max_shard_size=max_shard_size
+    )
+    console.print(
+        f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB", highlight=False
+    )
+    if done.difference is None:
+        console.print("Not checked: the checkpoint holds no samples to compare with.")
+    else:
+        console.print(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
+
+
 def quiet_libraries() -> None:
     """Keep the libraries' notices off the console of a command."""
     import warnings

@@ -38,6 +38,7 @@ def main(folder: Path) -> None:
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
+        os.environ.update(run["env"])
         args = GRPOConfig(str(folder / run["name"]), **run["config"])
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
@@ -48,16 +49,16 @@ def main(folder: Path) -> None:
             peft_config=LoraConfig(**run["lora"]) if run["lora"] else None,
         )
         trainer.train(resume_from_checkpoint=run["resume"])
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        # weights that are saved in shards are not put together by the engine
+        state = {} if run["env"] else trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        parameters = list(trainer.model.parameters())
         if trainer.accelerator.is_main_process:
             plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
             save_file(plain, folder / f"{number}.safetensors")
             about = {
                 "engine": trainer.accelerator.distributed_type.value,
                 "log": trainer.state.log_history,
-                "sharded": any(
-                    type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in trainer.model.parameters()
-                ),
+                "sharded": any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters),
             }
             (folder / f"{number}.json").write_text(json.dumps(about, default=float))
         trainer.accelerator.wait_for_everyone()

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from grpo_ext.tools.export import export
 from grpo_ext.tools.runs import free_port
 from tests.distributed.launch import ROOT
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -59,9 +60,11 @@ class Job:
     prompts: int = 22
     lora: bool = False
     resume: str | None = None
-    merge: bool = False
+    env: dict[str, str] = field(default_factory=dict)
 
 
+# each process writes its part of the weights (under the other engines: as ever)
+SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}
 JOBS = [
     Job("plain", {}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -75,6 +78,7 @@ JOBS = [
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-3"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
     Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-3"),
+    Job("shards", {"save_strategy": "steps", "save_steps": 4}, env=SHARDS),  # last: the environment stays
 ]
 
 
@@ -94,7 +98,7 @@ def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, 
     for job in JOBS:
         resume = None if job.resume is None else str(folder / job.resume)
         run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
-        runs.append({**run, "lora": LORA if job.lora else None})
+        runs.append({**run, "lora": LORA if job.lora else None, "env": job.env})
     (folder / "job.json").write_text(json.dumps({"model": str(model), "runs": runs}))
     config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
@@ -167,7 +171,7 @@ ENGINES = [
     pytest.param("ddp", 2, marks=pytest.mark.full),
 ]
 KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
-ALIKE = [job.name for job in JOBS if job.name != "seed" and job.resume is None]
+ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards") and job.resume is None]
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -198,3 +202,28 @@ def test_a_run_is_resumed_where_it_was(launches, engine, processes):
         assert gap(saved, resumed) <= 1e-6, name  # one step of four is trained again
         assert resumed.log[-2]["step"] == 4
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
+
+
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+SHARD_KINDS = {"fsdp2": "FSDP shards", "zero3": "ZeRO shards"}
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, processes):
+    launches(engine, processes)
+    run = folder / f"{engine}_{processes}"
+    final = {name: run / name / "checkpoint-4" for name in ("saved", "shards", "lora_saved")}
+    expected = launches(engine, processes)["saved"].state
+    for name in ("saved", "shards"):
+        done = export(final[name], tmp_path / name)
+        assert done.kind == ("full" if name == "saved" else SHARD_KINDS.get(engine, "full"))
+        assert {path.name for path in (tmp_path / name).iterdir()} == FILES | {"tokenizer_config.json"}
+        written = load_file(tmp_path / name / "model.safetensors")
+        assert done.difference is not None
+        assert done.difference < 1e-5
+        for key, value in written.items():
+            assert torch.allclose(value, expected[key], atol=1e-7), key
+    merged = export(final["lora_saved"], tmp_path / "merged", merge_adapter=True, base=str(folder / "model"))
+    alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
+    assert (merged.kind, alone.kind) == ("merged adapter", "adapter")
+    assert max(merged.difference, alone.difference) < 1e-5

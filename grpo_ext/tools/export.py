@@ -1,0 +1,343 @@
+"""`grpo-ext export`: from a checkpoint of any engine to a plain Hugging Face model folder, which it checks.
+
+The actor alone, as safetensors, with tokenizer, generation configuration, chat template and a model card; no optimizer,
+no reference. Weights are copied shard by shard: memory holds one shard (`max_shard_size`), except where an adapter is
+merged or an engine's shards are put together, which hold the model once. Needs no GPU and no training processes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shards_factory
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..engine.checkpoint import is_verified, no_space, why_broken
+from ..engine.identity import IDENTITY
+from ..engine.manifest import read_manifest
+from ..engine.samples import Samples, score_alone
+from ..errors import CheckpointError, ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# mean difference of a log-probability that the coarsest number format in play explains
+ROUNDING = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+_ADAPTER, _INDEX, _PLAIN = "adapter_model.safetensors", "model.safetensors.index.json", "model.safetensors"
+_BESIDE = (
+    "generation_config",
+    "tokenizer",
+    "special_tokens_map",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "chat_template",
+    "preprocessor_config",
+    "processor_config",
+    "spiece",
+    "sentencepiece",
+)
+
+
+@dataclass
+class Exported:
+    """What came out.
+
+    Attributes:
+        kind: what the checkpoint held ("full", "adapter", "merged adapter", "FSDP shards", "ZeRO shards").
+        bytes_before, bytes_after: of the checkpoint and of the folder.
+        difference: mean difference of the log-probabilities of the samples; None where the checkpoint holds none.
+    """
+
+    kind: str
+    bytes_before: int
+    bytes_after: int
+    difference: float | None
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    merge_adapter: bool = False,
+    base: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+) -> Exported:
+    """Write the policy of a checkpoint to a new folder and check it; on any error nothing is left behind.
+
+    Args:
+        merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
+        base: the adapter's base model, where it is not the one its configuration names.
+        dtype: of the written weights; default: as they are.
+        max_shard_size: of a weight file, for example "5GB".
+
+    Raises:
+        ConfigError: arguments that contradict, or a folder that exists.
+        CheckpointError: the checkpoint is broken, of a newer version or of no known kind, the disk is too small, or the
+            written model scores the samples differently.
+    """
+    source, target = Path(checkpoint), Path(out)
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}.")
+    if target.exists():
+        raise ConfigError(f"{target} exists already; name a new folder, so that nothing of yours is overwritten.")
+    reason = why_broken(source)
+    if reason is not None:
+        raise CheckpointError(f"{reason}; export another checkpoint of the run.")
+    try:
+        _split({}, max_shard_size)
+    except ValueError:
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; write for example 5GB.") from None
+    adapter = (source / _ADAPTER).is_file()
+    if not adapter and (merge_adapter or base is not None):
+        raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
+    needed = folder_bytes(source) if not merge_adapter else 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(target.parent).free) < needed:
+        raise CheckpointError(no_space(target.parent, needed, free))
+    with _beside(target) as writing:
+        if adapter:
+            kind = _write_adapter(source, writing, merge_adapter, base, dtype, max_shard_size)
+        else:
+            kind = _write_model(source, writing, dtype, max_shard_size)
+        _copy_beside(source, writing)
+        difference = _verify(source, writing, adapter and not merge_adapter, base, dtype)
+        _write_card(source, writing, kind, difference)
+        before, after = folder_bytes(source), folder_bytes(writing)
+    return Exported(kind, before, after, difference)
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` if all went well, and is gone otherwise."""
+    with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as name:
+        writing = Path(name) / target.name
+        writing.mkdir()
+        yield writing
+        writing.rename(target)
+
+
+# ---- Weights --------------------------------------------------------------------------------------------------------
+
+
+def _write_model(source: Path, writing: Path, dtype: str | None, limit: str) -> str:
+    if (source / _PLAIN).is_file() or (source / _INDEX).is_file():
+        _copy_weights(source, writing, dtype, limit)
+        kind = "full"
+    else:
+        with tempfile.TemporaryDirectory(prefix="_joining-", dir=writing.parent) as name:
+            joined = Path(name)
+            kind = _join_shards(source, joined)
+            _copy_weights(joined, writing, dtype, limit)
+    config = json.loads((source / "config.json").read_text())
+    written = dtype or _main_dtype(writing)
+    config |= {"dtype": written}
+    config.pop("torch_dtype", None)
+    (writing / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return kind
+
+
+def _join_shards(source: Path, joined: Path) -> str:
+    """Put the weights that an engine's processes wrote together, with the engine's own tool."""
+    shards = next(iter(sorted(source.glob("pytorch_model_fsdp_*"))), None)
+    if shards is not None and shards.is_dir():
+        from accelerate.utils import merge_fsdp_weights
+
+        merge_fsdp_weights(str(shards), str(joined), safe_serialization=True)
+        return "FSDP shards"
+    if (source / "latest").is_file():
+        try:
+            from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+        except ImportError:
+            raise ConfigError(
+                f"{source} holds weights in DeepSpeed's shards; `pip install deepspeed` to put them together."
+            ) from None
+        convert_zero_checkpoint_to_fp32_state_dict(str(source), str(joined), safe_serialization=True)
+        return "ZeRO shards"
+    raise CheckpointError(f"{source} holds no weights that are known: no safetensors, no FSDP or DeepSpeed shards.")
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    if (folder / _INDEX).is_file():
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    with safe_open(folder / _PLAIN, "pt") as file:
+        return dict.fromkeys(file.keys(), folder / _PLAIN)
+
+
+@dataclass
+class _Planned:
+    """A tensor that is not in memory: its size in bytes once it is written."""
+
+    nbytes: int
+
+
+def _split(planned: dict[str, Any], limit: str) -> Any:
+    return split_state_dict_into_shards_factory(
+        planned,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=limit,
+    )
+
+
+def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) -> None:
+    files = _weight_files(source)
+    planned: dict[str, Any] = {}
+    for name, path in files.items():
+        with safe_open(path, "pt") as file:
+            view = file.get_slice(name)
+            elements = 1
+            for size in view.get_shape():
+                elements *= size
+            width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(view.get_dtype(), 2)
+            floating = view.get_dtype().startswith(("F", "BF"))
+        planned[name] = _Planned(elements * (DTYPES[dtype].itemsize if dtype and floating else width))
+    split = _split(planned, limit)
+    for shard, names in split.filename_to_tensors.items():
+        tensors = {}
+        for name in names:
+            with safe_open(files[name], "pt") as file:
+                tensor = file.get_tensor(name)
+            convert = dtype is not None and tensor.is_floating_point()
+            tensors[name] = tensor.to(DTYPES[dtype]) if convert and dtype else tensor
+        save_file(tensors, writing / shard, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (writing / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _main_dtype(folder: Path) -> str:
+    """The type most weights have."""
+    counts: dict[str, int] = {}
+    for name, path in _weight_files(folder).items():
+        with safe_open(path, "pt") as file:
+            kind = file.get_slice(name).get_dtype()
+        counts[kind] = counts.get(kind, 0) + 1
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(max(counts, key=lambda k: counts[k]), "float32")
+
+
+def _write_adapter(
+    source: Path, writing: Path, merge: bool, base: str | None, dtype: str | None, max_shard_size: str
+) -> str:
+    settings = json.loads((source / "adapter_config.json").read_text())
+    if not merge:
+        with safe_open(source / _ADAPTER, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        chosen = {n: t.to(DTYPES[dtype]) if dtype and t.is_floating_point() else t for n, t in tensors.items()}
+        save_file(chosen, writing / _ADAPTER, metadata={"format": "pt"})
+        settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
+        (writing / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        return "adapter"
+    merged = _with_adapter(source, base, None).merge_and_unload()
+    if dtype is not None:
+        merged = merged.to(DTYPES[dtype])
+    merged.save_pretrained(writing, max_shard_size=max_shard_size)
+    return "merged adapter"
+
+
+def _with_adapter(folder: Path, base: str | None, dtype: str | None) -> Any:
+    """The base model with the adapter of a folder.
+
+    Raises:
+        ConfigError: the base is unknown, or quantised.
+    """
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    name = base or settings.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"the adapter in {folder} names no base model (it was in memory); give it with --base.")
+    config = AutoConfig.from_pretrained(name)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{name} is quantised, and merging into quantised weights rounds the adapter away; give the original with "
+            "--base, or export the adapter alone."
+        )
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype is None else DTYPES[dtype])
+    return PeftModel.from_pretrained(model, str(folder))
+
+
+# ---- What goes with them --------------------------------------------------------------------------------------------
+
+
+def _copy_beside(source: Path, writing: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name.startswith(_BESIDE) and not (writing / path.name).exists():
+            shutil.copyfile(path, writing / path.name)
+    if (source / "chat_templates").is_dir():
+        shutil.copytree(source / "chat_templates", writing / "chat_templates")
+
+
+def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype: str | None) -> float | None:
+    """Load what was written and score the checkpoint's samples with it.
+
+    Raises:
+        CheckpointError: the log-probabilities differ by more than rounding.
+    """
+    samples = Samples.load(source)
+    if samples is None:
+        return None
+    if adapter:
+        model, written = _with_adapter(writing, base, None), dtype or "float32"
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model, written = AutoModelForCausalLM.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
+    found = score_alone(model.eval(), samples)
+    gaps = torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)])
+    difference = float(gaps.mean())
+    limit = max(ROUNDING[samples.dtype], ROUNDING[written])
+    if not difference <= limit:
+        raise CheckpointError(
+            f"the written model is not the one that was trained: log-probabilities of {len(samples.prompts)} saved "
+            f"samples differ by {difference:.1e} on average (rounding explains {limit:.0e}). Nothing was kept."
+        )
+    return difference
+
+
+def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:
+    identity = json.loads(path.read_text()) if (path := source / IDENTITY).is_file() else {}
+    settings = identity.get("settings", {})
+    adapter = (writing / "adapter_config.json").is_file()
+    entries = read_manifest(source.parent)
+    versions = entries[-1]["versions"] if entries else {}
+    step = json.loads((source / "trainer_state.json").read_text()).get("global_step")
+    data = ModelCardData(library_name="peft" if adapter else "transformers", tags=["grpo", "trl", "grpo_ext"])
+    told = {n: v for n, v in sorted(settings.items()) if v is not None and not isinstance(v, (dict, list))}
+    lines = [f"| {name} | {value} |" for name, value in told.items()]
+    checked = (
+        "not checked: the checkpoint holds no samples"
+        if difference is None
+        else f"checked: log-probabilities of saved samples differ by {difference:.1e} on average"
+    )
+    text = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {writing.name}",
+        f"Trained with GRPO (TRL, grpo_ext), exported after step {step} ({kind}; {checked}).",
+        "Rewards: " + (", ".join(identity.get("rewards", [])) or "unknown"),
+        "Versions: " + (", ".join(f"{name} {value}" for name, value in versions.items() if value) or "unknown"),
+        "## Settings\n",
+        "| setting | value |\n|---|---|\n" + "\n".join(lines),
+    ]
+    ModelCard("\n\n".join(text) + "\n").save(writing / "README.md")
+
+
+def unverified(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint has no checksums (another trainer wrote it)."""
+    return not is_verified(checkpoint)
