@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-crash check bench lint format clean
+.PHONY: help setup train test test-full test-crash test-vllm check bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,18 @@ test-full: $(READY)  ## run the tests with the full matrix of splits
 test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
 	@$(BIN)/python -m pytest -q tests/crash --kills 50 $(ARGS)
 
+VLLM := .venv-vllm
+$(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
+	@echo "Setting up $(VLLM) (once; some minutes, 4 GB) ..."
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check -r tests/vllm/requirements.txt
+	@$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # builds for another torch
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+
+test-vllm: $(VLLM)/.ready  ## rollouts from a real vLLM engine on the CPU, in an environment of its own
+	@$(VLLM)/bin/python -m pytest -q tests/vllm $(ARGS)
+
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
@@ -50,4 +62,4 @@ format: $(READY)  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

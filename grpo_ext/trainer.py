@@ -66,6 +66,7 @@ from .engine.rollouts import (
 from .engine.samples import Samples, record
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
+from .engine.vllm_sampling import completion_seeds, seeded
 from .engine.window import (
     Layout,
     MicroBatch,
@@ -223,6 +224,11 @@ class GRPOTrainer(ResumableTrainer):
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
+        elif self._seeds_vllm():
+            self._uncovered.append(
+                "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
+                "completion differs"
+            )
         elif not self._samples_by_key():
             self._uncovered.append("this way of generating does not sample by key; only the update is covered")
 
@@ -339,22 +345,34 @@ class GRPOTrainer(ResumableTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], Any]:
-        if self._request is None or not self._samples_by_key():
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-            )
+        stock = functools.partial(
+            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+        )
+        if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
+            return stock()
+        request, identity = self._request, self._identity
+        rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
         with self._clock.phase("rollout"):
-            return self._sample_turn(self._request, prompt_ids), None
-
-    def _sample_turn(self, request: RolloutRequest, prompt_ids: Any) -> list[list[int]]:
-        first_turn = self._identity is None
-        rows = list(range(len(prompt_ids))) if self._identity is None else self._identity.match(prompt_ids)
-        completions = self._sample_rows(request, prompt_ids, rows)
-        if self._identity is None:
+            if self._seeds_vllm():
+                keys = self._keys(request)[torch.tensor(rows)]
+                index = torch.tensor(rows)
+                offsets = torch.zeros_like(index) if identity is None else identity.offsets(index, prompt_ids)
+                seeds = completion_seeds(keys, offsets, request.num_generations)
+                with seeded(self.vllm_generation, seeds, num_generations):
+                    completions, logps = stock()
+            else:
+                completions, logps = self._sample_rows(request, prompt_ids, rows), None
+        if identity is None:
             self._identity = RowIdentity(prompt_ids, completions)
-        if not first_turn:
-            self._identity.extend(rows, prompt_ids, completions)
-        return completions
+        else:
+            identity.extend(rows, prompt_ids, completions)
+        return completions, logps
+
+    def _seeds_vllm(self) -> bool:
+        return self.use_vllm and not self._stock
+
+    def _keys(self, request: RolloutRequest) -> torch.Tensor:
+        return request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
 
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
@@ -378,8 +396,7 @@ class GRPOTrainer(ResumableTrainer):
             sharded = shards_parameters(self.accelerator)
             return max_over_processes(own, self.accelerator.device) if sharded else own
 
-        keys = request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
-        share = ShareSampling(request, self._identity, keys, self.geometry.rollout_chunk_size, calls)
+        share = ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
 
         def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             def work(part: Sequence[int]) -> list[list[int]]:

@@ -265,7 +265,9 @@ def export(
         checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, max_shard_size=max_shard_size
     )
     console.print(
-        f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB", highlight=False
+        f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB",
+        highlight=False,
+        soft_wrap=True,
     )
     if done.difference is None:
         console.print("Not checked: the checkpoint holds no samples to compare with.")
@@ -283,6 +285,7 @@ def quiet_libraries() -> None:
     warnings.simplefilter("ignore")
     datasets.disable_progress_bars()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""vLLM rollouts with one seed per completion, from the same key as this package's own sampler.
+
+Differs from TRL, which seeds an engine by the index of its process, so that completions follow from how many there are.
+With a seed of its own a completion follows from its key and the logits alone, up to the rounding of vLLM's batches.
+Called by the trainer around TRL's `VLLMGeneration.generate`, in both of its modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.utils import gather_object
+
+from ..core.keyed_random import mix
+
+_BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
+_CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
+
+
+def completion_seeds(keys_B: torch.Tensor, offsets_B: torch.Tensor, num_generations: int) -> list[int]:
+    """Seeds of rows, from their keys and the position of the first token that is sampled.
+
+    In the first turn the completions of a group have consecutive seeds, because vLLM gives the i-th of `n` completions
+    the seed of the request plus i; so both modes sample the same. In a later turn each row has a seed of its own.
+    """
+    if bool((offsets_B > 0).any()):
+        return (mix(keys_B, offsets_B) & _BITS).tolist()
+    firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]
+    return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
+
+
+def _seeded_params(params: Any, seeds: Sequence[int]) -> list[Any]:
+    copies = [params.clone() for _ in seeds]
+    for copy, seed in zip(copies, seeds):
+        copy.seed = seed
+    return copies
+
+
+@contextmanager
+def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Iterator[None]:
+    """Inside, a `VLLMGeneration` samples this process's rows with these seeds.
+
+    Args:
+        generation: TRL's `VLLMGeneration`.
+        seeds: one per row of this process.
+        num_generations: rows per prompt, as `generate` is told.
+    """
+    if generation.mode == "colocate":
+        shared = list(seeds)
+        if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
+            parts: list[Any] = [None] * generation.tensor_parallel_size
+            torch.distributed.all_gather_object(parts, list(seeds), group=generation.tp_group)
+            shared = [seed for part in parts for seed in part]
+        inner = generation.llm.generate
+
+        def generate(prompts: Any, sampling_params: Any, **options: Any) -> Any:
+            return inner(prompts, sampling_params=_seeded_params(sampling_params, shared), **options)
+
+        with mock.patch.object(generation.llm, "generate", generate):
+            yield
+        return
+    everyone = gather_object(list(seeds))
+    if not generation.accelerator.is_main_process:
+        yield
+        return
+    ask = generation.vllm_client.generate
+
+    def generate_each(prompts: Any, features: Any = None, **params: Any) -> dict[str, Any]:
+        """One request per prompt, because a request has one seed."""
+
+        def send(index: int) -> dict[str, Any]:
+            seed = {"seed": everyone[index * num_generations]}
+            options = {**params, "generation_kwargs": {**(params.get("generation_kwargs") or {}), **seed}}
+            image = None if features is None else features[index : index + 1]
+            return ask(prompts=[prompts[index]], features=image, **options)
+
+        with ThreadPoolExecutor(max_workers=min(_CONCURRENT, len(prompts))) as pool:
+            answers = list(pool.map(send, range(len(prompts))))
+        names = answers[0].keys()
+        return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}
+
+    with mock.patch.object(generation.vllm_client, "generate", generate_each):
+        yield

@@ -1,0 +1,258 @@
+"""`grpo-ext export`: what is written is the trained model, and what cannot be is refused with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from grpo_ext.engine.checkpoint import write_listing
+from grpo_ext.engine.samples import SAMPLES, Samples
+from grpo_ext.errors import CheckpointError, ConfigError
+from grpo_ext.tools import export as module
+from grpo_ext.tools.cli import app
+from grpo_ext.tools.export import export
+from tests.helpers import tiny_model
+from tests.trainer.test_checkpoints import LORA, other
+
+PLAIN = {"README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def full(root) -> tuple[Path, Any]:
+    trainer = other(root / "full", temperature=0.8)
+    trainer.train()
+    return root / "full" / "checkpoint-3", trainer.model
+
+
+@pytest.fixture(scope="module")
+def base(root) -> Path:
+    tiny_model().save_pretrained(root / "base")
+    return root / "base"
+
+
+@pytest.fixture(scope="module", params=["lora", "rslora", "dora"])
+def adapter(root, base, request) -> tuple[Path, Any]:
+    variant = {"use_rslora": request.param == "rslora", "use_dora": request.param == "dora"}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    trainer = other(root / request.param, model=model, peft_config=LoraConfig(**LORA, **variant), learning_rate=0.05)
+    trainer.train()
+    return root / request.param / "checkpoint-3", trainer.model
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_full_model_is_the_trained_one(full, tmp_path):
+    checkpoint, trained = full
+    done = export(checkpoint, tmp_path / "out")
+    assert names(tmp_path / "out") == PLAIN | {"model.safetensors"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.float32
+    for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
+        assert torch.equal(value, expected), name
+    assert done.kind == "full"
+    assert done.difference is not None
+    assert done.difference < 1e-5
+    assert done.bytes_after < done.bytes_before / 2  # no optimizer
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([5, 6]) != ""
+    card = (tmp_path / "out" / "README.md").read_text()
+    for words in ("exported after step 3", "library_name: transformers", "| learning_rate | 0.001 |", "letter_reward"):
+        assert words in card
+
+
+def test_weights_are_converted_and_cut(full, tmp_path):
+    checkpoint, trained = full
+    export(checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size="10KB")
+    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    largest = max(p.numel() for p in trained.parameters()) * 2
+    assert all((tmp_path / "out" / name).stat().st_size < max(10_000, largest) + 4000 for name in files)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
+        assert torch.equal(value, expected.bfloat16()), name
+
+
+def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
+    checkpoint, trained = adapter
+    alone = export(checkpoint, tmp_path / "alone")
+    assert alone.kind == "adapter"
+    assert names(tmp_path / "alone") == {*PLAIN, "adapter_config.json", "adapter_model.safetensors"} - {
+        "config.json",
+        "generation_config.json",
+    }
+    merged = export(checkpoint, tmp_path / "merged", merge_adapter=True)
+    assert merged.kind == "merged adapter"
+    assert names(tmp_path / "merged") == PLAIN | {"model.safetensors"}
+    assert max(alone.difference or 1, merged.difference or 1) < 1e-5
+    expected = trained.merge_and_unload()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    start = dict(tiny_model().named_parameters())
+    moved = 0
+    for (name, value), (_, other_value) in zip(model.named_parameters(), expected.named_parameters()):
+        assert torch.allclose(value, other_value, atol=1e-6), name
+        moved += int(not torch.equal(value, start[name]))
+    assert moved == 4  # q and v of two layers
+
+
+def test_samples_hold_what_the_policy_said(full):
+    samples = Samples.load(full[0])
+    assert samples is not None
+    assert len(samples.prompts) == 4
+    assert samples.temperature == 0.8
+    assert samples.dtype == "float32"
+    assert all(len(c) == len(p) for c, p in zip(samples.completions, samples.logps))
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(full, tmp_path) -> Path:
+    return Path(shutil.copytree(full[0], tmp_path / "checkpoint-3"))
+
+
+def nothing_left(folder: Path) -> bool:
+    return not [path for path in folder.iterdir() if path.name.startswith(("out", "_"))]
+
+
+def relist(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+    write_listing(folder, {"step": 3})
+
+
+def test_another_model_in_the_checkpoint_is_found_by_its_samples(copy, tmp_path):
+    weights = load_file(copy / "model.safetensors")
+    name = next(n for n in weights if "q_proj.weight" in n)
+    weights[name] = weights[name] * 1.05
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    relist(copy)  # as if it had been saved like this
+    with pytest.raises(CheckpointError, match=r"not the one that was trained.*differ by .* Nothing was kept"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_refused(copy, tmp_path):
+    content = bytearray((copy / "model.safetensors").read_bytes())
+    content[-9] ^= 1
+    (copy / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_a_partial_checkpoint_is_refused(copy, tmp_path):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        export(copy, tmp_path / "out")
+    relist(copy)
+    with pytest.raises(CheckpointError, match="no weights that are known"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_a_newer_version_is_refused(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_ext.engine.checkpoint.FORMAT", 2)
+    relist(copy)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"newer version \(format 2, this one reads 1\)"):
+        export(copy, tmp_path / "out")
+
+
+def test_too_little_disk_is_said_before(copy, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match="needs about"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_a_folder_that_exists_is_left_alone(copy, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="exists already"):
+        export(copy, tmp_path / "out")
+    assert names(tmp_path / "out") == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "int8"}, "use one of float32, bfloat16, float16"),
+        ({"max_shard_size": "much"}, "write for example 5GB"),
+        ({"merge_adapter": True}, "holds a whole model"),
+        ({"base": "x"}, "holds a whole model"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(copy, tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        export(copy, tmp_path / "out", **options)
+    assert nothing_left(tmp_path)
+
+
+def test_a_base_without_a_name_or_quantised_is_refused(root, base, tmp_path):
+    trainer = other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1)
+    trainer.train()
+    checkpoint = root / "nameless" / "checkpoint-1"
+    with pytest.raises(ConfigError, match="give it with --base"):
+        export(checkpoint, tmp_path / "out", merge_adapter=True)
+    quantised = Path(shutil.copytree(base, tmp_path / "quantised"))
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is quantised"):
+        export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(quantised))
+    assert nothing_left(tmp_path)
+    assert export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(base)).difference is not None
+
+
+def test_another_base_is_found_by_the_samples(root, base, tmp_path):
+    if not (root / "nameless").exists():
+        other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1).train()
+    tiny_model(seed=7).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match="not the one that was trained"):
+        export(root / "nameless" / "checkpoint-1", tmp_path / "out", base=str(tmp_path / "wrong"))
+
+
+def test_the_command_says_what_it_did(copy, tmp_path):
+    done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert " MB -> " in done.output
+    assert "Checked: log-probabilities of saved samples differ by" in done.output
+    (copy / SAMPLES).unlink()
+    (copy / "checkpoint.json").unlink()
+    done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out2")])
+    assert "has no checksums" in done.output
+    assert "Not checked" in done.output
+
+
+def test_memory_holds_one_shard(full, tmp_path, monkeypatch):
+    held = []
+    inner = module.save_file
+
+    def watch(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        held.append(sum(t.nbytes for t in tensors.values()))
+        inner(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(module, "save_file", watch)
+    export(full[0], tmp_path / "out", max_shard_size="20KB")
+    with safe_open(full[0] / "model.safetensors", "pt") as file:
+        largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert max(held) <= max(20_000, largest)
+    assert len(held) > 3

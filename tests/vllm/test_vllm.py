@@ -1,0 +1,98 @@
+"""Rollouts from a real vLLM engine on the CPU (`make test-vllm`, in an environment of its own).
+
+Several steps in colocate mode, with weights synced: the same completions for one process and for two.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import ROOT
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs the environment of `make test-vllm`, which has vLLM"
+)
+SCRIPT = Path(__file__).with_name("train.py")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    from tests.vllm.train import save_model
+
+    root = tmp_path_factory.mktemp("vllm")
+
+    @functools.cache
+    def launch(processes: int, control: str = "") -> list[dict[str, Any]]:
+        """What every process saw."""
+        folder = root / f"{processes}{control}"
+        save_model(folder / "model")
+        command = [sys.executable, str(SCRIPT), str(folder), control]
+        if processes > 1:
+            config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
+            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+            command = [*launcher, "--main_process_port", "0", *command[1:]]
+        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(processes)]
+
+    return launch
+
+
+def completions(seen: list[dict[str, Any]], step: int) -> list[Any]:
+    """Prompt and token ids of one step, in global order."""
+    found = []
+    for process in seen:
+        rows = len(process["sampled"]) // STEPS
+        found += process["sampled"][step * rows : (step + 1) * rows]
+    return found
+
+
+def differences(seen: list[dict[str, Any]]) -> list[float]:
+    """Mean difference of vLLM's and the trainer's log-probabilities, by step."""
+    name = "sampling/sampling_logp_difference/mean"
+    return [line[name] for line in seen[0]["log"] if name in line]
+
+
+def test_completions_do_not_depend_on_the_number_of_processes(run):
+    one, two = run(1), run(2)
+    for step in range(STEPS):
+        assert len(completions(one, step)) == 16
+        assert completions(one, step) == completions(two, step), step
+
+
+def test_without_the_seeds_they_would(run):
+    assert completions(run(1), 0) != completions(run(2, "seeds"), 0)
+    assert completions(run(1, "seeds"), 0) != completions(run(2, "seeds"), 0)
+
+
+def test_completions_of_a_group_differ(run):
+    rows = completions(run(1), 0)
+    for start in range(0, 16, 4):
+        assert len({tuple(ids) for _, ids in rows[start : start + 4]}) > 1
+
+
+def test_the_engine_gets_the_new_weights(run):
+    assert run(1)[0]["moved"] > 1.0
+    synced, stale = differences(run(1)), differences(run(1, "sync"))
+    print(f"log-probability difference by step: {synced}; without new weights: {stale}")
+    assert len(synced) == len(stale) == STEPS
+    assert max(synced) < 2e-3
+    assert max(stale[1:]) > 20 * max(synced)
+
+
+def test_the_log_is_that_of_one_process(run):
+    for line, other in zip(run(1)[0]["log"][:STEPS], run(2)[0]["log"][:STEPS]):
+        for name in ("loss", "reward", "entropy", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
