@@ -260,7 +260,7 @@ def export(
 
     console = Console()
     if unverified(checkpoint) and checkpoint.is_dir():
-        console.print(f"{checkpoint} has no checksums, so it is read unverified.", highlight=False)
+        console.print(f"{checkpoint} has no checksums, so it is read unverified.", highlight=False, soft_wrap=True)
     done = export_model(
         checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, max_shard_size=max_shard_size
     )

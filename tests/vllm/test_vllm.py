@@ -9,13 +9,19 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_ext.core.keyed_random import completion_keys
+from grpo_ext.engine.vllm_sampling import completion_seeds, seeded
+from grpo_ext.tools.runs import free_port
 from tests.distributed.launch import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -96,3 +102,47 @@ def test_the_log_is_that_of_one_process(run):
     for line, other in zip(run(1)[0]["log"][:STEPS], run(2)[0]["log"][:STEPS]):
         for name in ("loss", "reward", "entropy", "grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A vLLM server on the CPU, and TRL's client of it. Weights go to a server over NCCL, which no CPU has."""
+    from trl.generation.vllm_client import VLLMClient
+
+    from tests.vllm.train import save_model
+
+    folder = tmp_path_factory.mktemp("server")
+    save_model(folder / "model")
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
+    command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield VLLMClient(base_url=f"http://127.0.0.1:{port}", connection_timeout=240)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
+    generation = SimpleNamespace(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))
+    prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+    rows = torch.arange(3).repeat_interleave(4)
+    keys = completion_keys(3, 1, 0, 0, rows, torch.arange(4).repeat(3))
+    seeds = completion_seeds(keys, torch.zeros_like(keys), 4)
+
+    def ask(which: list[int], n: int, seeds: list[int]) -> list[list[int]]:
+        with seeded(generation, seeds, n):
+            answer = generation.vllm_client.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)
+        return answer["completion_ids"]
+
+    together = ask([0, 1, 2], 4, seeds)
+    assert together == ask([0, 1], 4, seeds[:8]) + ask([2], 4, seeds[8:])
+    assert together == [ids for i in range(12) for ids in ask([i // 4], 1, seeds[i : i + 1])]  # as colocated ones
+    assert len({tuple(ids) for ids in together}) > 8
+    unseeded = server.generate(prompts=prompts, n=4, max_tokens=12)["completion_ids"]
+    assert unseeded != together
