@@ -68,7 +68,9 @@ def integers(text: str, name: str) -> list[int]:
 @app.command()
 def plan(
     config: Annotated[OptionalPath, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
-    num_processes: Annotated[int, typer.Option(help="Processes the run is laid onto.")] = 1,
+    num_processes: Annotated[
+        int, typer.Option("--num-processes", "--processes", help="Processes the run is laid onto.")
+    ] = 1,
     num_prompts: Annotated[OptionalInt, typer.Option(help="Prompts in the training set.")] = None,
     num_generations: Annotated[OptionalInt, typer.Option(help="Completions per prompt [default: 8].")] = None,
     global_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per optimizer step, global.")] = None,
@@ -86,8 +88,17 @@ def plan(
     micro_batch_tokens: Annotated[OptionalInt, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the training set.")] = 3.0,
     dataloader_drop_last: Annotated[bool, typer.Option(help="Drop a smaller last step.")] = False,
+    model: Annotated[
+        OptionalStr, typer.Option(help="Model id, folder or config.json: adds tokens, balance and memory per device.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="With model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
+    prompt_length: Annotated[int, typer.Option(help="With model: tokens of a prompt.")] = 512,
+    max_completion_length: Annotated[OptionalInt, typer.Option(help="With model: tokens [default: 512].")] = None,
+    mean_completion_length: Annotated[OptionalInt, typer.Option(help="With model [default: half the longest].")] = None,
+    compute: Annotated[str, typer.Option(help="With model: float32, bfloat16 or float16 forwards.")] = "bfloat16",
+    lora_rank: Annotated[OptionalInt, typer.Option(help="With model: train adapters of this rank alone.")] = None,
 ) -> None:
-    """Print the batch plan for any settings and number of processes, without loading a model."""
+    """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
     from ..core.geometry import describe_plan, resolve_geometry
 
     given = {
@@ -120,6 +131,60 @@ def plan(
     by_steps = file.get("max_steps", -1) > 0
     epochs = None if by_steps else float(file.get("num_train_epochs", num_train_epochs))
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, sizes["micro_batch_tokens"]))
+    if model is None:
+        return
+    longest = max_completion_length or file.get("max_completion_length") or 512
+    shape = (prompt_length, longest, mean_completion_length or max(longest // 2, 1))
+    settings = {"checkpointing": file.get("gradient_checkpointing", True), "reference": file.get("beta", 0.0) > 0}
+    settings |= {"bitwise": file.get("bitwise_invariant", False), "budget": sizes["micro_batch_tokens"]}
+    _plan_memory(model, geometry, engine, shape, compute, lora_rank, settings)
+
+
+def _plan_memory(
+    model: str,
+    geometry: Any,
+    engine: str,
+    shape: tuple[int, int, int],
+    compute: str,
+    lora_rank: int | None,
+    settings: dict[str, Any],
+) -> None:
+    quiet_libraries()
+    from ..core.memory_model import Layout
+    from .memory_plan import balance, load_config, measure, memory_table, simulated
+
+    if compute not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"compute={compute!r}: use float32, bfloat16 or float16.")
+    prompt, longest, mean = shape
+    architecture = measure(load_config(model), compute=compute, lora_rank=lora_rank)
+    lengths = simulated(geometry, prompt, longest, mean)
+    tokens, imbalance = balance(geometry, lengths, architecture)
+    own = geometry.num_generations
+    micro = min(geometry.micro_batch_size, -(-geometry.global_batch_size // geometry.num_processes))
+    largest = -(-micro // own) * prompt + micro * longest
+    if settings["budget"] is not None:
+        largest = min(largest, max(settings["budget"], prompt + longest))
+    layout = Layout(
+        engine,
+        geometry.num_processes,
+        largest,
+        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
+        prompt + longest,
+        checkpointing=bool(settings["checkpointing"]),
+        reference=settings["reference"] and lora_rank is None,
+        bitwise=settings["bitwise"],
+    )
+    console = Console()
+    console.print(
+        f"Model: {architecture.parameters / 1e6:,.0f}M parameters, {architecture.trained / 1e6:,.1f}M trained; saved "
+        f"activations {architecture.token_bytes / 1024:.0f} KiB per token and layer\n"
+        f"Step: about {tokens:,.0f} tokens per device (prompts {prompt}, completions {mean} on average, up to "
+        f"{longest}), slowest device {imbalance:.3f} x the mean; largest micro-batch {largest:,} tokens\n"
+        f"Expected memory per device, {engine} on {geometry.num_processes}:",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(memory_table(architecture, layout))
 
 
 @app.command()

@@ -92,34 +92,43 @@ class Outcome:
     sharded: bool
 
 
-def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, Outcome]:
+def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     runs = []
-    for job in JOBS:
+    for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
         run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
         runs.append({**run, "lora": LORA if job.lora else None, "env": job.env})
     (folder / "job.json").write_text(json.dumps({"model": str(model), "runs": runs}))
-    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
-    config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in dropped}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    if engine.startswith("zero"):
-        env["DS_ACCELERATOR"] = "cpu"
-    else:
-        env["ACCELERATE_USE_CPU"] = "true"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    command += [str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
     found = {}
-    for number, job in enumerate(JOBS):
+    for number, job in enumerate(jobs):
         about = json.loads((folder / f"{number}.json").read_text())
         state = load_file(folder / f"{number}.safetensors")
         found[job.name] = Outcome(state, about["log"], about["engine"], about["sharded"])
     return found
+
+
+def environment(engine: str) -> dict[str, str]:
+    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
+
+
+def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, Outcome]:
+    prepare(folder, model, JOBS)
+    config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    command += [str(SCRIPT), str(folder)]
+    env = environment(engine)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return outcomes(folder, JOBS)
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +236,30 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
     alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
     assert (merged.kind, alone.kind) == ("merged adapter", "adapter")
     assert max(merged.difference, alone.difference) < 1e-5
+
+
+def test_two_machines_are_one_run(launches, folder):
+    """Two rendezvous groups on loopback, started one by one as on two machines; each has a process."""
+    jobs, run = [JOBS[0], JOBS[6]], folder / "two_machines"
+    prepare(run, folder / "model", jobs)
+    config = yaml.safe_load((CONFIGS / "multi_node.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
+    (run / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(run / "accelerate.yaml")]
+    started = [
+        subprocess.Popen(
+            [*launcher, "--machine_rank", str(machine), str(SCRIPT), str(run)],
+            env=environment("ddp"),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for machine in (0, 1)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors[0][-2000:] + errors[1][-2000:]
+    one, two = launches("single", 1), outcomes(run, jobs)
+    for job in jobs:
+        assert two[job.name].engine == "MULTI_CPU"
+        assert gap(one[job.name], two[job.name]) <= UPDATE
