@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import accelerate.state
 import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig
 from safetensors.torch import save_file
+from transformers import TrainerCallback
 
 
 def fsdp_on_the_cpu() -> None:
@@ -28,6 +30,34 @@ def fsdp_on_the_cpu() -> None:
             self._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
     accelerate.state.PartialState.__init__ = built  # type: ignore[method-assign]
+
+
+def fp16_on_the_cpu() -> None:
+    """Accelerate leaves fp16 off on a CPU device; torch's own float16 autocast works there."""
+    inner = accelerate.Accelerator.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            self.native_amp = True
+
+    accelerate.Accelerator.__init__ = built  # type: ignore[method-assign]
+
+
+class OverflowOnTheLast(TrainerCallback):
+    """Makes gradients of the second step infinite, in the backward pass of the last process alone."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * float("inf"))
+
+        if state.global_step == 1 and args.process_index == args.world_size - 1:
+            self.hook = model.model.layers[0].mlp.register_forward_hook(spoil)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if hasattr(self, "hook"):
+            self.hook.remove()
 
 
 def main(folder: Path) -> None:
@@ -48,6 +78,8 @@ def main(folder: Path) -> None:
             processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
             peft_config=LoraConfig(**run["lora"]) if run["lora"] else None,
         )
+        if run["config"].get("fp16"):
+            trainer.add_callback(OverflowOnTheLast())
         trainer.train(resume_from_checkpoint=run["resume"])
         # weights that are saved in shards are not put together by the engine
         state = {} if run["env"] else trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -69,5 +101,6 @@ if __name__ == "__main__":
         fsdp_on_the_cpu()
     from grpo_ext.tools.run_worker import leave
 
+    fp16_on_the_cpu()
     main(Path(sys.argv[1]))
     leave(Path(sys.argv[1]))

@@ -118,8 +118,9 @@ def environment(engine: str) -> dict[str, str]:
     return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
 
 
-def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, Outcome]:
-    prepare(folder, model, JOBS)
+def launch(folder: Path, model: Path, engine: str, processes: int, jobs: list[Job] | None = None) -> dict[str, Outcome]:
+    jobs = JOBS if jobs is None else jobs
+    prepare(folder, model, jobs)
     config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
@@ -128,7 +129,7 @@ def launch(folder: Path, model: Path, engine: str, processes: int) -> dict[str, 
     env = environment(engine)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    return outcomes(folder, JOBS)
+    return outcomes(folder, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +237,24 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
     alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
     assert (merged.kind, alone.kind) == ("merged adapter", "adapter")
     assert max(merged.difference, alone.difference) < 1e-5
+
+
+FP16 = Job("fp16", {"fp16": True, "fp16_hysteresis": 1, "fp16_initial_scale": 1024.0, "per_device_train_batch_size": 4})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engine):
+    run = folder / f"fp16_{engine}"
+    found = launch(run, folder / "model", engine, 2, [FP16])["fp16"]
+    lines = [line for line in found.log if "fp16/loss_scale" in line]
+    assert [line["fp16/loss_scale"] for line in lines] == [1024.0, 512.0, 512.0, 512.0]
+    assert [line["fp16/overflows"] for line in lines] == [0.0, 1.0, 0.0, 0.0]
+    assert lines[-1]["fp16/skipped_steps"] == 1.0
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[1] == rates[2] or rates[0] == rates[1]  # the scheduler stood still once
+    assert len(set(rates)) == 3
+    assert all(bool(torch.isfinite(value).all()) for value in found.state.values())
+    assert gap(launches("single", 1)["plain"], found) > 0  # and it trained
 
 
 def test_two_machines_are_one_run(launches, folder):
