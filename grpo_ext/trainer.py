@@ -45,7 +45,7 @@ from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
-from .engine.loss_scaler import LossScaler, install_loss_scaler, refuse_half_weights
+from .engine.loss_scaler import LossScaler, deepspeed_report, install_loss_scaler, refuse_half_weights
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.packed_forward import small_tiles
@@ -559,8 +559,10 @@ class GRPOTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
-        if isinstance(scaler, LossScaler) and "train_loss" not in logs:
+        if "loss" in logs and isinstance(scaler, LossScaler):
             logs |= scaler.report()
+        elif "loss" in logs and self.args.fp16 and self.is_deepspeed_enabled:
+            logs |= deepspeed_report(self.model_wrapped)
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
         super().log(logs, start_time)

@@ -122,6 +122,12 @@ def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: 
     accelerator.scaler = LossScaler(scale, rule, lambda found: any_process(found, device))
 
 
+def deepspeed_report(engine: Any) -> dict[str, float]:
+    """The same of a DeepSpeed engine, which scales by itself."""
+    scale = float(engine.optimizer.loss_scale)
+    return {"fp16/loss_scale": scale, "fp16/skipped_steps": float(engine.skipped_steps)}
+
+
 def refuse_half_weights(model: torch.nn.Module) -> None:
     """Refuse trainable weights in float16: their updates are lost to rounding, and their gradients have no scale.
 

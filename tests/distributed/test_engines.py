@@ -190,6 +190,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     assert several["plain"].engine == KIND[engine]
     assert several["plain"].sharded == (engine in ("fsdp2", "zero3"))
     errors = {name: gap(one[name], several[name]) for name in ALIKE}
+    print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["plain"], several["seed"]) > DIFFERENT
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from grpo_ext.core.loss_scale import ScaleRule
-from grpo_ext.engine.loss_scaler import LossScaler, fill_deepspeed, install_loss_scaler, refuse_half_weights
+from grpo_ext.engine.loss_scaler import (
+    LossScaler,
+    deepspeed_report,
+    fill_deepspeed,
+    install_loss_scaler,
+    refuse_half_weights,
+)
 from grpo_ext.errors import ConfigError, ModelError
 
 
@@ -144,3 +150,12 @@ def test_deepspeed_reads_the_section_as_it_is_meant():
     read = config.DeepSpeedFP16Config(**section)
     assert read.dynamic_loss_scale() if callable(getattr(read, "dynamic_loss_scale", None)) else read.loss_scale == 0
     assert (read.initial_scale_power, read.loss_scale_window, read.hysteresis, read.min_loss_scale) == (10, 50, 3, 2.0)
+
+
+def test_deepspeeds_own_scale_is_reported():
+    engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scale=512), skipped_steps=3)
+    assert deepspeed_report(engine) == {"fp16/loss_scale": 512.0, "fp16/skipped_steps": 3.0}
+    stage2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason="needs deepspeed")
+    stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="needs deepspeed")
+    assert hasattr(stage2.DeepSpeedZeroOptimizer, "loss_scale")
+    assert hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "loss_scale")
