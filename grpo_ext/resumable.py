@@ -25,6 +25,7 @@ from .engine.checkpoint import (
     is_verified,
     newest_whole,
     no_space,
+    processes_of,
     publish,
     remove_unfinished,
     rotate,
@@ -234,6 +235,12 @@ class ResumableTrainer(trl.GRPOTrainer):
                 f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
                 "whole checkpoint of output_dir, or leave it out to start anew."
             )
+        there = processes_of(path)
+        if self.is_deepspeed_enabled and there not in (None, self.accelerator.num_processes):
+            raise CheckpointError(
+                f"{path} was written by {there} processes, and DeepSpeed's shards are read by as many; this run has "
+                f"{self.accelerator.num_processes}. Start {there}, or export the model and begin a new run with it."
+            )
         if not is_verified(path):
             logger.warning(f"{path} has no checksums (another trainer wrote it), so it is read unverified.")
         return str(path)
@@ -381,8 +388,12 @@ class ResumableTrainer(trl.GRPOTrainer):
         save_identity(self._current_identity(), folder)
         model = self.accelerator.unwrap_model(self.model)
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-            parts: list[Any] = [model.config, getattr(model, "generation_config", None), self.processing_class]
-            for part in filter(None, parts):  # the engine wrote its shards of the weights alone
+            adapter = getattr(model, "peft_config", None)
+            parts: list[Any] = [model.config, getattr(model, "generation_config", None)]
+            parts = parts if adapter is None else [adapter[model.active_adapter]]
+            for part in filter(
+                None, [*parts, self.processing_class]
+            ):  # the engine wrote its shards of the weights alone
                 part.save_pretrained(folder)
         if self.args.save_only_model:
             return

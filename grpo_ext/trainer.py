@@ -36,6 +36,7 @@ from .engine import checks
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
+    any_process,
     first_of_all_processes,
     max_over_processes,
     ragged_gather,
@@ -45,8 +46,14 @@ from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
-from .engine.loss_scaler import LossScaler, deepspeed_report, install_loss_scaler, refuse_half_weights
-from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
+from .engine.loss_scaler import (
+    DeepSpeedScale,
+    LossScaler,
+    install_loss_scaler,
+    reduce_in_float32,
+    refuse_half_weights,
+)
+from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory, is_out_of_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
@@ -144,6 +151,7 @@ class GRPOTrainer(ResumableTrainer):
         self._begin_records()
         self._request: RolloutRequest | None = None
         self._clock = PhaseClock()
+        self._deepspeed_scale: DeepSpeedScale | None = None
         self._said_oversized = False
         self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
         self._identity: RowIdentity | None = None
@@ -207,7 +215,7 @@ class GRPOTrainer(ResumableTrainer):
         self._sampling_memory = Halving(
             "generation", "lower rollout_chunk_size (fewer completions at a time), or max_completion_length", may_cut
         )
-        if config.fp16 and not self._stock:
+        if config.fp16 and not (self._stock or self.is_deepspeed_enabled):
             refuse_half_weights(policy)
         self._loss_config = config.loss_config()
         self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
@@ -277,8 +285,12 @@ class GRPOTrainer(ResumableTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
-        if self.args.fp16 and not self._stock:
+        if self._stock:
+            return
+        reduce_in_float32(self.accelerator)
+        if self.args.fp16:
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
+            self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
 
     def _announce(self) -> None:
         for sentence in self._uncovered:
@@ -354,6 +366,8 @@ class GRPOTrainer(ResumableTrainer):
         rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
         with self._clock.phase("rollout"):
             if self._seeds_vllm():
+                if identity is None:
+                    self._refuse_unequal_shares(0 if request.ghost else len(rows))
                 keys = self._keys(request)[torch.tensor(rows)]
                 index = torch.tensor(rows)
                 offsets = torch.zeros_like(index) if identity is None else identity.offsets(index, prompt_ids)
@@ -367,6 +381,22 @@ class GRPOTrainer(ResumableTrainer):
         else:
             identity.extend(rows, prompt_ids, completions)
         return completions, logps
+
+    def _refuse_unequal_shares(self, rows: int) -> None:
+        """Where TRL cuts what several processes sampled together, it does so as if all had as many rows.
+
+        Raises:
+            ConfigError: on every process.
+        """
+        device = self.accelerator.device
+        most, fewest = max_over_processes(rows, device), -max_over_processes(-rows, device)
+        together = self.vllm_generation.mode == "server" or self.vllm_generation.tensor_parallel_size > 1
+        if together and most != fewest:
+            raise ConfigError(
+                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
+                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
+                f"{self.accelerator.num_processes} processes share evenly."
+            )
 
     def _seeds_vllm(self) -> bool:
         return self.use_vllm and not self._stock
@@ -405,8 +435,19 @@ class GRPOTrainer(ResumableTrainer):
 
             return [row for piece in self._sampling_memory.run(range(len(prompts)), work) for row in piece]
 
-        with self._generating() as model:
-            return share.run(lambda *chunk: fitting(model, *chunk), prompt_ids, rows, self._tokenizer.eos_token_id)
+        found: list[list[int]] = []
+        failure = None
+        try:
+            with self._generating() as model:
+                eos = self._tokenizer.eos_token_id
+                found = share.run(lambda *chunk: fitting(model, *chunk), prompt_ids, rows, eos)
+        except PrecisionError as error:
+            failure = str(error)
+        if self._identity is None:  # every process comes here once: none waits for one that failed
+            failure = first_of_all_processes(failure)
+        if failure is not None:
+            raise PrecisionError(failure)
+        return found
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[Any]:
@@ -502,6 +543,8 @@ class GRPOTrainer(ResumableTrainer):
         if self._stock:
             return super().training_step(model, inputs, num_items_in_batch)
         start = time.perf_counter()
+        if self._deepspeed_scale is not None and self.state.global_step:
+            self._deepspeed_scale.after_step(self.model_wrapped)  # the one before
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -561,8 +604,8 @@ class GRPOTrainer(ResumableTrainer):
         scaler = self.accelerator.scaler
         if "loss" in logs and isinstance(scaler, LossScaler):
             logs |= scaler.report()
-        elif "loss" in logs and self.args.fp16 and self.is_deepspeed_enabled:
-            logs |= deepspeed_report(self.model_wrapped)
+        elif "loss" in logs and self._deepspeed_scale is not None:
+            logs |= self._deepspeed_scale.report(self.model_wrapped)
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
         super().log(logs, start_time)
@@ -783,13 +826,24 @@ class GRPOTrainer(ResumableTrainer):
         if rollout is None:
             return None
 
-        def score(rows: list[int]) -> torch.Tensor:
+        def score(row: int) -> torch.Tensor:
             with self._scoring():
-                return self._score(self.model, self._collate(rollout, MicroBatch(tuple(rows))))[0]
+                return self._score(self.model, self._collate(rollout, MicroBatch((row,))))[0][0]
 
         half = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
         dtype = half or str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        return record(rollout, score, dtype, self.temperature)
+        quantised = bool(getattr(base_model_of(self.accelerator.unwrap_model(self.model)), "is_quantized", False))
+        training, samples, failed = self.model.training, None, False
+        self.model.eval()
+        try:
+            samples = record(rollout, score, dtype, self.temperature, quantised)
+        except RuntimeError as error:  # a checkpoint without samples is better than none
+            if self._sharded or not is_out_of_memory(error):
+                raise
+            failed = True
+        finally:
+            self.model.train(training)
+        return None if not self._sharded and any_process(failed, self.accelerator.device) else samples
 
     def _loss_terms(self) -> LossTerms:
         bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None

@@ -76,18 +76,23 @@ def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
     if layout.engine not in ENGINES:
         raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
     shares = layout.processes
-    whole = model.parameters * model.weight_bytes
+    deepspeed = layout.engine in ("zero2", "zero3")
+    half = model.compute_bytes < model.weight_bytes
+    # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
+    width = model.compute_bytes if deepspeed else model.weight_bytes
+    masters = model.weight_bytes if deepspeed and half else 0
+    whole = model.parameters * width
     shards_weights = layout.engine in ("zero3", "fsdp2")
     shards_states = layout.engine != "ddp"
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0  # one in use, one on its way
-    casts = model.parameters * model.compute_bytes if model.compute_bytes < model.weight_bytes else 0
+    casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
     head_tokens = min(layout.tokens, layout.head_tokens)
     parts = {
         "weights": whole / shares + gathered if shards_weights else whole,
         "half-precision copies": 0 if shards_weights else casts,
         "reference": (whole / shares if shards_weights else whole) if layout.reference else 0,
-        "gradients": 4 * model.trained / (shares if shards_states else 1),
-        "optimizer": 8 * model.trained / (shares if shards_states else 1),
+        "gradients": (width if deepspeed else 4) * model.trained / (shares if shards_states else 1),
+        "optimizer": (8 + masters) * model.trained / (shares if shards_states else 1),
         "bitwise sums": 8 * model.trained if layout.bitwise else 0,
         "activations": _activations(model, layout),
         # a buffer of fixed width for the products, and float32 copies as wide as the vocabulary
@@ -96,7 +101,8 @@ def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
     }
     held = parts["weights"] + parts["reference"] + parts["optimizer"]
     step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
-    sampling = parts["key-value cache"] + (whole if shards_weights else 0)  # generate gathers the weights
+    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
+    sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
     return {**parts, "training": held + step, "rollout": held + sampling}
 
 

@@ -141,6 +141,12 @@ def is_verified(folder: str | Path) -> bool:
     return (Path(folder) / LISTING).is_file()
 
 
+def processes_of(folder: str | Path) -> int | None:
+    """How many processes wrote a checkpoint; None where it does not say."""
+    listing = read_listing(Path(folder))
+    return None if listing is None else listing.get("processes")
+
+
 def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of a run, and why newer ones were skipped."""
     skipped: list[str] = []

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..core.loss_scale import LossScale, ScaleRule, after_step, start
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, PrecisionError
 from .collectives import any_process
 
 
@@ -93,10 +94,12 @@ class LossScaler:
         return dataclasses.asdict(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's scale; one of `torch.amp.GradScaler` gives its scale alone."""
+        """Go on from a checkpoint, within the settings of now; one of `torch.amp.GradScaler` gives its scale alone."""
         names = {field.name for field in dataclasses.fields(LossScale)}
         known = {name: value for name, value in state.items() if name in names}
-        self.state = dataclasses.replace(self.state, **known)
+        kept = dataclasses.replace(self.state, **known)
+        scale = max(kept.scale, self.rule.minimum) if self.rule.dynamic else self.state.scale
+        self.state = dataclasses.replace(kept, scale=scale, patience=min(kept.patience, self.rule.hysteresis))
         self._reported = self.state.skipped
 
 
@@ -122,24 +125,86 @@ def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: 
     accelerator.scaler = LossScaler(scale, rule, lambda found: any_process(found, device))
 
 
-def deepspeed_report(engine: Any) -> dict[str, float]:
-    """The same of a DeepSpeed engine, which scales by itself."""
-    scale = float(engine.optimizer.loss_scale)
-    return {"fp16/loss_scale": scale, "fp16/skipped_steps": float(engine.skipped_steps)}
+class DeepSpeedScale:
+    """Watches the loss scale of a DeepSpeed engine, which scales and skips by itself.
+
+    Args:
+        rule: as the engine was told; a fixed scale has no end of its own there.
+    """
+
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule = rule
+        self._reported = self._seen = self._in_a_row = 0
+
+    def after_step(self, engine: Any) -> None:
+        """Called after every step.
+
+        Raises:
+            PrecisionError: a fixed scale overflowed `fp16_hysteresis` times in a row.
+        """
+        skipped = int(engine.skipped_steps)
+        self._in_a_row = self._in_a_row + 1 if skipped > self._seen else 0
+        self._seen = skipped
+        if not self.rule.dynamic and self._in_a_row >= self.rule.hysteresis:
+            raise PrecisionError(
+                f"gradients overflow with the fixed loss scale of {float(engine.optimizer.loss_scale):g}: "
+                f"{self._in_a_row} steps in a row were skipped; use a smaller or a dynamic scale, or bf16=True."
+            )
+
+    def report(self, engine: Any) -> dict[str, float]:
+        """For a log line, as `LossScaler.report`."""
+        skipped, before = int(engine.skipped_steps), self._reported
+        self._reported = skipped
+        scale = float(engine.optimizer.loss_scale)
+        return {
+            "fp16/loss_scale": scale,
+            "fp16/overflows": float(skipped - before),
+            "fp16/skipped_steps": float(skipped),
+        }
+
+
+@contextmanager
+def deepspeed_minimum() -> Iterator[None]:
+    """Inside, DeepSpeed's bare exception at the minimum of its scale becomes this package's error.
+
+    Raises:
+        PrecisionError: gradients overflow at the minimum scale.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise PrecisionError(
+            "gradients overflow with the loss scale at its minimum (fp16_min_scale). No scale mends gradients this "
+            "large: use a lower learning_rate or max_grad_norm, bf16=True, or float32."
+        ) from error
 
 
 def refuse_half_weights(model: torch.nn.Module) -> None:
-    """Refuse trainable weights in float16: their updates are lost to rounding, and their gradients have no scale.
+    """Refuse trainable weights in half precision: their updates are lost to rounding, and no scaler takes them.
+
+    Not for DeepSpeed, which keeps float32 copies of its own.
 
     Raises:
         ModelError: names one.
     """
-    half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if half:
+    half = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
+    for name, dtype in half.items():
         raise ModelError(
-            f"fp16=True trains float32 weights and computes in float16, but {half[0]} (one of {len(half)}) is float16; "
-            "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'})."
+            f"fp16=True trains float32 weights and computes in float16, but {name} (one of {len(half)}) is "
+            f"{str(dtype).removeprefix('torch.')}; load the model with dtype='float32' (for a name: "
+            "model_init_kwargs={'dtype': 'float32'}). TRL casts adapters of quantised models to bfloat16: use "
+            "bf16=True there."
         )
+
+
+def reduce_in_float32(accelerator: Any) -> None:
+    """Let FSDP2 add gradients up in float32, on a process and between them; Accelerate takes the half precision."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if plugin is not None and dataclasses.is_dataclass(policy) and getattr(plugin, "fsdp_version", 1) == 2:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)  # type: ignore[type-var]
 
 
 def fill_deepspeed(section: dict[str, Any], scale: float, rule: ScaleRule, given: set[str]) -> None:
@@ -156,12 +221,16 @@ def fill_deepspeed(section: dict[str, Any], scale: float, rule: ScaleRule, given
         raise ConfigError(
             f"fp16_initial_scale={scale:g}: DeepSpeed starts with a power of two; use {2 ** round(power)}."
         )
+    if int(rule.minimum) != rule.minimum:
+        raise ConfigError(
+            f"fp16_min_scale={rule.minimum:g}: DeepSpeed takes whole numbers; use {max(1, round(rule.minimum))}."
+        )
     wanted: dict[str, tuple[str, float]] = {
         "loss_scale": ("fp16_fixed_scale", 0 if rule.dynamic else scale),
         "initial_scale_power": ("fp16_initial_scale", int(power)),
         "loss_scale_window": ("fp16_scale_window", rule.window),
         "hysteresis": ("fp16_hysteresis", rule.hysteresis),
-        "min_loss_scale": ("fp16_min_scale", rule.minimum),
+        "min_loss_scale": ("fp16_min_scale", int(rule.minimum)),
     }
     conflicts = []
     for key, (name, value) in wanted.items():

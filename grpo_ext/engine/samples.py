@@ -6,6 +6,7 @@ wrote.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Samples:
         logps: log-probability of every token of each completion.
         dtype: in which the recording model computed ("float32", "bfloat16", "float16").
         temperature: the logits were divided by it.
+        quantised: whether the weights were; a plain copy of them scores differently.
     """
 
     prompts: list[torch.Tensor]
@@ -39,6 +41,7 @@ class Samples:
     logps: list[torch.Tensor]
     dtype: str
     temperature: float
+    quantised: bool = False
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
@@ -47,6 +50,7 @@ class Samples:
             tensors |= {f"{i}/prompt": prompt, f"{i}/completion": completion, f"{i}/logps": logps}
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         about = {"count": str(len(self.prompts)), "dtype": self.dtype, "temperature": json.dumps(self.temperature)}
+        about["quantised"] = json.dumps(self.quantised)
         save_file(plain, Path(folder) / SAMPLES, metadata=about)
 
     @classmethod
@@ -67,47 +71,53 @@ class Samples:
                     return [file.get_tensor(f"{i}/{name}") for i in range(int(about["count"]))]
 
                 tokens, logps = (read("prompt"), read("completion")), read("logps")
-            return cls(*tokens, logps, about["dtype"], json.loads(about["temperature"]))
+            return cls(*tokens, logps, about["dtype"], json.loads(about["temperature"]), json.loads(about["quantised"]))
         except Exception as error:  # whatever the parser raises
             raise CheckpointError(f"{path} is broken: {error}.") from None
 
 
 def sample_rows(rollout: Rollout) -> list[int]:
-    """The shortest completions that hold tokens, from different places of the batch."""
+    """A few completions of at least the median length, the shortest such with their prompts."""
     lengths = {row: int(mask.sum()) for row, mask in enumerate(rollout.fields["completion_mask"])}
-    total = {row: n + len(rollout.fields["prompt_ids"][row]) for row, n in lengths.items() if n}
+    lengths = {row: n for row, n in lengths.items() if n}
+    if not lengths:
+        return []
+    median = sorted(lengths.values())[len(lengths) // 2]
+    total = {row: n + len(rollout.fields["prompt_ids"][row]) for row, n in lengths.items() if n >= median}
     return sorted(sorted(total, key=lambda row: (total[row], row))[:_COUNT])
 
 
 def record(
-    rollout: Rollout, score: Callable[[list[int]], torch.Tensor], dtype: str, temperature: float
+    rollout: Rollout, score: Callable[[int], torch.Tensor], dtype: str, temperature: float, quantised: bool = False
 ) -> Samples | None:
     """Samples of a rollout batch.
 
     Args:
-        score: from rows to their log-probabilities, (B, T), padded on the right.
+        score: from a row to its log-probabilities, (T,), padded on the right.
     """
     rows = sample_rows(rollout)
     if not rows:
         return None
     lengths = [int(rollout.fields["completion_mask"][row].sum()) for row in rows]
-    logps = [values[:n].float() for values, n in zip(score(rows), lengths)]
     return Samples(
         [rollout.fields["prompt_ids"][row] for row in rows],
         [rollout.fields["completion_ids"][row][:n] for row, n in zip(rows, lengths)],
-        logps,
+        [score(row)[:n].float() for row, n in zip(rows, lengths)],
         dtype,
         temperature,
+        quantised,
     )
 
 
 def score_alone(model: Any, samples: Samples) -> list[torch.Tensor]:
     """Log-probabilities of every sample, each run on its own by an ordinary transformers model."""
     found = []
+    narrow = "logits_to_keep" in inspect.signature(model.forward).parameters
     with torch.no_grad():
         for prompt, completion in zip(samples.prompts, samples.completions):
             ids = torch.cat([prompt, completion]).long()[None]
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / samples.temperature
+            options = {"logits_to_keep": len(completion) + 1} if narrow else {}
+            logits = model(input_ids=ids, **options).logits[0, -len(completion) - 1 : -1].float() / samples.temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(1, completion.long()[:, None])
             found.append(chosen.squeeze(1))
     return found

@@ -29,6 +29,7 @@ from ..core.micro_batches import (
 )
 from .collectives import max_over_processes, ragged_gather, sum_over_processes
 from .gradients import NativeGradients
+from .loss_scaler import deepspeed_minimum
 from .memory import WindowOutOfMemory, is_out_of_memory
 
 
@@ -193,7 +194,7 @@ def _run_sharded(
     accelerator.step = 0
     try:
         for micro_batch in micro_batches:
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model), deepspeed_minimum():
                 accelerator.backward(loss_of(micro_batch) * scale, **options)
     finally:
         accelerator.gradient_accumulation_steps = 1

@@ -315,8 +315,12 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
     base: Annotated[OptionalStr, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
-    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 [default: as trained].")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file; also the memory this needs.")] = "5GB",
+    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 [default: as stored].")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest weight file, held in memory while it is copied.")
+    ] = "5GB",
+    check: Annotated[bool, typer.Option(help="Compare with the checkpoint's samples; holds the whole model.")] = True,
+    trust_shards: Annotated[bool, typer.Option(help="Read an engine's shards, pickles that can run code.")] = False,
 ) -> None:
     """Write the trained model of a checkpoint as a plain Hugging Face folder, and check that it is the same model."""
     quiet_libraries()
@@ -327,7 +331,14 @@ def export(
     if unverified(checkpoint) and checkpoint.is_dir():
         console.print(f"{checkpoint} has no checksums, so it is read unverified.", highlight=False, soft_wrap=True)
     done = export_model(
-        checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, max_shard_size=max_shard_size
+        checkpoint,
+        out,
+        merge_adapter=merge_adapter,
+        base=base,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        check=check,
+        trust_shards=trust_shards,
     )
     console.print(
         f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB",
@@ -335,7 +346,7 @@ def export(
         soft_wrap=True,
     )
     if done.difference is None:
-        console.print("Not checked: the checkpoint holds no samples to compare with.")
+        console.print("Not checked: " + ("no samples to compare with." if check else "as asked for."))
     else:
         console.print(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
 

@@ -1,8 +1,8 @@
 """`grpo-ext export`: from a checkpoint of any engine to a plain Hugging Face model folder, which it checks.
 
 The actor alone, as safetensors, with tokenizer, generation configuration, chat template and a model card; no optimizer,
-no reference. Weights are copied shard by shard: memory holds one shard (`max_shard_size`), except where an adapter is
-merged or an engine's shards are put together, which hold the model once. Needs no GPU and no training processes.
+no reference. Weights are copied file by file: memory holds one file (`max_shard_size`). Merging an adapter, putting an
+engine's shards together and the check at the end hold the model once. Needs no GPU and no training processes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shards_factory
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
-from ..engine.checkpoint import is_verified, no_space, why_broken
+from ..engine.checkpoint import is_verified, why_broken
 from ..engine.identity import IDENTITY
 from ..engine.manifest import read_manifest
 from ..engine.samples import Samples, score_alone
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, GrpoExtError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains
-ROUNDING = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-_ADAPTER, _INDEX, _PLAIN = "adapter_model.safetensors", "model.safetensors.index.json", "model.safetensors"
+ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_INDEX, _PLAIN = "model.safetensors.index.json", "model.safetensors"
 _BESIDE = (
     "generation_config",
     "tokenizer",
@@ -75,14 +76,18 @@ def export(
     base: str | None = None,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
+    check: bool = True,
+    trust_shards: bool = False,
 ) -> Exported:
     """Write the policy of a checkpoint to a new folder and check it; on any error nothing is left behind.
 
     Args:
         merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
         base: the adapter's base model, where it is not the one its configuration names.
-        dtype: of the written weights; default: as they are.
+        dtype: of the written weights; default: as they are (merged: as the base's).
         max_shard_size: of a weight file, for example "5GB".
+        check: load the result and compare it with the checkpoint's samples; holds the model in memory.
+        trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
     Raises:
         ConfigError: arguments that contradict, or a folder that exists.
@@ -101,28 +106,55 @@ def export(
         _split({}, max_shard_size)
     except ValueError:
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; write for example 5GB.") from None
-    adapter = (source / _ADAPTER).is_file()
+    adapter = (source / _ADAPTER_CONFIG).is_file()
     if not adapter and (merge_adapter or base is not None):
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
-    needed = folder_bytes(source) if not merge_adapter else 0
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(target.parent).free) < needed:
-        raise CheckpointError(no_space(target.parent, needed, free))
-    with _beside(target) as writing:
-        if adapter:
-            kind = _write_adapter(source, writing, merge_adapter, base, dtype, max_shard_size)
-        else:
-            kind = _write_model(source, writing, dtype, max_shard_size)
-        _copy_beside(source, writing)
-        difference = _verify(source, writing, adapter and not merge_adapter, base, dtype)
-        _write_card(source, writing, kind, difference)
-        before, after = folder_bytes(source), folder_bytes(writing)
+    if not adapter and not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} has neither config.json nor {_ADAPTER_CONFIG}, so what it holds is unknown.")
+    if not _has_weights(source, adapter) and not trust_shards:
+        raise ConfigError(
+            f"the weights in {source} are an engine's shards, Python pickles that run code when they are read; if the "
+            "checkpoint is your own, add --trust-shards."
+        )
+    try:
+        with _beside(target) as writing:
+            if adapter:
+                kind = _write_adapter(source, writing, merge_adapter, base, dtype, max_shard_size)
+            else:
+                kind = _write_model(source, writing, dtype, max_shard_size)
+            _copy_beside(source, writing)
+            difference = _verify(source, writing, adapter and not merge_adapter, base, dtype) if check else None
+            _write_card(source, writing, kind, difference)
+            before, after = folder_bytes(source), folder_bytes(writing)
+    except GrpoExtError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{source} could not be exported: {type(error).__name__}: {error}") from error
     return Exported(kind, before, after, difference)
+
+
+def _has_weights(source: Path, adapter: bool) -> bool:
+    """Whether the weights are safetensors; raises for what is no known kind."""
+    if any((source / name).is_file() for name in ([_ADAPTER] if adapter else [_PLAIN, _INDEX])):
+        return True
+    if not (list(source.glob("pytorch_model_fsdp_*")) or (source / "latest").is_file()):
+        raise CheckpointError(f"{source} holds no weights that are known: no safetensors, no FSDP or DeepSpeed shards.")
+    return False
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"the exported model needs about {needed / 2**20:.0f} MiB and {folder} has {free / 2**20:.0f} MiB free; "
+            "free some space, or name a folder on another disk."
+        )
 
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` if all went well, and is gone otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as name:
         writing = Path(name) / target.name
         writing.mkdir()
@@ -140,6 +172,7 @@ def _write_model(source: Path, writing: Path, dtype: str | None, limit: str) -> 
     else:
         with tempfile.TemporaryDirectory(prefix="_joining-", dir=writing.parent) as name:
             joined = Path(name)
+            _check_space(joined, 2 * _shard_bytes(source))
             kind = _join_shards(source, joined)
             _copy_weights(joined, writing, dtype, limit)
     config = json.loads((source / "config.json").read_text())
@@ -150,24 +183,29 @@ def _write_model(source: Path, writing: Path, dtype: str | None, limit: str) -> 
     return kind
 
 
+def _shard_bytes(source: Path) -> int:
+    """Weights in shards, about; ZeRO's files hold them in float32 beside the optimizer's two tensors."""
+    found = [path for folder in source.glob("pytorch_model_fsdp_*") for path in folder.rglob("*")]
+    states = [path for folder in source.glob("global_step*") for path in folder.glob("*optim_states*")]
+    return sum(p.stat().st_size for p in found if p.is_file()) + sum(p.stat().st_size for p in states) // 3
+
+
 def _join_shards(source: Path, joined: Path) -> str:
     """Put the weights that an engine's processes wrote together, with the engine's own tool."""
-    shards = next(iter(sorted(source.glob("pytorch_model_fsdp_*"))), None)
-    if shards is not None and shards.is_dir():
+    shards = next((path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()), None)
+    if shards is not None:
         from accelerate.utils import merge_fsdp_weights
 
         merge_fsdp_weights(str(shards), str(joined), safe_serialization=True)
         return "FSDP shards"
-    if (source / "latest").is_file():
-        try:
-            from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-        except ImportError:
-            raise ConfigError(
-                f"{source} holds weights in DeepSpeed's shards; `pip install deepspeed` to put them together."
-            ) from None
-        convert_zero_checkpoint_to_fp32_state_dict(str(source), str(joined), safe_serialization=True)
-        return "ZeRO shards"
-    raise CheckpointError(f"{source} holds no weights that are known: no safetensors, no FSDP or DeepSpeed shards.")
+    try:
+        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+    except ImportError:
+        raise ConfigError(
+            f"{source} holds weights in DeepSpeed's shards; `pip install deepspeed` to put them together."
+        ) from None
+    convert_zero_checkpoint_to_fp32_state_dict(str(source), str(joined), safe_serialization=True)
+    return "ZeRO shards"
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -207,6 +245,7 @@ def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) ->
             width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(view.get_dtype(), 2)
             floating = view.get_dtype().startswith(("F", "BF"))
         planned[name] = _Planned(elements * (DTYPES[dtype].itemsize if dtype and floating else width))
+    _check_space(writing, sum(tensor.nbytes for tensor in planned.values()))
     split = _split(planned, limit)
     for shard, names in split.filename_to_tensors.items():
         tensors = {}
@@ -231,46 +270,64 @@ def _main_dtype(folder: Path) -> str:
     return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(max(counts, key=lambda k: counts[k]), "float32")
 
 
+def _adapter_tensors(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under PEFT's names, joined where an engine's processes wrote a part each."""
+    path = source / _ADAPTER
+    if not path.is_file():
+        with tempfile.TemporaryDirectory(prefix="_joining-", dir=folder) as name:
+            _join_shards(source, Path(name))
+            tensors = load_file(Path(name) / _PLAIN)
+        return {name.replace(".default.", "."): value for name, value in tensors.items()}
+    return load_file(path)
+
+
 def _write_adapter(
     source: Path, writing: Path, merge: bool, base: str | None, dtype: str | None, max_shard_size: str
 ) -> str:
-    settings = json.loads((source / "adapter_config.json").read_text())
+    settings = json.loads((source / _ADAPTER_CONFIG).read_text())
+    tensors = _adapter_tensors(source, writing.parent)
+    _check_space(writing, sum(tensor.nbytes for tensor in tensors.values()))
+    settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
+    alone = writing if not merge else writing.parent / "adapter"
+    alone.mkdir(exist_ok=True)
+    convert = None if dtype is None or merge else DTYPES[dtype]
+    chosen = {n: t.to(convert) if convert and t.is_floating_point() else t for n, t in tensors.items()}
+    save_file(
+        {name: tensor.contiguous() for name, tensor in chosen.items()}, alone / _ADAPTER, metadata={"format": "pt"}
+    )
+    (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     if not merge:
-        with safe_open(source / _ADAPTER, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        chosen = {n: t.to(DTYPES[dtype]) if dtype and t.is_floating_point() else t for n, t in tensors.items()}
-        save_file(chosen, writing / _ADAPTER, metadata={"format": "pt"})
-        settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
-        (writing / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         return "adapter"
-    merged = _with_adapter(source, base, None).merge_and_unload()
-    if dtype is not None:
-        merged = merged.to(DTYPES[dtype])
+    model, stored = _with_adapter(alone, base, merging=True)
+    merged = model.merge_and_unload()  # in float32: small updates vanish in a half precision
+    merged = merged.to(stored if dtype is None else DTYPES[dtype])
+    _check_space(writing, sum(p.nbytes for p in merged.parameters()))
     merged.save_pretrained(writing, max_shard_size=max_shard_size)
     return "merged adapter"
 
 
-def _with_adapter(folder: Path, base: str | None, dtype: str | None) -> Any:
-    """The base model with the adapter of a folder.
+def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, torch.dtype]:
+    """The base model with the adapter of a folder, in float32, and the type the base is stored in.
 
     Raises:
-        ConfigError: the base is unknown, or quantised.
+        ConfigError: the base is unknown, or quantised where it is merged into.
     """
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings = json.loads((folder / _ADAPTER_CONFIG).read_text())
     name = base or settings.get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"the adapter in {folder} names no base model (it was in memory); give it with --base.")
     config = AutoConfig.from_pretrained(name)
-    if getattr(config, "quantization_config", None) is not None:
+    if merging and getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{name} is quantised, and merging into quantised weights rounds the adapter away; give the original with "
             "--base, or export the adapter alone."
         )
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if dtype is None else DTYPES[dtype])
-    return PeftModel.from_pretrained(model, str(folder))
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return PeftModel.from_pretrained(model, str(folder)), stored
 
 
 # ---- What goes with them --------------------------------------------------------------------------------------------
@@ -278,32 +335,37 @@ def _with_adapter(folder: Path, base: str | None, dtype: str | None) -> Any:
 
 def _copy_beside(source: Path, writing: Path) -> None:
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.name.startswith(_BESIDE) and not (writing / path.name).exists():
+        own_code = path.suffix == ".py" and not path.name.startswith("zero_to_")  # of models with code of their own
+        wanted = path.is_file() and (path.name.startswith(_BESIDE) or own_code)
+        if wanted and not (writing / path.name).exists():
             shutil.copyfile(path, writing / path.name)
     if (source / "chat_templates").is_dir():
         shutil.copytree(source / "chat_templates", writing / "chat_templates")
 
 
 def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype: str | None) -> float | None:
-    """Load what was written and score the checkpoint's samples with it.
+    """Load what was written and score the checkpoint's samples with it; None where there is nothing to compare with.
 
     Raises:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
     samples = Samples.load(source)
-    if samples is None:
+    if samples is None or samples.quantised:
         return None
     if adapter:
-        model, written = _with_adapter(writing, base, None), dtype or "float32"
+        model, written = _with_adapter(writing, base, merging=False)[0], dtype or "float32"
     else:
         from transformers import AutoModelForCausalLM
 
         model, written = AutoModelForCausalLM.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
-    found = score_alone(model.eval(), samples)
-    gaps = torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)])
-    difference = float(gaps.mean())
+    model.eval()
+    difference = _difference(model, samples)
     limit = max(ROUNDING[samples.dtype], ROUNDING[written])
-    if not difference <= limit:
+    worse = False
+    if adapter:  # rounding may hide a small adapter, but it may not lead away from what was recorded
+        with model.disable_adapter():
+            worse = difference > 2 * _difference(model, samples) and difference > ROUNDING["float32"]
+    if worse or not difference <= limit:
         raise CheckpointError(
             f"the written model is not the one that was trained: log-probabilities of {len(samples.prompts)} saved "
             f"samples differ by {difference:.1e} on average (rounding explains {limit:.0e}). Nothing was kept."
@@ -311,18 +373,24 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
     return difference
 
 
+def _difference(model: Any, samples: Samples) -> float:
+    found = score_alone(model, samples)
+    return float(torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)]).mean())
+
+
 def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:
     identity = json.loads(path.read_text()) if (path := source / IDENTITY).is_file() else {}
     settings = identity.get("settings", {})
-    adapter = (writing / "adapter_config.json").is_file()
+    adapter = (writing / _ADAPTER_CONFIG).is_file()
     entries = read_manifest(source.parent)
     versions = entries[-1]["versions"] if entries else {}
-    step = json.loads((source / "trainer_state.json").read_text()).get("global_step")
+    state = source / "trainer_state.json"
+    step = json.loads(state.read_text()).get("global_step") if state.is_file() else "?"
     data = ModelCardData(library_name="peft" if adapter else "transformers", tags=["grpo", "trl", "grpo_ext"])
     told = {n: v for n, v in sorted(settings.items()) if v is not None and not isinstance(v, (dict, list))}
     lines = [f"| {name} | {value} |" for name, value in told.items()]
     checked = (
-        "not checked: the checkpoint holds no samples"
+        "not checked"
         if difference is None
         else f"checked: log-probabilities of saved samples differ by {difference:.1e} on average"
     )

@@ -51,6 +51,9 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     text = small.get_text_config()
     text.num_hidden_layers, text.vocab_size = layers, 64
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):  # a token keeps what its chosen ones do
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), max(8, getattr(text, "num_experts_per_tok", None) or 1)))
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).train()

@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from grpo_ext.errors import ConfigError
 from grpo_ext.tools.export import export
 from grpo_ext.tools.runs import free_port
 from tests.distributed.launch import ROOT
@@ -78,6 +79,7 @@ JOBS = [
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-3"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
     Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-3"),
+    Job("lora_shards", {"save_strategy": "steps", "save_steps": 4}, lora=True, env=SHARDS),
     Job("shards", {"save_strategy": "steps", "save_steps": 4}, env=SHARDS),  # last: the environment stays
 ]
 
@@ -181,7 +183,7 @@ ENGINES = [
     pytest.param("ddp", 2, marks=pytest.mark.full),
 ]
 KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
-ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards") and job.resume is None]
+ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards", "lora_shards") and job.resume is None]
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -223,10 +225,10 @@ SHARD_KINDS = {"fsdp2": "FSDP shards", "zero3": "ZeRO shards"}
 def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, processes):
     launches(engine, processes)
     run = folder / f"{engine}_{processes}"
-    final = {name: run / name / "checkpoint-4" for name in ("saved", "shards", "lora_saved")}
+    final = {name: run / name / "checkpoint-4" for name in ("saved", "shards", "lora_saved", "lora_shards")}
     expected = launches(engine, processes)["saved"].state
     for name in ("saved", "shards"):
-        done = export(final[name], tmp_path / name)
+        done = export(final[name], tmp_path / name, trust_shards=True)
         assert done.kind == ("full" if name == "saved" else SHARD_KINDS.get(engine, "full"))
         assert {path.name for path in (tmp_path / name).iterdir()} == FILES | {"tokenizer_config.json"}
         written = load_file(tmp_path / name / "model.safetensors")
@@ -236,8 +238,16 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
             assert torch.allclose(value, expected[key], atol=1e-7), key
     merged = export(final["lora_saved"], tmp_path / "merged", merge_adapter=True, base=str(folder / "model"))
     alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
-    assert (merged.kind, alone.kind) == ("merged adapter", "adapter")
-    assert max(merged.difference, alone.difference) < 1e-5
+    joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
+    assert (merged.kind, alone.kind, joined.kind) == ("merged adapter", "adapter", "adapter")
+    expected = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "joined" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in found)
+    assert max(merged.difference, alone.difference, joined.difference) < 1e-5
+    if engine in SHARD_KINDS:
+        with pytest.raises(ConfigError, match="add --trust-shards"):
+            export(final["shards"], tmp_path / "untrusted")
 
 
 FP16 = Job("fp16", {"fp16": True, "fp16_hysteresis": 1, "fp16_initial_scale": 1024.0, "per_device_train_batch_size": 4})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,16 @@ def test_a_changed_batch_samples_anew(tmp_path, caplog):
     trainer.train("latest")
     assert trainer.state.global_step == 2
     assert "rollout_batch_size changed, so the rollout batch of the checkpoint is not used" in caplog.text
+
+
+def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
+    trainer = make(tmp_path, **SAVE)
+    trainer.is_deepspeed_enabled = True
+    listing = run / "checkpoint-2" / "checkpoint.json"
+    assert trainer._checkpoint_to_resume(str(listing.parent)) == str(listing.parent)  # written by one process
+    trainer.accelerator = SimpleNamespace(num_processes=3, is_main_process=True)
+    with pytest.raises(CheckpointError, match=r"written by 1 processes.* this run has 3. Start 1, or export"):
+        trainer._checkpoint_to_resume(str(listing.parent))
 
 
 def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import RewardError
+from grpo_ext.errors import ConfigError, RewardError
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
@@ -168,6 +169,19 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
     plain.train()
     evaluated.train()
     assert torch.equal(parameters(plain), parameters(evaluated))
+
+
+def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
+    from grpo_ext import trainer as module
+    from tests.trainer.test_layout import make
+
+    trainer = make(tmp_path)
+    monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
+    trainer.vllm_generation = SimpleNamespace(mode="server", tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match=r"4 to 8 completions.*also for evaluation"):
+        trainer._refuse_unequal_shares(4)
+    trainer.vllm_generation.mode = "colocate"
+    trainer._refuse_unequal_shares(4)
 
 
 def test_best_model_is_loaded_and_checkpoints_resume(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,15 @@ import torch
 
 from grpo_ext.core.loss_scale import ScaleRule
 from grpo_ext.engine.loss_scaler import (
+    DeepSpeedScale,
     LossScaler,
-    deepspeed_report,
+    deepspeed_minimum,
     fill_deepspeed,
     install_loss_scaler,
+    reduce_in_float32,
     refuse_half_weights,
 )
-from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 
 
 def setup(fused: bool = False, anyone: Any = bool, **rule: Any):
@@ -104,6 +107,8 @@ def test_weights_in_half_precision_are_refused():
     model = torch.nn.Linear(2, 2).half()
     with pytest.raises(ModelError, match=r"weight \(one of 2\) is float16"):
         refuse_half_weights(model)
+    with pytest.raises(ModelError, match=r"is bfloat16.*use bf16=True"):
+        refuse_half_weights(model.bfloat16())
     refuse_half_weights(model.float())
     for parameter in model.half().parameters():
         parameter.requires_grad = False
@@ -136,6 +141,7 @@ def test_the_settings_fill_deepspeeds_section():
         ({"loss_scale": 0}, 8.0, ScaleRule(dynamic=False), {"fp16_fixed_scale"}, "fp16_fixed_scale asks for 8"),
         ({"loss_scale": 128}, 8.0, ScaleRule(), {"fp16_initial_scale"}, "loss_scale=128 in the file"),
         ({}, 1000.0, ScaleRule(), {"fp16_initial_scale"}, "use 1024"),
+        ({}, 8.0, ScaleRule(minimum=0.5), {"fp16_min_scale"}, "DeepSpeed takes whole numbers; use 1"),
     ],
 )
 def test_a_file_that_says_something_else_is_refused(section, scale, rule, given, says):
@@ -152,10 +158,49 @@ def test_deepspeed_reads_the_section_as_it_is_meant():
     assert (read.initial_scale_power, read.loss_scale_window, read.hysteresis, read.min_loss_scale) == (10, 50, 3, 2.0)
 
 
-def test_deepspeeds_own_scale_is_reported():
+def test_deepspeeds_own_scale_is_reported_and_a_fixed_one_has_an_end():
     engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scale=512), skipped_steps=3)
-    assert deepspeed_report(engine) == {"fp16/loss_scale": 512.0, "fp16/skipped_steps": 3.0}
+    watch = DeepSpeedScale(ScaleRule(hysteresis=2, dynamic=False))
+    assert watch.report(engine) == {"fp16/loss_scale": 512.0, "fp16/overflows": 3.0, "fp16/skipped_steps": 3.0}
+    watch.after_step(engine)
+    watch.after_step(engine)  # this one was taken
+    engine.skipped_steps = 4
+    watch.after_step(engine)
+    assert watch.report(engine)["fp16/overflows"] == 1.0
+    engine.skipped_steps = 5
+    with pytest.raises(PrecisionError, match="fixed loss scale of 512: 2 steps in a row"):
+        watch.after_step(engine)
     stage2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason="needs deepspeed")
     stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="needs deepspeed")
     assert hasattr(stage2.DeepSpeedZeroOptimizer, "loss_scale")
     assert hasattr(stage3.DeepSpeedZeroOptimizer_Stage3, "loss_scale")
+
+
+def test_deepspeeds_bare_exception_becomes_an_error_with_a_remedy():
+    with pytest.raises(PrecisionError, match=r"fp16_min_scale.*lower learning_rate"), deepspeed_minimum():
+        raise Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+    with pytest.raises(KeyError), deepspeed_minimum():
+        raise KeyError("another")
+    scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="needs deepspeed")
+    assert "loss scale already at minimum" in inspect.getsource(scaler.DynamicLossScaler)
+
+
+def test_a_checkpoint_does_not_override_the_remedy():
+    *_, scaler = setup(hysteresis=4)
+    state = {**scaler.state_dict(), "scale": 65536.0, "patience": 4}
+    fixed = LossScaler(1024.0, ScaleRule(dynamic=False), bool)
+    fixed.load_state_dict(state)
+    assert fixed.get_scale() == 1024.0
+    raised = LossScaler(1024.0, ScaleRule(hysteresis=2, minimum=2.0**20), bool)
+    raised.load_state_dict(state)
+    assert raised.get_scale() == 2.0**20
+    assert raised.state.patience == 2
+
+
+def test_fsdp2_adds_gradients_up_in_float32():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=policy)
+    reduce_in_float32(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    reduce_in_float32(SimpleNamespace(state=SimpleNamespace()))  # no FSDP: nothing to do

@@ -256,3 +256,43 @@ def test_memory_holds_one_shard(full, tmp_path, monkeypatch):
         largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
     assert max(held) <= max(20_000, largest)
     assert len(held) > 3
+
+
+def test_without_the_check_nothing_is_loaded(full, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "score_alone", None)
+    done = export(full[0], tmp_path / "out", check=False)
+    assert done.difference is None
+    assert "not checked" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_read_is_one_error(copy, tmp_path):
+    (copy / "checkpoint.json").unlink()
+    (copy / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"could not be exported: SafetensorError"):
+        export(copy, tmp_path / "out")
+    (copy / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"neither config\.json nor"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)
+
+
+def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp_path):
+    tiny_model().bfloat16().save_pretrained(root / "half")
+    model = AutoModelForCausalLM.from_pretrained(root / "half", dtype="float32")
+    trainer = other(root / "on_half", model=model, peft_config=LoraConfig(**LORA))
+    trainer.train()
+    checkpoint = root / "on_half" / "checkpoint-3"
+    done = export(checkpoint, tmp_path / "exact", merge_adapter=True, dtype="float32")
+    assert done.difference is not None
+    assert done.difference < 1e-5  # in bfloat16 it would be some 1e-3
+    export(checkpoint, tmp_path / "stored", merge_adapter=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto").dtype == torch.bfloat16
+
+
+def test_samples_of_quantised_weights_are_not_compared_with_plain_ones(copy, tmp_path):
+    samples = Samples.load(copy)
+    assert samples is not None
+    samples.quantised = True
+    samples.save(copy)
+    relist(copy)
+    assert export(copy, tmp_path / "out").difference is None
