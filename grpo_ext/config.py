@@ -358,7 +358,6 @@ class GRPOConfig(trl.GRPOConfig):
             "use_liger_kernel": self.use_liger_kernel,
             "tf32": bool(self.tf32),
             "fp16 (its loss scale moves with overflows)": bool(self.fp16),
-            "mask_truncated_completions (on several processes the last bits differ)": self.mask_truncated_completions,
         }
         found = [name for name, is_set in refused.items() if is_set]
         if found:

@@ -34,7 +34,7 @@ from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
 from .engine.attention import packed_attention, runs_packs
-from .engine.bitwise import pinned, refuse_batch_dependent_rewards, refuse_sharding
+from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
     any_process,
     first_of_all_processes,
@@ -208,6 +208,7 @@ class GRPOTrainer(ResumableTrainer):
             )
         if config.bitwise_invariant:
             self._refuse_for_bitwise(sharded)
+            align_memory(*(module for module in (policy, self.ref_model) if module is not None))
         may_cut = not (sharded or config.bitwise_invariant)
         self._scoring_memory = Halving(
             "scoring", "lower max_completion_length, or canonical_unit_size in bitwise mode", may_cut

@@ -5,6 +5,7 @@ Used by the trainer around a run; the settings are put back afterwards, and reco
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from ..errors import ConfigError, ModelError
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
+_ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
 _CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -43,6 +45,18 @@ def refuse_sharding(sharded: bool, num_processes: int, distributed_type: Any) ->
             f"bitwise_invariant=True works on one process or data parallel, not under {distributed_type} on "
             f"{num_processes} processes; use plain data parallel (DDP), or turn it off."
         )
+
+
+def align_memory(*models: Any) -> None:
+    """Move weights and buffers on the CPU to where torch's allocator would put them.
+
+    MKL's kernels for very small matrices round by the alignment of their operands. Weights that a file was mapped for
+    lie anywhere; those that data parallel training has copied do not.
+    """
+    for model in models:
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
+                tensor.data = tensor.data.clone()
 
 
 def environment() -> dict[str, Any]:

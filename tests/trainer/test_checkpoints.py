@@ -330,7 +330,6 @@ def test_the_manifest_tells_what_was_run(copy, run):
         ({"use_vllm": True}, "use_vllm"),
         ({"torch_compile": True}, "torch_compile"),
         ({"fp16": True}, "fp16"),
-        ({"mask_truncated_completions": True}, "mask_truncated_completions"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "DeepSpeed"),
         ({"canonical_unit_size": 9}, r"use 1 to 4 \(num_generations\)"),
         ({"canonical_unit_size": 0}, "canonical_unit_size=0"),
