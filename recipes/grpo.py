@@ -37,6 +37,7 @@ from grpo_ext.tools.rewards import resolve_rewards
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
+DEMO_REWARD = "grpo_ext.demo.task.sorted_letters_reward"  # what `--rewards` is for the demo where it is not given
 
 
 @dataclass
@@ -155,7 +156,7 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
     # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
     parser.set_defaults_with_config(lora_dropout=0.0)
     if demo and not asked_for_help:
-        parser.set_defaults_with_config(**demo_config_defaults())
+        parser.set_defaults_with_config(**demo_config_defaults(), rewards=[DEMO_REWARD])
     try:
         script, training, model = parser.parse_args_and_config(argv)
     except GrpoExtError:
@@ -250,7 +251,10 @@ def demo_task() -> DemoTask:
         return load_demo()
 
 
-def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
+def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
+    from trl import get_peft_config
+
+    rewards = resolve_rewards(script.rewards, training.max_completion_length)
     say('Demo: put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher')
     if PartialState().device.type == "cpu":
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
@@ -264,8 +268,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig) -> None:
         return exact_match(model, trainer.processing_class, task.eval_dataset)[0]
 
     console = Console(measure, script.demo_eval_every)
-    what = {"model": str(task.model_path), "reward_funcs": task.reward_funcs, "train_dataset": task.train_dataset}
-    trainer = make_trainer(training, console, **what)
+    what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
+    trainer = make_trainer(training, console, **what, peft_config=get_peft_config(model))
     policy, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     before, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
     show_samples(f"Before, held-out exact match {before:.2f}:", samples)
@@ -347,7 +351,7 @@ def main(argv: list[str]) -> None:
         if unnamed:
             training.output_dir = fresh_demo_folder()
         if demo:
-            run_demo(script, training)
+            run_demo(script, training, model)
         else:
             run(script, training, model)
     except GrpoExtError as error:
