@@ -1,0 +1,130 @@
+"""The configurations for real models: they parse, plan, fit their number of processes, and train at toy size.
+
+What this machine lacks (an accelerator, vLLM, the models, the data) is overridden, each override with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from trl import ModelConfig
+from typer.testing import CliRunner
+
+from grpo_ext.core.geometry import check_equal_shares
+from grpo_ext.tools.cli import app
+
+from .tiny import (
+    CONFIGS,
+    Overrides,
+    as_options,
+    conversation_rows,
+    lines_without_a_reason,
+    load_recipe,
+    question_rows,
+    settings,
+    toy_config,
+    toy_model,
+    train,
+)
+
+SMALL: Overrides = {
+    "max_steps": (2, "toy size"),
+    "num_generations": (4, "toy size"),
+    "global_batch_size": (16, "toy size"),
+    "max_completion_length": (16, "toy size; a toy model's answers are a few tokens"),
+    "rollout_chunk_size": (16, "toy size"),
+    "warmup_steps": (0, "the learning rate would still be near zero after two steps"),
+    "logging_steps": (1, "two steps, two lines"),
+}
+NO_FP16: Overrides = {"fp16": (False, "fp16 needs an accelerator; on the CPU it is float32")}
+NO_VLLM: Overrides = {
+    "use_vllm": (False, "vLLM is not installed here; tests/vllm trains with it"),
+    "bf16": (False, "float32, as the other toy runs"),
+}
+# file: (processes it is for, prompts in its data or None, rows of the toy data, overrides)
+REAL = {
+    "gsm8k_lora": (1, 7473, question_rows, {**SMALL, **NO_FP16}),
+    "gsm8k_7b_fsdp2_vllm": (8, 7473, question_rows, {**SMALL, **NO_VLLM}),
+    "math_full_8x80gb": (
+        8,
+        None,
+        conversation_rows,
+        {**SMALL, **NO_VLLM, "rollout_batch_size": (32, "toy size; two steps, as in the file")},
+    ),
+}
+DEMO = ["demo_lora", "demo_two_rewards", "demo_custom_reward"]
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe()
+
+
+@pytest.mark.parametrize("name", [*REAL, *DEMO])
+def test_every_line_has_a_known_name_and_a_reason(recipe, name):
+    path = CONFIGS / f"{name}.yaml"
+    assert lines_without_a_reason(path) == []
+    known = {
+        field.name
+        for options in (recipe.ScriptArguments, recipe.GRPOConfig, ModelConfig)
+        for field in dataclasses.fields(options)
+    }
+    assert set(settings(path)) <= known
+
+
+@pytest.mark.parametrize("name", [*REAL, *DEMO])
+def test_it_parses_to_what_it_says(recipe, name):
+    path = CONFIGS / f"{name}.yaml"
+    demo, script, training, model = recipe.parse(["--config", str(path)])
+    assert demo == (name in DEMO)
+    for field, value in settings(path).items():
+        found = [getattr(options, field) for options in (script, training, model) if hasattr(options, field)]
+        found = [getattr(entry, "value", entry) for entry in found]
+        assert value in found, f"{field}: {value!r} became {found}"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_plan_gives_sizes_and_memory(name, tmp_path):
+    processes, prompts, _, _ = REAL[name]
+    file = settings(CONFIGS / f"{name}.yaml")
+    (tmp_path / "config.json").write_text(json.dumps(toy_config(64).to_dict()))
+    command = ["plan", "--config", str(CONFIGS / f"{name}.yaml"), "--processes", str(processes)]
+    command += ["--model", str(tmp_path / "config.json"), "--engine", "ddp" if processes == 1 else "fsdp2"]
+    command += ["--lora-rank", str(file["lora_r"])] if "lora_r" in file else []
+    result = CliRunner().invoke(app, command + (["--num-prompts", str(prompts)] if prompts else []))
+    assert result.exit_code == 0, result.output
+    groups = file["global_batch_size"] // file["num_generations"]
+    sizes = f"{file['global_batch_size']} completions = {groups} prompts x {file['num_generations']}"
+    assert sizes in result.output
+    assert "Expected memory per device" in result.output
+
+
+@pytest.mark.parametrize("name", [name for name, (processes, _, _, _) in REAL.items() if processes > 1])
+def test_what_uses_vllm_deals_equal_shares(recipe, name):
+    processes, prompts, _, _ = REAL[name]
+    _, _, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
+    geometry = training.resolve_geometry(processes)
+    # a set of unknown size may leave any rest
+    for count in [prompts] if prompts else range(100_000, 100_000 + geometry.prompts_per_rollout):
+        check_equal_shares(geometry, count, training.dataloader_drop_last)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
+    _, _, rows, overrides = REAL[name]
+    own: Overrides = {
+        "model_name_or_path": (toy_model(tmp_path / "model"), "no network; random weights, the same architecture"),
+        "dataset_name": (rows(tmp_path / "rows.jsonl"), "no network; rows of the same form"),
+        "output_dir": (tmp_path / "out", "the test's own folder"),
+    }
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**overrides, **own})])
+    steps = [line for line in log if "loss" in line]
+    assert len(steps) == 2
+    assert any(0 < line.get("reward", 0) < 1 for line in steps), "right and wrong answers are expected"
+    assert all(math.isfinite(line["loss"]) for line in steps)
+    assert max(line["grad_norm"] for line in steps) > 0
+    weights = "adapter_model.safetensors" if settings(CONFIGS / f"{name}.yaml").get("use_peft") else "model.safetensors"
+    assert (tmp_path / "out" / weights).is_file()

@@ -1,0 +1,122 @@
+"""The recipe as a module, and what it takes to run a configuration for a large model at toy size, made locally."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+
+BOXED = (r"\boxed{1}", r"\boxed{2}")
+
+# name: (value, why the file's own value is not used here)
+Overrides = dict[str, tuple[Any, str]]
+
+
+def load_recipe() -> Any:
+    """recipes/grpo.py, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location("recipes_grpo", ROOT / "recipes" / "grpo.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["recipes_grpo"] = module  # its dataclasses look their types up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """What a YAML file sets."""
+    return yaml.safe_load(path.read_text())
+
+
+def lines_without_a_reason(path: Path) -> list[str]:
+    """The lines of a YAML file that set something and do not say why."""
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return [line for line in lines if not re.search(r"\s{2}# \S", line)]
+
+
+def as_options(overrides: Overrides) -> list[str]:
+    """Overrides as options of the command line."""
+    options = []
+    for name, (value, reason) in overrides.items():
+        assert reason, f"the override of {name} needs a reason"
+        options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options
+
+
+def toy_model(folder: Path, seed: int = 0) -> Path:
+    """A Qwen2 with random weights whose vocabulary is so small that it answers a sum right now and then.
+
+    Everything but 1, 2, space and # is one unknown token; a boxed 1 and a boxed 2 are a token each, so that a sample has
+    the form that math-verify reads. The tokenizer has a chat template.
+    """
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", "1", "2", " ", "#", *BOXED])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(toy_config(len(vocabulary)))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def toy_config(vocabulary: int) -> Qwen2Config:
+    """The architecture of Qwen2.5 at toy size."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+
+
+def question_rows(path: Path, count: int = 32) -> Path:
+    """Rows as GSM8K has them: a question, and a worked answer with the gold behind ####."""
+    rows = [
+        {"question": f"Tom has {n} apples and eats {n - 1 - n % 2}. How many are left?", "answer": f"#### {1 + n % 2}"}
+        for n in range(3, 3 + count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def conversation_rows(path: Path, count: int = 32) -> Path:
+    """Rows as DeepMath has them: a conversation as prompt, the gold as a formula in `solution`."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {n} mod 2, plus 1?"}], "solution": f"${1 + n % 2}$"}
+        for n in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def train(recipe: Any, argv: list[str]) -> list[dict[str, Any]]:
+    """Parse and run as the script does, in this process and with the libraries' remarks; the log lines."""
+    demo, script, training, model = recipe.parse(argv)
+    assert not demo, "the run names its model and data"
+    recipe.run(script, training, model)
+    return json.loads((Path(training.output_dir) / "metrics.json").read_text())["log_history"]
