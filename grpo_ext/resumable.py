@@ -6,6 +6,7 @@ refused by a run that means something else; signals end a run after its step. `G
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ import trl
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .config import GRPOConfig
 from .engine.bitwise import pinned
 from .engine.checkpoint import (
     check_space,
@@ -47,33 +47,26 @@ from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits
 from .engine.output_folder import free_output_dir
-from .engine.rollouts import Rollout
 from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.samples import Samples
-from .engine.window import shards_parameters
 from .errors import CheckpointError
+from .sampling import SamplingTrainer
 
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(trl.GRPOTrainer):
+class ResumableTrainer(SamplingTrainer):
     """See the module; the attributes are set by `GRPOTrainer` while it is built."""
 
-    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
-    model: Any
     optimizer: Any
     train_dataset: Any
-    geometry: Any
-    _stock: bool
     _given_args: trl.GRPOConfig | None
     _limits: WindowLimits
     _scoring_memory: Halving
-    _sampling_memory: Halving
 
     def _begin_records(self) -> None:
         """What the rest of the class needs before TRL's constructor."""
-        self._rollout: Rollout | None = None
-        self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
+        self._begin_sampling()
         self._losses: list[float] = []
         self._resumed: RunState | None = None
         self._identity_of_run: dict[str, Any] | None = None
@@ -91,18 +84,16 @@ class ResumableTrainer(trl.GRPOTrainer):
             print(sentence, flush=True)
 
     @property
-    def _sharded(self) -> bool:
-        return shards_parameters(self.accelerator)
-
-    @property
     def _threads(self) -> int | None:
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
+    @abc.abstractmethod
     def _announce(self) -> None:
-        raise NotImplementedError
+        """Say what is about to run."""
 
+    @abc.abstractmethod
     def _record_samples(self) -> Samples | None:
-        raise NotImplementedError
+        """What a checkpoint keeps to check an exported model with."""
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
@@ -162,10 +153,10 @@ class ResumableTrainer(trl.GRPOTrainer):
     @contextlib.contextmanager
     def _recorded(self, checkpoint: str | None) -> Iterator[None]:
         """Keep the run's manifest."""
-        identity = self._current_identity()
         if not self.args.should_save:
             yield
             return
+        identity = self._current_identity()
         folder, device = str(self.args.output_dir), self.accelerator.device
         earlier = read_manifest(folder) if checkpoint is not None else []
         entry = opening(self.geometry, identity, device, checkpoint)
@@ -263,11 +254,11 @@ class ResumableTrainer(trl.GRPOTrainer):
         return self._identity_of_run
 
     def _read_state(self, checkpoint: str) -> RunState | None:
-        identity = self._current_identity()
-
         def compare() -> tuple[dict[str, Any], str | None]:
             try:
-                return check_identity(checkpoint, identity, self.args.allow_changed_on_resume or ()), None
+                return check_identity(
+                    checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ()
+                ), None
             except CheckpointError as error:
                 return {}, str(error)
 

@@ -66,7 +66,15 @@ _TRL_LAYOUT = [
     "log_multimodal",
 ]
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
-_OURS = ("bitwise_invariant", "canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")
+_BITWISE = ("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")  # in that mode
+_OURS = (
+    "advantage_estimator",
+    "loss_aggregation",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "bitwise_invariant",
+    *_BITWISE,
+)
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -82,7 +90,7 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     names = [n for n in (*_LOOP, *own, *_OURS) if hasattr(args, n)]
     values = {name: _plain(getattr(args, name)) for name in names}
     if not args.bitwise_invariant:
-        values = {name: value for name, value in values.items() if name not in _OURS[1:]}
+        values = {name: value for name, value in values.items() if name not in _BITWISE}
     return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
 
 
