@@ -37,6 +37,7 @@ from .engine.checkpoint import (
 from .engine.collectives import any_process, failing_together, from_main_process
 from .engine.identity import (
     SIZES,
+    batch_advice,
     check_identity,
     identity_of,
     model_fingerprint,
@@ -46,6 +47,7 @@ from .engine.identity import (
 from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits
+from .engine.optimizer_settings import CHANGEABLE, settings_kept
 from .engine.output_folder import free_output_dir
 from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.samples import Samples
@@ -71,6 +73,7 @@ class ResumableTrainer(SamplingTrainer):
         self._resumed: RunState | None = None
         self._identity_of_run: dict[str, Any] | None = None
         self._to_push = False
+        self._changed: frozenset[str] = frozenset()  # settings that differ from the checkpoint, as allowed
 
     def _watch_run(self) -> None:
         device = self.accelerator.device
@@ -121,6 +124,7 @@ class ResumableTrainer(SamplingTrainer):
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._rollout = self._rollout_name = self._identity_of_run = None
         self._losses = []
+        self._changed = frozenset()
         self._resumed = None if checkpoint is None else self._read_state(checkpoint)
         self._prepare_output(checkpoint)
         self._announce()
@@ -267,6 +271,15 @@ class ResumableTrainer(SamplingTrainer):
             raise CheckpointError(refusal)
         for name, (old, new) in allowed.items():
             logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
+        if advice := batch_advice(allowed, rate):
+            logger.warning(advice)
+        self._changed = frozenset(allowed)
+        if self.is_deepspeed_enabled and (kept := sorted(self._changed & CHANGEABLE.keys())):
+            raise CheckpointError(
+                f"DeepSpeed reads {', '.join(kept)} from the checkpoint, so the change would have no effect; put it "
+                "back, or export the model and begin a new run with it."
+            )
         state = RunState.load(checkpoint)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
@@ -276,6 +289,14 @@ class ResumableTrainer(SamplingTrainer):
         if self.ref_model is not None:
             load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
         return state
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """transformers', after which settings of the optimizer that were changed on purpose hold again."""
+        if self._stock or not self._changed & CHANGEABLE.keys():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with settings_kept(self.optimizer, self.lr_scheduler, self._changed):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _restore(self) -> None:
         state, self._resumed = self._resumed, None

@@ -18,6 +18,7 @@ import torch
 import transformers
 import trl
 
+from ..core.scaling import global_batch_advice
 from ..errors import CheckpointError
 
 IDENTITY = "grpo_ext_identity.json"
@@ -212,17 +213,31 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     path = Path(folder) / IDENTITY
     if not path.is_file():
         return {}
-    found = changed(json.loads(path.read_text()), current)
+    saved = json.loads(path.read_text())
+    found = changed(saved, current)
     refused = {name: values for name, values in found.items() if name not in allowed}
     if refused:
+        advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
             f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
         )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
-            f"set allow_changed_on_resume={sorted(refused)}."
+            f"set allow_changed_on_resume={sorted(refused)}.{advice and f' {advice}'}"
         )
     return found
+
+
+def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
+    """What a changed global batch means for the learning rate; empty where it did not change.
+
+    Args:
+        found: what differs, as from `check_identity`.
+        learning_rate: that of the saved run.
+    """
+    if "global_batch_size" not in found:
+        return ""
+    return global_batch_advice(learning_rate, *found["global_batch_size"])
 
 
 def _short(value: Any) -> str:

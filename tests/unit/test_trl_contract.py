@@ -88,6 +88,7 @@ OVERRIDES = {
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "log": ["logs", "start_time"],
     "_save_checkpoint": ["model", "trial"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
     "_push_from_checkpoint": ["checkpoint_folder"],
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "get_total_train_batch_size": ["args"],
