@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import GRPOConfig
+    from .core.advantages import register_advantage_estimator
     from .trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "__version__", "register_advantage_estimator"]
 __version__ = "0.1.0"
 
-_HOME = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}
+_HOME = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "register_advantage_estimator": "core.advantages",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 import trl
 from trl.trainer.utils import get_config_model_id
 
+from .core.advantages import check_estimator
 from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
 from .core.loss_scale import INITIAL_SCALE, ScaleRule
 from .core.losses import LOSS_TYPES, LossConfig
@@ -39,6 +40,10 @@ class GRPOConfig(trl.GRPOConfig):
     What the run means (changes what is learned):
         global_batch_size: completions per optimizer step, over all processes; a multiple of `num_generations`.
         rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size`.
+        advantage_estimator: how rewards become advantages, by name; None: TRL's `scale_rewards` says.
+        loss_aggregation: how the losses of tokens add up; None: `loss_type` says.
+        dynamic_sampling: groups without variance are replaced by further prompts.
+        dynamic_sampling_max_rounds: how often further prompts are sampled for one rollout batch.
 
     How it is laid out (changes nothing that is learned):
         per_device_train_batch_size: completions per forward on one device; any positive integer.
@@ -92,6 +97,33 @@ class GRPOConfig(trl.GRPOConfig):
             "help": "Completions per generation phase, over all processes; a multiple of global_batch_size. Default: "
             "one optimizer step (or TRL's generation_batch_size / steps_per_generation)."
         },
+    )
+    advantage_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
+            "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', or a registered name. Default: what scale_rewards "
+            "and multi_objective_aggregation say, as in TRL."
+        },
+    )
+    loss_aggregation: str | None = field(
+        default=None,
+        metadata={
+            "help": "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
+            "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike), or verl's names of "
+            "the first four. Default: what loss_type says, as in TRL."
+        },
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout "
+            "batch is full or dynamic_sampling_max_rounds is reached. The batch keeps its size."
+        },
+    )
+    dynamic_sampling_max_rounds: int = field(
+        default=10,
+        metadata={"help": "With dynamic_sampling: how often further prompts are sampled for one rollout batch."},
     )
     rollout_chunk_size: int | None = field(
         default=None,
@@ -245,6 +277,7 @@ class GRPOConfig(trl.GRPOConfig):
             else:
                 self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
+        self._check_algorithm()
         _check_tokens(self.micro_batch_tokens)
         self._check_loss_scale()
         if self.bitwise_invariant:
@@ -297,6 +330,33 @@ class GRPOConfig(trl.GRPOConfig):
             raise ConfigError(
                 f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
                 " use another optimizer, for example adamw_torch."
+            )
+
+    def _check_algorithm(self) -> None:
+        """Refuse unknown estimators and aggregations, and settings that say two things.
+
+        Raises:
+            ConfigError: names the settings.
+        """
+        self.loss_config()
+        name = self.advantage_estimator
+        if name is not None:
+            check_estimator(name)
+            if self.scale_rewards not in ("group", True) or self.multi_objective_aggregation != "sum_then_normalize":
+                raise ConfigError(
+                    f"advantage_estimator={name!r} and scale_rewards={self.scale_rewards!r}, "
+                    f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
+                    "advantages; leave the latter two out."
+                )
+        rounds = self.dynamic_sampling_max_rounds
+        if not isinstance(rounds, int) or rounds < 1:
+            raise ConfigError(f"dynamic_sampling_max_rounds={rounds!r}: use a whole number, 1 or more.")
+        together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
+        if self.dynamic_sampling and together:
+            raise ConfigError(
+                "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
+                "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
+                "vllm_tensor_parallel_size=1."
             )
 
     @property
@@ -424,6 +484,7 @@ class GRPOConfig(trl.GRPOConfig):
             off_policy_mask_threshold=self.off_policy_mask_threshold,
             max_completion_length=self.max_completion_length or 1,
             correct_sampling=self.use_vllm and self.vllm_importance_sampling_correction,
+            aggregation=self.loss_aggregation,
         )
 
     @classmethod

@@ -6,6 +6,7 @@ refused by a run that means something else; signals end a run after its step. `G
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ import trl
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .config import GRPOConfig
 from .engine.bitwise import pinned
 from .engine.checkpoint import (
     check_space,
@@ -37,6 +37,7 @@ from .engine.checkpoint import (
 from .engine.collectives import any_process, failing_together, from_main_process
 from .engine.identity import (
     SIZES,
+    batch_advice,
     check_identity,
     identity_of,
     model_fingerprint,
@@ -46,38 +47,33 @@ from .engine.identity import (
 from .engine.interrupts import InterruptWatch, TrainingInterrupted
 from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits
+from .engine.optimizer_settings import CHANGEABLE, settings_kept
 from .engine.output_folder import free_output_dir
-from .engine.rollouts import Rollout
 from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.samples import Samples
-from .engine.window import shards_parameters
 from .errors import CheckpointError
+from .sampling import SamplingTrainer
 
 logger = get_logger(__name__)
 
 
-class ResumableTrainer(trl.GRPOTrainer):
+class ResumableTrainer(SamplingTrainer):
     """See the module; the attributes are set by `GRPOTrainer` while it is built."""
 
-    args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
-    model: Any
     optimizer: Any
     train_dataset: Any
-    geometry: Any
-    _stock: bool
     _given_args: trl.GRPOConfig | None
     _limits: WindowLimits
     _scoring_memory: Halving
-    _sampling_memory: Halving
 
     def _begin_records(self) -> None:
         """What the rest of the class needs before TRL's constructor."""
-        self._rollout: Rollout | None = None
-        self._rollout_name: tuple[int, int] | None = None  # epoch and index of the rollout batch that is held
+        self._begin_sampling()
         self._losses: list[float] = []
         self._resumed: RunState | None = None
         self._identity_of_run: dict[str, Any] | None = None
         self._to_push = False
+        self._changed: frozenset[str] = frozenset()  # settings that differ from the checkpoint, as allowed
 
     def _watch_run(self) -> None:
         device = self.accelerator.device
@@ -91,18 +87,16 @@ class ResumableTrainer(trl.GRPOTrainer):
             print(sentence, flush=True)
 
     @property
-    def _sharded(self) -> bool:
-        return shards_parameters(self.accelerator)
-
-    @property
     def _threads(self) -> int | None:
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
+    @abc.abstractmethod
     def _announce(self) -> None:
-        raise NotImplementedError
+        """Say what is about to run."""
 
+    @abc.abstractmethod
     def _record_samples(self) -> Samples | None:
-        raise NotImplementedError
+        """What a checkpoint keeps to check an exported model with."""
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
@@ -130,6 +124,7 @@ class ResumableTrainer(trl.GRPOTrainer):
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._rollout = self._rollout_name = self._identity_of_run = None
         self._losses = []
+        self._changed = frozenset()
         self._resumed = None if checkpoint is None else self._read_state(checkpoint)
         self._prepare_output(checkpoint)
         self._announce()
@@ -162,10 +157,10 @@ class ResumableTrainer(trl.GRPOTrainer):
     @contextlib.contextmanager
     def _recorded(self, checkpoint: str | None) -> Iterator[None]:
         """Keep the run's manifest."""
-        identity = self._current_identity()
         if not self.args.should_save:
             yield
             return
+        identity = self._current_identity()
         folder, device = str(self.args.output_dir), self.accelerator.device
         earlier = read_manifest(folder) if checkpoint is not None else []
         entry = opening(self.geometry, identity, device, checkpoint)
@@ -263,11 +258,11 @@ class ResumableTrainer(trl.GRPOTrainer):
         return self._identity_of_run
 
     def _read_state(self, checkpoint: str) -> RunState | None:
-        identity = self._current_identity()
-
         def compare() -> tuple[dict[str, Any], str | None]:
             try:
-                return check_identity(checkpoint, identity, self.args.allow_changed_on_resume or ()), None
+                return check_identity(
+                    checkpoint, self._current_identity(), self.args.allow_changed_on_resume or ()
+                ), None
             except CheckpointError as error:
                 return {}, str(error)
 
@@ -276,6 +271,15 @@ class ResumableTrainer(trl.GRPOTrainer):
             raise CheckpointError(refusal)
         for name, (old, new) in allowed.items():
             logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
+        if advice := batch_advice(allowed, rate):
+            logger.warning(advice)
+        self._changed = frozenset(allowed)
+        if self.is_deepspeed_enabled and (kept := sorted(self._changed & CHANGEABLE.keys())):
+            raise CheckpointError(
+                f"DeepSpeed reads {', '.join(kept)} from the checkpoint, so the change would have no effect; put it "
+                "back, or export the model and begin a new run with it."
+            )
         state = RunState.load(checkpoint)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
@@ -285,6 +289,14 @@ class ResumableTrainer(trl.GRPOTrainer):
         if self.ref_model is not None:
             load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
         return state
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """transformers', after which settings of the optimizer that were changed on purpose hold again."""
+        if self._stock or not self._changed & CHANGEABLE.keys():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with settings_kept(self.optimizer, self.lr_scheduler, self._changed):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _restore(self) -> None:
         state, self._resumed = self._resumed, None

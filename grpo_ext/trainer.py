@@ -12,24 +12,19 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_trainer import RewardFunc
 
 from .config import GRPOConfig
-from .core.advantages import group_advantages
 from .core.geometry import check_equal_shares, describe_plan
-from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
@@ -39,10 +34,7 @@ from .engine.collectives import (
     any_process,
     first_of_all_processes,
     max_over_processes,
-    ragged_gather,
-    ragged_scoring,
 )
-from .engine.decoding import why_not_compact
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
@@ -57,23 +49,16 @@ from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
-from .engine.prompt_order import RolloutRequest, ShareRule, StepRows, make_eval_loader, make_loader
+from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
 from .engine.rewards import Faults, check_reward_functions
 from .engine.rollouts import (
     Rollout,
-    RowIdentity,
-    ShareSampling,
-    can_sample_by_key,
     contributing_rows,
-    gather_rollout,
-    request_keys,
-    sample_chunk,
 )
 from .engine.samples import Samples, record
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
-from .engine.vllm_sampling import completion_seeds, seeded
 from .engine.window import (
     Layout,
     MicroBatch,
@@ -81,7 +66,6 @@ from .engine.window import (
     clear_cache_every,
     plan_window,
     run_window,
-    shards_parameters,
     survivable,
 )
 from .errors import ConfigError, MemoryShortageError, PrecisionError
@@ -149,12 +133,10 @@ class GRPOTrainer(ResumableTrainer):
         self._uncovered: list[str] = []
         self._stock = rollout_func is not None
         self._begin_records()
-        self._request: RolloutRequest | None = None
         self._clock = PhaseClock()
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._said_oversized = False
         self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
-        self._identity: RowIdentity | None = None
         with reference_snapshot(model, config.beta, peft_config):
             super().__init__(
                 model=model,
@@ -200,7 +182,7 @@ class GRPOTrainer(ResumableTrainer):
             policy, config.neftune_noise_alpha, config.allow_split_dependent or self._stock
         ):
             self._uncovered.append(sentence)
-        sharded = shards_parameters(self.accelerator)
+        sharded = self._sharded
         if not sharded and not self._stock and self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
             raise ConfigError(
                 "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
@@ -221,10 +203,12 @@ class GRPOTrainer(ResumableTrainer):
         self._loss_config = config.loss_config()
         self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
         self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
-        if self._stock and config.micro_batch_tokens is not None:
+        if self._stock:
+            self._refuse_for_stock(config)
+        if config.dynamic_sampling and not hasattr(self.train_dataset, "__len__"):
             raise ConfigError(
-                "micro_batch_tokens is set, but images and rollout_func train through TRL's own code, which cuts by "
-                "count; leave it None."
+                "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
+                "use a data set with a length."
             )
         faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
@@ -241,6 +225,16 @@ class GRPOTrainer(ResumableTrainer):
         elif not self._samples_by_key():
             self._uncovered.append("this way of generating does not sample by key; only the update is covered")
 
+    @staticmethod
+    def _refuse_for_stock(config: GRPOConfig) -> None:
+        ours = ("micro_batch_tokens", "advantage_estimator", "loss_aggregation", "dynamic_sampling")
+        found = [name for name in ours if getattr(config, name) not in (None, False)]
+        if found:
+            raise ConfigError(
+                f"{', '.join(found)}: images and rollout_func train through TRL's own code, which does not know of it; "
+                "leave it out."
+            )
+
     def _refuse_for_bitwise(self, sharded: bool) -> None:
         refuse_sharding(sharded, self.accelerator.num_processes, self.accelerator.distributed_type.value)
         refuse_batch_dependent_rewards(self.reward_funcs)
@@ -249,15 +243,6 @@ class GRPOTrainer(ResumableTrainer):
                 "bitwise_invariant=True needs this trainer's own sampling and window; images, rollout_func, beam "
                 "search and do_sample=False go through other code. Turn one of the two off."
             )
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def _samples_by_key(self) -> bool:
-        if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
-            return False
-        return can_sample_by_key(self.generation_config)
 
     def _check_prompt_lengths(self) -> None:
         if not hasattr(self.train_dataset, "__len__"):
@@ -269,10 +254,6 @@ class GRPOTrainer(ResumableTrainer):
             self.max_completion_length or 0,  # None: as long as the model allows
             self.args.micro_batch_tokens,
         )
-
-    @property
-    def _checkpointing_kwargs(self) -> Any:
-        return self.args.gradient_checkpointing_kwargs
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
@@ -309,12 +290,6 @@ class GRPOTrainer(ResumableTrainer):
         """Completions per optimizer step over all processes, for the Trainer's reports."""
         return super().get_total_train_batch_size(args) if self._stock else self.geometry.global_batch_size
 
-    def _share_rule(self, num_generations: int) -> ShareRule:
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # an inference server batches by itself, and needs equal shares: there a chunk is one group
-        chunk = num_generations if self.use_vllm else self.geometry.rollout_chunk_size
-        return ShareRule(num_generations, chunk, processes, rank)
-
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer step; see `engine.prompt_order`."""
         if self._stock:
@@ -322,10 +297,14 @@ class GRPOTrainer(ResumableTrainer):
         dataset, args = self.train_dataset, self.args
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
+        rule = self._share_rule(self.num_generations)
+        if args.dynamic_sampling:
+            order = PromptOrder(len(dataset), args.seed, bool(self.shuffle_dataset))
+            self._reserve = Reserve(dataset, rule, order, args.seed)
         return make_loader(
             dataset,
             self.geometry,
-            self._share_rule(self.num_generations),
+            rule,
             seed=args.seed,
             shuffle=bool(self.shuffle_dataset),
             drop_last=args.dataloader_drop_last,
@@ -352,190 +331,6 @@ class GRPOTrainer(ResumableTrainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""
         return super().get_test_dataloader(test_dataset) if self._stock else self.get_eval_dataloader(test_dataset)
-
-    # ---- Rollouts -------------------------------------------------------------------------------------------------
-
-    def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
-    ) -> tuple[list[list[int]], Any]:
-        stock = functools.partial(
-            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-        )
-        if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
-            return stock()
-        request, identity = self._request, self._identity
-        rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
-        with self._clock.phase("rollout"):
-            if self._seeds_vllm():
-                if identity is None:
-                    self._refuse_unequal_shares(0 if request.ghost else len(rows))
-                keys = self._keys(request)[torch.tensor(rows)]
-                index = torch.tensor(rows)
-                offsets = torch.zeros_like(index) if identity is None else identity.offsets(index, prompt_ids)
-                seeds = completion_seeds(keys, offsets, request.num_generations)
-                with seeded(self.vllm_generation, seeds, num_generations):
-                    completions, logps = stock()
-            else:
-                completions, logps = self._sample_rows(request, prompt_ids, rows), None
-        if identity is None:
-            self._identity = RowIdentity(prompt_ids, completions)
-        else:
-            identity.extend(rows, prompt_ids, completions)
-        return completions, logps
-
-    def _refuse_unequal_shares(self, rows: int) -> None:
-        """Where TRL cuts what several processes sampled together, it does so as if all had as many rows.
-
-        Raises:
-            ConfigError: on every process.
-        """
-        device = self.accelerator.device
-        most, fewest = max_over_processes(rows, device), -max_over_processes(-rows, device)
-        together = self.vllm_generation.mode == "server" or self.vllm_generation.tensor_parallel_size > 1
-        if together and most != fewest:
-            raise ConfigError(
-                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
-                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
-                f"{self.accelerator.num_processes} processes share evenly."
-            )
-
-    def _seeds_vllm(self) -> bool:
-        return self.use_vllm and not self._stock
-
-    def _keys(self, request: RolloutRequest) -> torch.Tensor:
-        return request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
-
-    def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
-        def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
-            config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
-            compact = self.args.compact_rollouts and not shards_parameters(self.accelerator)
-            compact = compact and why_not_compact(model, config) is None
-            chunk = (prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of, compact)
-            try:
-                return sample_chunk(model, *chunk)
-            except PrecisionError as error:
-                if self._sharded:  # the other processes would not come along
-                    raise
-                first = FirstModule()
-                with first.watching(model), contextlib.suppress(PrecisionError):
-                    sample_chunk(model, *chunk)
-                raise PrecisionError(
-                    f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}."
-                ) from None
-
-        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
-            sharded = shards_parameters(self.accelerator)
-            return max_over_processes(own, self.accelerator.device) if sharded else own
-
-        share = ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
-
-        def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
-            def work(part: Sequence[int]) -> list[list[int]]:
-                index = torch.tensor(part)
-                return sample(model, [prompts[i] for i in part], keys[index], offsets[index])
-
-            return [row for piece in self._sampling_memory.run(range(len(prompts)), work) for row in piece]
-
-        found: list[list[int]] = []
-        failure = None
-        try:
-            with self._generating() as model:
-                eos = self._tokenizer.eos_token_id
-                found = share.run(lambda *chunk: fitting(model, *chunk), prompt_ids, rows, eos)
-        except PrecisionError as error:
-            failure = str(error)
-        if self._identity is None:  # every process comes here once: none waits for one that failed
-            failure = first_of_all_processes(failure)
-        if failure is not None:
-            raise PrecisionError(failure)
-        return found
-
-    @contextlib.contextmanager
-    def _generating(self) -> Iterator[Any]:
-        # the same contexts as TRL's transformers branch: unwrapped, without gradients, parameters gathered
-        with (
-            profiling_context(self, "transformers.generate"),
-            unwrap_model_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self._checkpointing_kwargs,
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            yield model
-
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        if self._request is None or self._stock:
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._request.ghost:
-            return ragged_gather(torch.zeros(0, len(self.reward_funcs), device=self.accelerator.device))
-        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's scoring of this process's share, with this share's part of the advantages of the whole rollout batch.
-
-        The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
-        """
-        if self._stock or not isinstance(inputs, StepRows):
-            return super()._generate_and_score_completions(inputs)
-        request, rewards = inputs.request, []
-        calculate = self._calculate_rewards
-
-        def remember(*args: Any) -> torch.Tensor:
-            rewards.append(calculate(*args))
-            return rewards[-1]
-
-        self._request, self._identity = request, None
-        try:
-            with (
-                ragged_scoring(self.accelerator, request.ghost),
-                mock.patch.object(self, "_calculate_rewards", remember),
-            ):
-                scored = super()._generate_and_score_completions(list(inputs))
-        finally:
-            self._request, self._identity = None, None
-        if torch.isnan(rewards[-1]).all():
-            names = ", ".join(self.reward_func_names)
-            logger.warning(
-                f"No completion of this rollout was scored: {names} returned None for all of them, so nothing is"
-                " learned from it; check that the reward functions fit the data."
-            )
-        advantages = group_advantages(
-            rewards[-1],
-            self.reward_weights.to(rewards[-1].device),
-            request.num_generations,
-            self.scale_rewards,
-            self.multi_objective_aggregation,
-        )
-        # TRL cuts its slice as if all shares were equal
-        first = request.share.start * request.num_generations
-        scored["advantages"] = advantages[first : first + len(inputs)]
-        return scored
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
-        if self._stock:
-            return super()._prepare_inputs(generation_batch)
-        if not isinstance(generation_batch, StepRows):
-            raise ConfigError(
-                f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
-                "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
-            )
-        request = generation_batch.request
-        name = (request.epoch, request.layout.rollout)
-        if self.model.training and self._rollout is not None and self._rollout_name == name:
-            rollout = self._rollout
-        else:
-            scored = self._generate_and_score_completions(generation_batch)
-            rollout = gather_rollout(scored, 0 if request.ghost else len(generation_batch))
-        if not self.model.training:
-            return rollout
-        self._rollout, self._rollout_name = rollout, name
-        prompts, group = request.layout.step_prompts, request.num_generations
-        return rollout.select(range(prompts.start * group, prompts.stop * group))
 
     # ---- The window -----------------------------------------------------------------------------------------------
 
@@ -613,7 +408,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def _gradients(self, model: Any) -> NativeGradients | None:
         """How this step's gradients are added up; None where the engine does it."""
-        if shards_parameters(self.accelerator):
+        if self._sharded:
             return None
         names, parameters = zip(*self.accelerator.unwrap_model(model).named_parameters())
         if not self.args.bitwise_invariant:
@@ -727,6 +522,7 @@ class GRPOTrainer(ResumableTrainer):
             self.top_entropy_quantile,
             self.aux_loss_enabled,
             self._router_top_k(),
+            self._group_size,
             guard,
         )
 
@@ -743,6 +539,7 @@ class GRPOTrainer(ResumableTrainer):
     def _micro_batch_loss(self, model: Any, rollout: Rollout, context: StepContext, part: MicroBatch) -> torch.Tensor:
         inputs = self._collate(rollout, part)
         inputs["step"], inputs["weight"] = context, part.weight
+        inputs["groups"] = [row // self._group_size for row in part.rows]
         if context.entropy_keep is not None:
             width = inputs["completion_mask"].size(1)
             inputs["entropy_keep"] = context.keep_mask(part.rows, width, self.accelerator.device)
@@ -771,7 +568,7 @@ class GRPOTrainer(ResumableTrainer):
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         wrapped = self.accelerator.unwrap_model(model)
-        policy, sharded = base_model_of(wrapped), shards_parameters(self.accelerator)
+        policy, sharded = base_model_of(wrapped), self._sharded
 
         def align(chunks: int) -> int:  # while a share is scored every forward is a collective there
             scoring = self._request is not None and sharded
@@ -814,7 +611,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def _whole_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A scored batch that did not come through the window, with itself as its step."""
-        inputs = batch_context(inputs, self.accelerator.device, self._router_top_k())
+        inputs = batch_context(inputs, self.accelerator.device, self._router_top_k(), self._group_size)
         if self.top_entropy_quantile < 1.0:
             with torch.no_grad():
                 _, entropies, _ = self._score(self.model, inputs)

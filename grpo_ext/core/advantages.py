@@ -1,10 +1,14 @@
 """Group-relative advantages, computed over whole groups before anything is split (GRPO, arXiv 2402.03300, eq. 3).
 
-The numbers are TRL's (`GRPOTrainer._generate_and_score_completions`), as pure functions of the rewards of the whole
-rollout batch. Stands between rewards and the window. Shapes: B completions, F reward functions, groups contiguous.
+The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); named estimators, also a user's own,
+stand beside them. All are pure functions of the rewards of the whole rollout batch, between rewards and the window.
+Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
 
 import torch
 
@@ -21,6 +25,131 @@ def nan_std(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> t
     variance = torch.nansum(centred**2, dim=dims, keepdim=True) / (count - 1)
     std = torch.where(count > 1, variance, torch.nan).sqrt()
     return std if keepdim else std.squeeze(dims)
+
+
+Estimator = Callable[[torch.Tensor], torch.Tensor]
+ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Register a function under a name that `GRPOConfig(advantage_estimator=name)` takes.
+
+    The function gets the rewards of the whole rollout batch, (P, G), one row per group, NaN where a completion was not
+    scored, and returns the advantages alike; what it returns for a completion that was not scored counts as zero.
+
+    Raises:
+        ConfigError: another function has the name.
+    """
+
+    def register(estimator: Estimator) -> Estimator:
+        there = ESTIMATORS.setdefault(name, estimator)
+        if (there.__module__, there.__qualname__) != (estimator.__module__, estimator.__qualname__):
+            raise ConfigError(
+                f"advantage estimator {name!r} is {there.__module__}.{there.__qualname__} already; choose another name."
+            )
+        ESTIMATORS[name] = estimator  # a cell of a notebook that ran again
+        return estimator
+
+    return register
+
+
+def _centred(rewards_PG: torch.Tensor) -> torch.Tensor:
+    return rewards_PG - torch.nanmean(rewards_PG, dim=1, keepdim=True)
+
+
+@register_advantage_estimator("group_standardized")
+def group_standardized(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
+    return _centred(rewards_PG) / (nan_std(rewards_PG, dim=1, keepdim=True).nan_to_num() + EPSILON)
+
+
+@register_advantage_estimator("group_centered")
+def group_centered(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    return _centred(rewards_PG)
+
+
+@register_advantage_estimator("leave_one_out")
+def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the mean of the group's other rewards (RLOO, arXiv 2402.14740, section 3.3)."""
+    scored = (~torch.isnan(rewards_PG)).sum(dim=1, keepdim=True)
+    return _centred(rewards_PG) * scored / (scored - 1).clamp(min=1)
+
+
+@register_advantage_estimator("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Reward minus the group's mean, then standardised over the batch (REINFORCE++ with baseline, arXiv 2501.03262).
+
+    Mean and standard deviation are over completions; OpenRLHF and verl weight each by its tokens.
+    """
+    centred = _centred(rewards_PG)
+    return (centred - torch.nanmean(centred)) / (nan_std(centred).nan_to_num() + EPSILON)
+
+
+def check_estimator(name: str) -> None:
+    """Refuse a name that nothing is registered under; plugins (entry point group `grpo_ext.advantage_estimators`) are.
+
+    Raises:
+        ConfigError: lists the names.
+    """
+    plugins = entry_points(group="grpo_ext.advantage_estimators")
+    if name not in ESTIMATORS:
+        for plugin in plugins.select(name=name):
+            register_advantage_estimator(name)(plugin.load())
+    if name not in ESTIMATORS:
+        names = sorted({*ESTIMATORS, *plugins.names})
+        raise ConfigError(f"advantage_estimator={name!r} is unknown; use one of {', '.join(names)}.")
+
+
+def estimated_advantages(
+    name: str, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int
+) -> torch.Tensor:
+    """Advantages of a rollout batch by a registered estimator, from the weighted sum of the rewards; shape (B,).
+
+    Args:
+        rewards_BF, weights_F, num_generations: as in `group_advantages`.
+
+    Returns:
+        The advantages, float32; zero for a completion that no function scored.
+
+    Raises:
+        ConfigError: an unknown name, or an estimator that returns something else than one finite number for every
+            completion that was scored.
+    """
+    check_estimator(name)
+    rewards = weighted_sum(rewards_BF, weights_F)
+    found = ESTIMATORS[name](rewards.view(-1, num_generations))
+    if not isinstance(found, torch.Tensor) or found.numel() != rewards.numel():
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {shape} for rewards of shape "
+            f"{(rewards.numel() // num_generations, num_generations)}; it has to return one number per completion."
+        )
+    found = found.reshape(-1).to(rewards)
+    broken = ~torch.isfinite(found) & ~torch.isnan(rewards)
+    if broken.any():
+        row = int(broken.nonzero()[0])
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {float(found[row])} for completion {row % num_generations} of "
+            f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
+        )
+    return torch.where(torch.isnan(rewards), 0.0, found)
+
+
+def groups_without_variance(
+    rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, aggregation: str = "sum_then_normalize"
+) -> torch.Tensor:
+    """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, section 3.2).
+
+    Args:
+        aggregation: with "normalize_then_sum" every reward function has to be without variance on its own.
+    """
+    summed = aggregation == "sum_then_normalize"
+    values = weighted_sum(rewards_BF, weights_F)[:, None] if summed else rewards_BF[:, weights_F.to(rewards_BF) != 0]
+    grouped = values.reshape(len(values) // num_generations, num_generations, values.size(1))
+    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return (high <= low).all(dim=1)
 
 
 def group_advantages(

@@ -8,6 +8,7 @@ Called by the trainer for every micro-batch. Shapes: B completions, T completion
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,28 @@ from ..errors import ConfigError
 
 PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
+# how a loss type adds up its tokens where nothing else is asked for
+_USUAL_AGGREGATION = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "dr_grpo": "sequence_sum_norm",
+    "luspo": "sequence_sum",
+}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm", "prompt_mean")
+_OTHER_NAMES = {  # verl's `loss_agg_mode`
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "sequence_sum_norm",
+}
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the loss is made of; the fields are TRL's `GRPOConfig` fields of the same names."""
+    """What the loss is made of; the fields are TRL's `GRPOConfig` fields of the same names.
+
+    `aggregation` is one of `AGGREGATIONS`, verl's name of it, or None for that of the loss type.
+    """
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -38,6 +56,14 @@ class LossConfig:
     off_policy_mask_threshold: float | None = None
     max_completion_length: int = 1
     correct_sampling: bool = False
+    aggregation: str | None = None
+
+    @property
+    def weighting(self) -> str:
+        """How tokens add up, one of `AGGREGATIONS`."""
+        if self.aggregation is None:
+            return _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
+        return _OTHER_NAMES.get(self.aggregation, self.aggregation)
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
@@ -45,6 +71,11 @@ class LossConfig:
         if self.importance_sampling_level not in ("token", "sequence"):
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."
+            )
+        if self.weighting not in AGGREGATIONS:
+            raise ConfigError(
+                f"loss_aggregation={self.aggregation!r} is unknown; use one of {', '.join(AGGREGATIONS)}, or verl's "
+                f"{', '.join(_OTHER_NAMES)}."
             )
 
 
@@ -56,11 +87,13 @@ class StepCounts:
         completions: completions of the step.
         tokens: completion tokens of the step that carry loss.
         entropy_tokens: tokens the entropy bonus acts on (those above the entropy quantile, or all).
+        group_tokens: completion tokens that carry loss of each group of the step; for "prompt_mean".
     """
 
     completions: int
     tokens: int
     entropy_tokens: int
+    group_tokens: tuple[int, ...] = ()
 
 
 @dataclass
@@ -184,17 +217,35 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     return TokenLoss(loss, bounded.detach(), kl, phi)
 
 
-def token_weights(cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts) -> torch.Tensor:
-    """Weight of every token in the loss of the step, (B, T): the aggregation of the loss type, denominators given."""
-    mask = mask_BT.float()
+def token_weights(
+    cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Weight of every token in the loss of the step, (B, T): the aggregation, with its denominators given.
+
+    "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
+    `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over a group's
+    tokens, then over groups, so that a prompt with long answers counts no more than others.
+
+    Args:
+        groups_B: which group of the step each completion belongs to; for "prompt_mean".
+
+    Raises:
+        ConfigError: "prompt_mean" for a batch whose groups are not known.
+    """
+    mask, kind = mask_BT.float(), cfg.weighting
     completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
-    if cfg.loss_type in ("grpo", "sapo"):
+    if kind == "sequence_mean":
         return mask / mask.sum(-1, keepdim=True).clamp(min=1.0) / completions
-    if cfg.loss_type == "dr_grpo":
+    if kind == "sequence_sum_norm":
         return mask / (completions * cfg.max_completion_length)
-    if cfg.loss_type == "luspo":
+    if kind == "sequence_sum":
         return mask / completions
-    return mask / tokens  # bnpo, dapo, cispo, vespo
+    if kind == "prompt_mean":
+        if groups_B is None or not counts.group_tokens:
+            raise ConfigError("loss_aggregation='prompt_mean' needs to know the groups of the batch.")
+        own = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
+        return mask / own[:, None] / len(counts.group_tokens)
+    return mask / tokens
 
 
 def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages_B: torch.Tensor) -> dict[str, torch.Tensor]:

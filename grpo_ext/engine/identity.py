@@ -18,6 +18,7 @@ import torch
 import transformers
 import trl
 
+from ..core.scaling import global_batch_advice
 from ..errors import CheckpointError
 
 IDENTITY = "grpo_ext_identity.json"
@@ -66,7 +67,15 @@ _TRL_LAYOUT = [
     "log_multimodal",
 ]
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
-_OURS = ("bitwise_invariant", "canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")
+_BITWISE = ("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")  # in that mode
+_OURS = (
+    "advantage_estimator",
+    "loss_aggregation",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "bitwise_invariant",
+    *_BITWISE,
+)
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -82,7 +91,7 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     names = [n for n in (*_LOOP, *own, *_OURS) if hasattr(args, n)]
     values = {name: _plain(getattr(args, name)) for name in names}
     if not args.bitwise_invariant:
-        values = {name: value for name, value in values.items() if name not in _OURS[1:]}
+        values = {name: value for name, value in values.items() if name not in _BITWISE}
     return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
 
 
@@ -204,17 +213,31 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     path = Path(folder) / IDENTITY
     if not path.is_file():
         return {}
-    found = changed(json.loads(path.read_text()), current)
+    saved = json.loads(path.read_text())
+    found = changed(saved, current)
     refused = {name: values for name, values in found.items() if name not in allowed}
     if refused:
+        advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
             f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
         )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
-            f"set allow_changed_on_resume={sorted(refused)}."
+            f"set allow_changed_on_resume={sorted(refused)}.{advice and f' {advice}'}"
         )
     return found
+
+
+def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
+    """What a changed global batch means for the learning rate; empty where it did not change.
+
+    Args:
+        found: what differs, as from `check_identity`.
+        learning_rate: that of the saved run.
+    """
+    if "global_batch_size" not in found:
+        return ""
+    return global_batch_advice(learning_rate, *found["global_batch_size"])
 
 
 def _short(value: Any) -> str:

@@ -45,7 +45,8 @@ def assemble_loss(
     """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
 
     Args:
-        inputs: the collated micro-batch, with its `StepContext` under "step" and its weight under "weight".
+        inputs: the collated micro-batch, with its `StepContext` under "step" and its weight under "weight", and
+            which group of the step each completion belongs to under "groups".
         logps, entropies: (B, T), from the policy, with gradient.
         router: router output of a MoE model.
     """
@@ -62,7 +63,7 @@ def assemble_loss(
         entropy_keep_BT=keep,
     )
     tokens = token_loss(cfg, batch)
-    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts)).sum()
+    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, inputs.get("groups"))).sum()
     context.meter.add_total("policy_loss", loss, weight)
     if terms.entropy_coefficient is not None:
         bonus_mask = mask if keep is None else mask * keep

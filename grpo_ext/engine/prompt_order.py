@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.geometry import BatchGeometry, EpochLayout, StepLayout, ceil_div, rollout_share, step_layout
-from ..core.keyed_random import ORDER_STREAM, derive_key
+from ..core.keyed_random import ORDER_STREAM, RESERVE_STREAM, derive_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class RolloutRequest:
         share: prompts (positions in the rollout batch) this process samples from.
         ghost: the share is empty; the rows are a stand-in that must not reach any result.
         num_generations: completions per prompt; rows repeat each prompt this often.
+        first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
     """
 
     epoch: int
@@ -35,6 +36,7 @@ class RolloutRequest:
     share: range
     ghost: bool
     num_generations: int
+    first_prompt: int = 0
 
 
 class StepRows(list):
@@ -69,10 +71,13 @@ class ShareRule:
 
     def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
         """The request of this process for the rollout batch of `layout`; an empty share borrows the first prompt."""
-        prompts = len(layout.rollout_prompts)
+        return self.part(epoch, layout, len(layout.rollout_prompts))
+
+    def part(self, epoch: int, layout: StepLayout, prompts: int, first_prompt: int = 0) -> RolloutRequest:
+        """The request for `prompts` prompts of that rollout batch, numbered from `first_prompt`."""
         share = rollout_share(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         ghost = len(share) == 0
-        return RolloutRequest(epoch, layout, range(1) if ghost else share, ghost, self.num_generations)
+        return RolloutRequest(epoch, layout, range(1) if ghost else share, ghost, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
         """Fetch the share's rows; each completion gets a row of its own, since rewards and tools may write to it."""
@@ -157,6 +162,35 @@ class StepStream(IterableDataset):
                 yield self.rule.rows(request, batch.__getitem__)
 
 
+class Reserve:
+    """Further prompts for a rollout batch: the rest of the data set, in an order that (seed, epoch, rollout) decide.
+
+    So they do not depend on the number of processes, nor on what other rollouts took, and a resumed run finds the same.
+    """
+
+    def __init__(self, prompts: Any, rule: ShareRule, order: Callable[[int], list[int]], seed: int) -> None:
+        self.prompts, self.rule, self.order, self.seed = prompts, rule, order, seed
+        self._cached: tuple[tuple[int, int], list[int]] | None = None
+
+    def _rest(self, request: RolloutRequest) -> list[int]:
+        name = (request.epoch, request.layout.rollout)
+        if self._cached is None or self._cached[0] != name:
+            taken = {self.order(request.epoch)[p] for p in request.layout.rollout_prompts}
+            generator = torch.Generator().manual_seed(derive_key(self.seed, RESERVE_STREAM, *name) >> 1)
+            mixed = torch.randperm(len(self.prompts), generator=generator).tolist()
+            self._cached = (name, [p for p in mixed if p not in taken])
+        return self._cached[1]
+
+    def rows(self, request: RolloutRequest, taken: int, wanted: int) -> StepRows | None:
+        """This process's rows of up to `wanted` further prompts, after the `taken` first; None where none is left."""
+        chosen = self._rest(request)[taken : taken + wanted]
+        if not chosen:
+            return None
+        first = len(request.layout.rollout_prompts) + taken
+        further = self.rule.part(request.epoch, request.layout, len(chosen), first)
+        return self.rule.rows(further, lambda p: self.prompts[chosen[p]])
+
+
 class StepLoader(DataLoader):
     """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since the shares are cut inside."""
 
@@ -195,7 +229,7 @@ def make_loader(
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    dataset = StepDataset(prompts, layout, rule, _Order(len(prompts), seed, shuffle))
+    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle))
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
 
 
@@ -208,8 +242,9 @@ def make_eval_loader(prompts: Any, rule: ShareRule) -> StepLoader:
 
 
 @dataclass(frozen=True)
-class _Order:
-    # a class, not a closure: loader workers pickle it
+class PromptOrder:
+    """`prompt_order` as a function of the epoch alone; a class, since loader workers pickle it."""
+
     num_prompts: int
     seed: int
     shuffle: bool

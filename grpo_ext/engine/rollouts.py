@@ -122,7 +122,8 @@ def can_sample_by_key(config: GenerationConfig) -> bool:
 
 def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
     """Keys of the rows of this process, shape (B,), int64 on the CPU: one per completion, in row order."""
-    prompts = torch.tensor(list(request.share)).repeat_interleave(request.num_generations)
+    numbers = torch.tensor(list(request.share)) + request.first_prompt
+    prompts = numbers.repeat_interleave(request.num_generations)
     generations = torch.arange(request.num_generations).repeat(len(request.share))
     return completion_keys(seed, stream, request.epoch, request.layout.rollout, prompts, generations)
 

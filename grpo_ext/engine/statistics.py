@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class StepContext:
         return mask
 
 
+def _counts(tokens_B: Sequence[int], num_generations: int) -> StepCounts:
+    groups = [sum(tokens_B[first : first + num_generations]) for first in range(0, len(tokens_B), num_generations)]
+    return StepCounts(len(tokens_B), sum(tokens_B), sum(tokens_B), tuple(groups))
+
+
 Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
 
 
@@ -61,6 +66,7 @@ def measure_step(
     top_entropy_quantile: float,
     has_router: bool,
     top_k: int,
+    num_generations: int,
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepContext:
     """Count the step and, where a term asks for it, run the statistics pass.
@@ -69,10 +75,11 @@ def measure_step(
 
     Args:
         score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
+        num_generations: completions per group; groups are contiguous.
         guard: around the forwards of the pass, which hold no collective.
     """
-    tokens = sum(int(rollout.loss_mask(row).sum()) for row in range(len(rollout)))
-    context = StepContext(StepCounts(len(rollout), tokens, tokens), meter, top_k=top_k)
+    tokens = [int(rollout.loss_mask(row).sum()) for row in range(len(rollout))]
+    context = StepContext(_counts(tokens, num_generations), meter, top_k=top_k)
     if top_entropy_quantile >= 1.0 and not has_router:
         return context
     entropies: dict[int, torch.Tensor] = {}
@@ -112,7 +119,7 @@ def _set_entropy_keep(
     threshold = entropy_threshold(everyone, top_entropy_quantile)
     context.entropy_keep = {row: (entropies[row] >= threshold) & masks[row].bool() for row in entropies}
     kept = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
-    context.counts = StepCounts(context.counts.completions, context.counts.tokens, kept)
+    context.counts = replace(context.counts, entropy_tokens=kept)
 
 
 def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
@@ -124,14 +131,14 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     return load_balancing_loss(probs, share.to(probs), probs.numel(), total)
 
 
-def batch_context(inputs: dict[str, Any], device: torch.device, top_k: int) -> dict[str, Any]:
+def batch_context(inputs: dict[str, Any], device: torch.device, top_k: int, num_generations: int) -> dict[str, Any]:
     """The inputs with a context that takes this one batch for the whole step."""
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    tokens = int(mask.sum())
-    counts = StepCounts(mask.size(0), tokens, tokens)
+    counts = _counts(mask.sum(1).tolist(), num_generations)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     context = StepContext(counts, StepMeter(device), top_k=top_k)
-    return {**inputs, "attention_mask": attention_mask, "step": context, "weight": 1.0}
+    groups = [row // num_generations for row in range(mask.size(0))]
+    return {**inputs, "attention_mask": attention_mask, "step": context, "weight": 1.0, "groups": groups}
 
 
 def keep_whole_batch(inputs: dict[str, Any], entropies: torch.Tensor, top_entropy_quantile: float) -> None:

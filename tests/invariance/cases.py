@@ -59,6 +59,15 @@ CASES = {
         {"reward_weights": [1.0, 0.5], "scale_rewards": "batch"}, rewards=(letter_reward, sparse_reward)
     ),
     "gdpo": Case({"multi_objective_aggregation": "normalize_then_sum"}, rewards=(letter_reward, sparse_reward)),
+    "leave_one_out": Case({"advantage_estimator": "leave_one_out", **TWO_STEPS}),
+    "reinforce_baseline": Case({"advantage_estimator": "reinforce_plus_plus_baseline"}, rewards=(sparse_reward,)),
+    "prompt_mean": Case({"loss_aggregation": "prompt_mean", "mask_truncated_completions": True}),
+    "sequence_sum": Case({"loss_aggregation": "seq-mean-token-sum-norm", "importance_sampling_level": "sequence"}),
+    "dynamic": Case({"dynamic_sampling": True, **TWO_STEPS}, rewards=(sparse_reward,)),
+    "dynamic_reused": Case(
+        {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "advantage_estimator": "group_centered", **REUSED},
+        rewards=(sparse_reward,),
+    ),
     "checkpointing": Case({"gradient_checkpointing": True}, model="llama"),
     "epochs": Case({"num_train_epochs": 2, "max_steps": -1}, prompts=10),
     "token_budget": Case({"micro_batch_tokens": 40, "loss_type": "grpo"}),

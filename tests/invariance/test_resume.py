@@ -12,7 +12,7 @@ from grpo_ext.engine.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check import metric_difference, update_error
 from grpo_ext.tools.runs import STOCK, LaunchError, Run, RunResult, run_all
 from tests.crash.kills import dying
-from tests.helpers import letter_reward
+from tests.helpers import letter_reward, sparse_reward
 from tests.invariance.cases import Bench
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
@@ -20,6 +20,9 @@ SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
 # two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
 LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
 STEPS = 24
+
+
+DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
 
 
 def long_run(bench: Bench, folder: Path, name: str, size: int = 16, **changes: Any) -> Run:
@@ -39,6 +42,7 @@ def whole(bench) -> dict[str, RunResult]:
         long_run(bench, bench.folder, "whole"),
         long_run(bench, bench.folder, "exact", bitwise_invariant=True),
         long_run(bench, bench.folder, "adaptive", use_adaptive_entropy=True, entropy_target=5.0),
+        long_run(bench, bench.folder, "dynamic", **DYNAMIC),
     ]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
@@ -81,6 +85,14 @@ def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, proce
     ]
     for step, result in zip((3, 14), run_all(runs, processes)):
         assert_same_run(whole["exact"], result, step)
+
+
+def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
+    replaced = sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log)
+    assert replaced > 0
+    for processes, step in ((1, 3), (2, 6), (2, 14)):  # inside a rollout, before one, in the second epoch
+        run = dataclasses.replace(resumed(bench, "dynamic", step, 3, **DYNAMIC), name=f"dynamic-{processes}-{step}")
+        assert_same_run(whole["dynamic"], run_all([run], processes)[0], step)
 
 
 def test_another_layout_goes_on_to_rounding(bench, whole):

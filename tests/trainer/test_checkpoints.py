@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +246,36 @@ def test_a_changed_batch_samples_anew(tmp_path, caplog):
     trainer.train("latest")
     assert trainer.state.global_step == 2
     assert "rollout_batch_size changed, so the rollout batch of the checkpoint is not used" in caplog.text
+
+
+def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path, caplog):
+    other(tmp_path, global_batch_size=8, max_steps=1, learning_rate=1e-3).train()
+    changes = {"global_batch_size": 32, "max_steps": 2, "learning_rate": 1e-3}
+    says = r"global_batch_size 8 -> 32: .* what was learning_rate=0.001: 0.002 \(square root, .* or 0.004 \(linear"
+    with pytest.raises(CheckpointError, match=says):
+        other(tmp_path, **changes).train("latest")
+    allowed = ["global_batch_size", "rollout_batch_size", "max_steps"]
+    trainer = other(tmp_path, **changes, allow_changed_on_resume=allowed)
+    trainer.train("latest")
+    assert re.search(says, caplog.text)
+    assert trainer.args.learning_rate == 1e-3  # said, not done
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == 1e-3
+
+
+def test_a_learning_rate_that_was_changed_on_purpose_is_used(tmp_path):
+    usual = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_steps": 4, "adam_epsilon": 1e-8}
+    other(tmp_path, **usual, save_steps=2).train()
+    changed = {**usual, "learning_rate": 4e-3, "weight_decay": 0.3, "adam_epsilon": 1e-6, "adam_beta2": 0.95}
+    allowed = ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta2"]
+    trainer = other(tmp_path, **changed, allow_changed_on_resume=allowed)
+    trainer.train(str(tmp_path / "checkpoint-2"))
+    rates = {line["step"]: line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line}
+    assert rates[2] == pytest.approx(1e-3 * 3 / 4)  # of the second step, from the checkpoint
+    assert rates[3] == pytest.approx(4e-3 * 2 / 4)
+    assert rates[4] == pytest.approx(4e-3 * 1 / 4)
+    decays, plain = trainer.optimizer.param_groups
+    assert (decays["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert (decays["eps"], decays["betas"]) == (1e-6, (0.9, 0.95))
 
 
 def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):

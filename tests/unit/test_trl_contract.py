@@ -28,9 +28,11 @@ from trl.trainer.base_trainer import _BaseTrainer
 import grpo_ext.config
 import grpo_ext.engine.collectives
 import grpo_ext.resumable
+import grpo_ext.sampling
 import grpo_ext.trainer
 from grpo_ext.engine.collectives import ragged_scoring
 from grpo_ext.resumable import ResumableTrainer
+from grpo_ext.sampling import SamplingTrainer
 from grpo_ext.trainer import GRPOTrainer
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -86,6 +88,7 @@ OVERRIDES = {
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "log": ["logs", "start_time"],
     "_save_checkpoint": ["model", "trial"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
     "_push_from_checkpoint": ["checkpoint_folder"],
     "_finalize_training": ["trial", "num_train_samples", "start_time"],
     "get_total_train_batch_size": ["args"],
@@ -132,7 +135,7 @@ def test_a_checkpoint_is_written_below_the_output_folder_that_is_asked_for():
 
 
 def own_methods() -> set[str]:
-    ours = vars(ResumableTrainer) | vars(GRPOTrainer)
+    ours = vars(SamplingTrainer) | vars(ResumableTrainer) | vars(GRPOTrainer)
     return {name for name, value in ours.items() if inspect.isfunction(value)}
 
 
@@ -238,7 +241,7 @@ def attributes(tree: ast.AST, context: type) -> dict[str, int]:
 
 
 def test_every_attribute_the_trainer_reads_is_set_somewhere():
-    sources = [inspect.getsource(module) for module in (grpo_ext.resumable, grpo_ext.trainer)]
+    sources = [inspect.getsource(module) for module in (grpo_ext.sampling, grpo_ext.resumable, grpo_ext.trainer)]
     tree = ast.parse("\n".join(sources))
     read, own = attributes(tree, ast.Load), set(attributes(tree, ast.Store)) | own_methods()
     assert {"_dist", "_metrics", "eos_token_ids"} <= set(read)

@@ -15,7 +15,16 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanstd
 
-from grpo_ext.core.advantages import group_advantages, nan_std, weighted_sum
+from grpo_ext.core.advantages import (
+    EPSILON,
+    ESTIMATORS,
+    estimated_advantages,
+    group_advantages,
+    groups_without_variance,
+    nan_std,
+    register_advantage_estimator,
+    weighted_sum,
+)
 from grpo_ext.errors import ConfigError
 
 PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, print_blob=True, database=None)
@@ -279,3 +288,121 @@ def test_an_unknown_aggregation_is_refused_by_name():
         ConfigError, match=r"multi_objective_aggregation='mean' is unknown; use 'sum_then_normalize' or"
     ):
         group_advantages(batch(), torch.ones(2), 4, "group", "mean")
+
+
+# ---- Named estimators -----------------------------------------------------------------------------------------------
+
+ONE = torch.ones(1)
+
+
+def column(*rewards: float) -> torch.Tensor:
+    return torch.tensor(rewards, dtype=torch.float64)[:, None]
+
+
+def estimated(name: str, *rewards: float, group: int = 4) -> list[float]:
+    return estimated_advantages(name, column(*rewards), ONE, group).tolist()
+
+
+@pytest.mark.parametrize(("name", "scale"), [("group_standardized", "group"), ("group_centered", "none")])
+def test_the_group_estimators_are_trls_modes(name, scale):
+    rewards = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
+    rewards[3, 0] = rewards[5] = NAN
+    weights = torch.tensor([1.0, 0.5])
+    expected = trl_advantages(rewards, weights, 4, scale, "sum_then_normalize")
+    torch.testing.assert_close(estimated_advantages(name, rewards, weights, 4), expected, **TRL_ROUNDING)
+
+
+def test_leave_one_out_by_hand():
+    # each reward minus the mean of the three others
+    assert estimated("leave_one_out", 1, 0, 0, 3) == pytest.approx([0.0, -4 / 3, -4 / 3, 8 / 3])
+    assert estimated("leave_one_out", 1, NAN, 0, 3) == pytest.approx([-0.5, 0.0, -2.0, 2.5])
+    assert estimated("leave_one_out", 1, NAN, NAN, NAN) == [0.0] * 4
+
+
+def test_reinforce_plus_plus_with_baseline_by_hand():
+    # centred: 1, -1, 3, -3; their standard deviation with Bessel's correction is sqrt(20 / 3)
+    std = math.sqrt(20 / 3) + EPSILON
+    found = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
+    assert found == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+
+
+@PROPERTY
+@given(st.integers(2, 5), st.lists(st.floats(-3, 3), min_size=5, max_size=40), st.floats(0.5, 2), st.floats(-2, 2))
+def test_every_estimator_is_centred_in_its_group_and_ignores_the_offset(group, values, scale, shift):
+    values = values[: len(values) // group * group]
+    assume(values)
+    for name in ("group_standardized", "group_centered", "leave_one_out", "reinforce_plus_plus_baseline"):
+        found = torch.tensor(estimated(name, *values, group=group))
+        assert found.view(-1, group).sum(1).abs().max() <= 1e-3 + 1e-5 * found.abs().max()
+        moved = torch.tensor(estimated(name, *(v + shift for v in values), group=group))
+        torch.testing.assert_close(moved, found, atol=1e-4, rtol=1e-4)
+
+
+def test_leave_one_out_is_centred_times_group_over_group_minus_one():
+    rewards = torch.randn(20, generator=torch.Generator().manual_seed(1)).tolist()
+    ours = torch.tensor(estimated("leave_one_out", *rewards, group=5))
+    centred = torch.tensor(estimated("group_centered", *rewards, group=5))
+    torch.testing.assert_close(ours, centred * 5 / 4)
+
+
+def test_an_estimator_of_ones_own_takes_five_lines():
+    @register_advantage_estimator("best_of_group")
+    def best_of_group(rewards_PG):
+        best = (rewards_PG == rewards_PG.amax(1, keepdim=True)).float()
+        return best - best.mean(1, keepdim=True)
+
+    try:
+        assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
+        with pytest.raises(ConfigError, match=r"'best_of_group' is .*best_of_group already; choose another name"):
+            register_advantage_estimator("best_of_group")(torch.zeros_like)
+    finally:
+        del ESTIMATORS["best_of_group"]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda r: r.mean(1), r"returned \(2,\) for rewards of shape \(2, 4\)"),
+        (lambda r: r / 0, "returned nan for completion 0 of group 0, whose reward is 0"),
+        (lambda r: r.tolist(), "returned list"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_named(made, says):
+    register_advantage_estimator("broken")(made)
+    try:
+        with pytest.raises(ConfigError, match=says):
+            estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
+    finally:
+        del ESTIMATORS["broken"]
+
+
+def test_an_unknown_estimator_is_refused_with_the_names():
+    with pytest.raises(ConfigError, match="'grpo' is unknown; use one of group_centered, group_standardized,"):
+        estimated("grpo", 0, 1, 2, 3)
+
+
+def test_an_installed_package_may_bring_an_estimator(tmp_path, monkeypatch):
+    (tmp_path / "some_plugin.py").write_text("def doubled(rewards):\n    return 2 * rewards\n")
+    info = tmp_path / "some_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_ext.advantage_estimators]\ndoubled = some_plugin:doubled\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert estimated("doubled", 1, 2, 3, 4) == [2.0, 4.0, 6.0, 8.0]
+    finally:
+        del ESTIMATORS["doubled"]
+
+
+def test_groups_without_variance():
+    rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
+    found = groups_without_variance(rewards, ONE, 4)
+    assert found.tolist() == [True, False, True, True, False]
+
+
+def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():
+    rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert groups_without_variance(rewards, torch.ones(2), 2).tolist() == [True]
+    assert groups_without_variance(rewards, torch.ones(2), 2, "normalize_then_sum").tolist() == [False]
+    # a function of weight zero teaches nothing
+    assert groups_without_variance(rewards, torch.tensor([0.0, 0.0]), 2, "normalize_then_sum").tolist() == [True]

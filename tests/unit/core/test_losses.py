@@ -342,6 +342,44 @@ def test_each_aggregation_is_its_formula(loss_type):
     assert total.item() == pytest.approx(BY_HAND[loss_type], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("token_mean", "dapo"),
+        ("token-mean", "dapo"),
+        ("sequence_mean", "grpo"),
+        ("seq-mean-token-mean", "grpo"),
+        ("sequence_sum", "luspo"),
+        ("seq-mean-token-sum", "luspo"),
+        ("sequence_sum_norm", "dr_grpo"),
+        ("seq-mean-token-sum-norm", "dr_grpo"),
+    ],
+)
+def test_an_aggregation_is_that_of_its_loss_type_with_any_other(name, same):
+    for loss_type in LOSS_TYPES:
+        cfg = LossConfig(loss_type=loss_type, max_completion_length=8, aggregation=name)
+        total = (PER_TOKEN * token_weights(cfg, MASK, StepCounts(4, 7, 7))).sum()
+        assert total.item() == pytest.approx(BY_HAND[same], rel=1e-6)
+
+
+def test_the_prompt_mean_by_hand():
+    # rows 0 and 1 are a group with 6 tokens that sum to 21, rows 2 and 3 one with 1 token, 9
+    cfg, counts = LossConfig(aggregation="prompt_mean"), StepCounts(4, 7, 7, (6, 1))
+    by_hand = (21 / 6 + 9 / 1) / 2
+    assert (PER_TOKEN * token_weights(cfg, MASK, counts, [0, 0, 1, 1])).sum().item() == pytest.approx(by_hand)
+    # any partition adds up to it, whatever order the rows come in
+    parts = [([2, 0], [1, 0]), ([3], [1]), ([1], [0])]
+    total = sum((PER_TOKEN[rows] * token_weights(cfg, MASK[rows], counts, groups)).sum() for rows, groups in parts)
+    assert total.item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_the_prompt_mean_needs_groups_and_unknown_aggregations_are_refused():
+    with pytest.raises(ConfigError, match="needs to know the groups"):
+        token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
+    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .* verl's"):
+        LossConfig(aggregation="mean")
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_denominators_are_arguments(loss_type):
     # the same micro-batch in a step that is twice as large weighs half

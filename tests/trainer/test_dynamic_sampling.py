@@ -1,0 +1,171 @@
+"""Dynamic sampling in the trainer: the batch stays full, every sampled completion is counted, the order is a function
+of (seed, epoch, rollout)."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ConfigError
+from tests.helpers import config_kwargs, prompts, tiny_model, tiny_tokenizer
+
+GROUP, PROMPTS_PER_STEP = 4, 4
+
+
+class Recorder:
+    """A reward that only some prompts can earn, and a record of what it was asked for."""
+
+    __name__ = "recorder"
+
+    def __init__(self, share: int = 3) -> None:
+        self.share, self.calls = share, []
+
+    def __call__(self, prompts: list[str], completions: list[str], number: list[int], **kwargs: Any) -> list[float]:
+        self.calls.append(list(number))
+        # groups of the other prompts have no variance
+        return [float(i % GROUP) if n % self.share == 0 else 0.5 for i, n in enumerate(number)]
+
+
+def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes: Any) -> tuple[Any, list[Any]]:
+    settings = {"dynamic_sampling": True, "max_steps": 3, "logging_steps": 1, **changes}
+    args = GRPOConfig(**config_kwargs(folder, **settings))
+    rows = prompts(count).add_column("number", list(range(count))) if dataset is None else dataset
+    trainer = GRPOTrainer(
+        model=tiny_model("qwen2"), reward_funcs=reward, args=args, train_dataset=rows, processing_class=tiny_tokenizer()
+    )
+    rollouts = []
+    sample = trainer._sample_rollout
+
+    def remember(rows: Any) -> Any:
+        rollouts.append(sample(rows))
+        return rollouts[-1]
+
+    trainer._sample_rollout = remember
+    trainer.train()
+    return trainer, rollouts
+
+
+def lines_of(trainer: Any) -> list[dict[str, float]]:
+    return [line for line in trainer.state.log_history if "reward" in line]
+
+
+def test_the_batch_is_filled_with_groups_that_teach(tmp_path):
+    trainer, rollouts = trained(tmp_path, Recorder())
+    for rollout in rollouts:
+        assert len(rollout) == GROUP * PROMPTS_PER_STEP
+        advantages = torch.cat(rollout.fields["advantages"]).view(-1, GROUP)
+        assert (advantages.abs().amax(1) > 0.1).all()
+    for line in lines_of(trainer):
+        assert line["dynamic_sampling/groups_without_variance"] == 0
+        assert line["dynamic_sampling/replaced_groups"] > 0
+
+
+def test_without_it_some_groups_teach_nothing(tmp_path):
+    _, rollouts = trained(tmp_path, Recorder(), dynamic_sampling=False)
+    groups = torch.cat([torch.cat(r.fields["advantages"]) for r in rollouts]).view(-1, GROUP)
+    assert (groups == 0).all(1).any()
+
+
+def test_everything_that_is_sampled_is_counted(tmp_path):
+    reward = Recorder()
+    trainer, _ = trained(tmp_path, reward)
+    lines = lines_of(trainer)
+    assert sum(len(call) for call in reward.calls) == GROUP * sum(x["dynamic_sampling/sampled_groups"] for x in lines)
+    assert len(reward.calls) == sum(1 + x["dynamic_sampling/rounds"] for x in lines)
+    calls = iter(reward.calls)
+    for line in lines:
+        numbers = [n for _ in range(1 + int(line["dynamic_sampling/rounds"])) for n in next(calls)]
+        good = [number for number in numbers if number % 3 == 0]
+        mean = (len(good) * (GROUP - 1) / 2 + (len(numbers) - len(good)) * 0.5) / len(numbers)
+        assert line["reward"] == pytest.approx(mean)
+        assert line["frac_reward_zero_std"] == pytest.approx(1 - len(good) / len(numbers))
+        # a round samples what is missing: no group that teaches is thrown away
+        assert len(good) // GROUP == PROMPTS_PER_STEP
+        assert max(collections.Counter(numbers).values()) == GROUP  # each prompt once in a rollout batch
+
+
+def test_log_lines_keep_one_value_per_rollout(tmp_path):
+    # three rollouts in one log line: their plain mean, not weighted by the rounds each took
+    apart, _ = trained(tmp_path / "apart", Recorder())
+    once, _ = trained(tmp_path / "once", Recorder(), logging_steps=3)
+    values = [line["reward"] for line in lines_of(apart)]
+    assert lines_of(once)[0]["reward"] == pytest.approx(math.fsum(values) / 3)
+
+
+def test_rounds_are_limited_and_free_places_keep_their_group(tmp_path):
+    trainer, rollouts = trained(tmp_path, Recorder(share=24), dynamic_sampling_max_rounds=2, max_steps=1)
+    line = lines_of(trainer)[0]
+    assert line["dynamic_sampling/rounds"] == 2
+    assert line["dynamic_sampling/groups_without_variance"] >= PROMPTS_PER_STEP - 1
+    assert len(rollouts[0]) == GROUP * PROMPTS_PER_STEP
+
+
+def test_a_data_set_without_further_prompts_ends_the_rounds(tmp_path):
+    trainer, _ = trained(tmp_path, Recorder(share=100), count=6, max_steps=1)
+    line = lines_of(trainer)[0]
+    assert line["dynamic_sampling/sampled_groups"] == 6
+    assert line["dynamic_sampling/rounds"] == 1
+
+
+def test_replacements_differ_between_rollouts_and_seeds_and_nothing_else(tmp_path):
+    first, again, other = Recorder(), Recorder(), Recorder()
+    trained(tmp_path / "a", first)
+    trained(tmp_path / "b", again, per_device_train_batch_size=3)
+    trained(tmp_path / "c", other, seed=11)
+    assert first.calls == again.calls
+    assert first.calls != other.calls
+
+
+def test_with_groups_that_all_teach_nothing_changes(tmp_path):
+    plain, _ = trained(tmp_path / "plain", Recorder(share=1), dynamic_sampling=False)
+    dynamic, _ = trained(tmp_path / "dynamic", Recorder(share=1))
+    for a, b in zip(plain.model.parameters(), dynamic.model.parameters()):
+        assert torch.equal(a, b)
+    names = [name for name in lines_of(plain)[0] if not name.startswith(("time/", "step_time", "layout/"))]
+    for one, two in zip(lines_of(plain), lines_of(dynamic)):
+        assert {n: one[n] for n in names} == pytest.approx({n: two[n] for n in names}, nan_ok=True)
+
+
+def test_evaluation_samples_once(tmp_path):
+    reward = Recorder()
+    trainer, _ = trained(tmp_path, reward, max_steps=1)
+    before = len(reward.calls)
+    trainer.evaluate(prompts(5).add_column("number", list(range(5))))
+    assert len(reward.calls) == before + 1
+
+
+def test_a_stream_is_refused(tmp_path):
+    rows = prompts(8).add_column("number", list(range(8)))
+    stream = Dataset.from_dict({name: rows[name] for name in rows.column_names}).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="this one is a stream"):
+        trained(tmp_path, Recorder(), stream)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"advantage_estimator": "rloo"}, "'rloo' is unknown; use one of group_centered"),
+        ({"advantage_estimator": "leave_one_out", "scale_rewards": "batch"}, "both say how rewards become advantages"),
+        ({"loss_aggregation": "prompt"}, "loss_aggregation='prompt' is unknown"),
+        ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 0}, "dynamic_sampling_max_rounds=0"),
+        ({"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        GRPOConfig(**config_kwargs(tmp_path, **settings))
+
+
+def test_the_completions_table_shows_the_estimators_advantages(tmp_path):
+    trainer, rollouts = trained(
+        tmp_path, Recorder(share=1), dynamic_sampling=False, advantage_estimator="leave_one_out", max_steps=1
+    )
+    shown = list(trainer._logs["advantages"])
+    assert shown == pytest.approx(torch.cat(rollouts[0].fields["advantages"]).tolist())
+    assert shown[:GROUP] == pytest.approx([-2.0, -2 / 3, 2 / 3, 2.0])
