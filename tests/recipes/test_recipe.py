@@ -21,11 +21,6 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 ONE_STEP = ["--max_steps", "1", "--num_generations", "2", "--global_batch_size", "4", "--report_to", "none"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def launch(tmp_path, cache):
     """Runs the recipe in tmp_path; the result has returncode, stdout and stderr."""
@@ -98,6 +93,26 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(launch, tmp_
     assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d$", result.stdout, re.M)) == 2
     assert "{'" not in result.stdout, "a dictionary was dumped"
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "weights", "steps", "gain"),
+    [
+        ("demo_lora", ["sorted_letters_reward"], "adapter_model.safetensors", 20, 0.3),
+        ("demo_two_rewards", ["sorted_letters_reward", "length_penalty"], "model.safetensors", 2, None),
+        ("demo_custom_reward", ["share_in_place"], "model.safetensors", 2, None),
+    ],
+)
+def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewards, weights, steps, gain):
+    (tmp_path / "recipes").symlink_to(RECIPE.parent)  # the reward's path is one from the root of the project
+    launch("--config", f"recipes/configs/{name}.yaml", "--max_steps", steps, "--logging_steps", "1")
+    folder = tmp_path / "runs" / "demo-1"
+    metrics = json.loads((folder / "metrics.json").read_text())
+    logged = {key for line in metrics["log_history"] for key in line if key.startswith("rewards/")}
+    assert logged == {f"rewards/{reward}/{what}" for reward in rewards for what in ("mean", "std")}
+    assert (folder / weights).is_file()
+    if gain is not None:
+        assert metrics["exact_match_after"] >= metrics["exact_match_before"] + gain
 
 
 def test_own_data_and_model_train_with_settings_from_a_file_that_options_override(launch, own_task, tmp_path):

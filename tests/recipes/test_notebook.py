@@ -1,0 +1,81 @@
+"""The quickstart notebook: run again with fewer steps, its printed values checked; and what is committed is clean."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from .tiny import ROOT
+
+NOTEBOOK = ROOT / "recipes" / "notebooks" / "quickstart.ipynb"
+
+
+def printed(notebook):
+    """All text that the cells wrote to stdout."""
+    return "".join(o.text for cell in notebook.cells for o in cell.get("outputs", []) if o.get("name") == "stdout")
+
+
+def check_values(text: str) -> None:
+    """The claims of the notebook, on the numbers it printed."""
+    found = re.search(r"reward of the first step (\d\.\d+), of the last (\d\.\d+)", text)
+    first, last = map(float, found.groups())
+    assert last > first + 0.2
+    errors = {name: float(value) for name, value in re.findall(r"^(.+): update error (\S+)$", text, re.M)}
+    assert set(errors) == {"micro-batch 5", "micro-batch 1", "another seed"}
+    assert errors.pop("another seed") > 0.1, "the control has to differ"
+    assert max(errors.values()) < 1e-4
+    hashes = dict(re.findall(r"^micro-batch (\d+): parameters ([0-9a-f]{16})$", text, re.M))
+    assert set(hashes) == {"32", "5"}
+    assert len(set(hashes.values())) == 1
+    assert float(re.search(r"full: log-probabilities differ by (\S+) on average", text)[1]) < 1e-4
+    samples = re.findall(r"^([a-h]+)> ([a-h]*) (right|wrong)", text, re.M)
+    assert len(samples) == 5
+    right = [word for word, answer, verdict in samples if verdict == "right" and answer == "".join(sorted(word))]
+    assert len(right) >= 3, samples
+
+
+@pytest.fixture(scope="module")
+def executed(cache, tmp_path_factory):
+    """The notebook after a run of its own in a temporary folder."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    with pytest.MonkeyPatch.context() as patch:  # the kernel inherits the environment
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("GRPO_EXT_CACHE", str(cache))
+        patch.setenv("STEPS", "35")
+        folder = tmp_path_factory.mktemp("notebook")
+        NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(folder)}}).execute()
+    return notebook
+
+
+def test_it_runs_and_what_it_prints_is_what_it_says(executed):
+    check_values(printed(executed))
+
+
+def test_the_plot_shows_the_reward(executed):
+    images = [o for cell in executed.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(images) == 1
+    assert len(images[0].data["image/png"]) > 5_000
+
+
+def test_the_committed_outputs_are_of_a_whole_run():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    check_values(printed(notebook))
+
+
+def test_the_committed_outputs_hold_no_traceback_no_path_and_no_warning():
+    text = NOTEBOOK.read_text()
+    outputs = [o for cell in nbformat.read(NOTEBOOK, as_version=4).cells for o in cell.get("outputs", [])]
+    assert all(o.output_type != "error" for o in outputs)
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    assert "Traceback" not in text
+    shown = "\n".join(o.get("text") or str(o.get("data", {}).get("text/plain")) for o in outputs)
+    assert not re.search(r"(?<![\w<])/(?:\w+/)+|[A-Z]:\\", shown), "an absolute path"
+    assert "arning" not in shown
+    assert NOTEBOOK.stat().st_size < 100_000
