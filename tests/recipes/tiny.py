@@ -55,7 +55,7 @@ def as_options(overrides: Overrides) -> list[str]:
 def toy_model(folder: Path, seed: int = 0) -> Path:
     """A Qwen2 with random weights whose vocabulary is so small that it answers a sum right now and then.
 
-    Everything but 1, 2, space and # is one unknown token; a boxed 1 and a boxed 2 are a token each, so that samples have
+    Everything but 1, 2, space and # is one unknown token; a boxed 1 and a boxed 2 are one token each: samples then have
     the form that math-verify reads. The tokenizer has a chat template.
     """
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", "1", "2", " ", "#", *BOXED])}
