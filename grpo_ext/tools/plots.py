@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .check import CheckReport
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
-_NOTHING = 1e-9  # where an error of zero is drawn
+_NOTHING = 1e-8  # where an error of zero is drawn
 
 
 def load_pyplot() -> Any:
@@ -66,23 +66,25 @@ def write_bench_plot(results: Sequence[Result], path: Path) -> None:
 
 
 def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
-    """The update error of every split, on a logarithmic scale; refused splits are marked as such.
+    """The update error of every split but the reference, on a logarithmic scale; refused splits are marked as such.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     pyplot = load_pyplot()
-    splits = list(dict.fromkeys(r.split for r in report.results))
+    splits = list(dict.fromkeys(r.split for r in report.results if r.verdict != "reference"))
     figure, axis = pyplot.subplots(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
     for trainer in (STOCK, OURS):
-        drawn = [(splits.index(r.split), r.update_error) for r in report.of(trainer) if not math.isnan(r.update_error)]
+        label = "stock TRL" if trainer == STOCK else trainer
+        compared = [r for r in report.of(trainer) if r.split in splits]
+        drawn = [(splits.index(r.split), r.update_error) for r in compared if not math.isnan(r.update_error)]
         if drawn:
             x, y = zip(*((x, max(error, _NOTHING)) for x, error in drawn))
             marker = "o" if trainer == OURS else "s"
-            axis.plot(x, y, marker, color=_COLOURS[trainer], label="stock TRL" if trainer == STOCK else trainer)
-        refused = [splits.index(r.split) for r in report.of(trainer) if math.isnan(r.update_error)]
+            axis.plot(x, y, marker, color=_COLOURS[trainer], label=label)
+        refused = [splits.index(r.split) for r in compared if math.isnan(r.update_error)]
         if refused:
-            axis.plot(refused, [2.0] * len(refused), "x", color=_COLOURS[trainer], label=f"{trainer}: refused")
+            axis.plot(refused, [2.0] * len(refused), "x", color=_COLOURS[trainer], label=f"{label}: refused")
     axis.axhline(tolerance, color="grey", linewidth=0.8, linestyle="--", label=f"tolerance {tolerance:g}")
     axis.set_yscale("log")
     axis.set_ylim(_NOTHING / 2, 5)
@@ -92,7 +94,7 @@ def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
     axis.set_xlabel("processes x micro-batch size", fontsize=8)
     axis.set_ylabel(f"relative update error, {report.steps} steps", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=7, loc="center right")
+    axis.legend(fontsize=7, loc="center", bbox_to_anchor=(0.5, 0.6), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -19,7 +19,9 @@ ERRORS = {OURS: [0.0, 4.7e-6, 5.9e-6], STOCK: [0.0, math.nan, 0.82]}
 @pytest.fixture
 def report() -> CheckReport:
     results = [
-        SplitResult(split, trainer, error, 0.0, "", "refused" if math.isnan(error) else "same")
+        SplitResult(
+            split, trainer, error, 0.0, "", "refused" if math.isnan(error) else "same" if error else "reference"
+        )
         for trainer in (OURS, STOCK)
         for split, error in zip(SPLITS, ERRORS[trainer])
     ]
@@ -32,10 +34,10 @@ def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatc
     write_check_plot(report, 1e-5, tmp_path / "check.svg")
     (axis,) = figures[0].axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.get_lines()}
-    assert drawn["grpo_ext"] == [[0, 1e-9], [1, 4.7e-6], [2, 5.9e-6]]
-    assert drawn["stock TRL"] == [[0, 1e-9], [2, 0.82]]
-    assert [x for x, _ in drawn["trl: refused"]] == [1]
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["1 x 32", "1 x 5", "2 x 16"]
+    assert drawn["grpo_ext"] == [[0, 4.7e-6], [1, 5.9e-6]]
+    assert drawn["stock TRL"] == [[1, 0.82]]
+    assert [x for x, _ in drawn["stock TRL: refused"]] == [0]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["1 x 5", "2 x 16"]
     text = (tmp_path / "check.svg").read_text()
     for words in ("1 x 5", "stock TRL", "tolerance 1e-05", "relative update error, 5 steps"):
         assert f"<!-- {words} -->" in text
