@@ -357,15 +357,26 @@ class GRPOTrainer(ResumableTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
+    @property
+    def _policy(self) -> Any:
+        """The causal language model inside the wrappers of Accelerate and PEFT."""
+        return base_model_of(self.accelerator.unwrap_model(self.model))
+
+    @contextlib.contextmanager
+    def _in_window(self) -> Iterator[None]:
+        """Inside, forwards run packs where the model takes them, and the head works in small tiles on the CPU."""
+        policy = self._policy
+        packs = packed_attention(policy, self._forms.packs(policy, self.model))
+        with packs, small_tiles(policy, self.accelerator.device):
+            yield
+
     def _survive(self, model: Any, rollout: Rollout) -> tuple[StepContext, StepWork]:
         """Run the window, again with smaller micro-batches where one did not fit into memory."""
-        policy = base_model_of(self.accelerator.unwrap_model(model))
         gradients = self._gradients(model)
         for attempt in itertools.count():
             micro_batches, work = self._plan(rollout, self._limits.rows)
-            packs = packed_attention(policy, self._forms.packs(policy, self.model))
             try:
-                with self._clock.phase("window"), packs, small_tiles(policy, self.accelerator.device):
+                with self._clock.phase("window"), self._in_window():
                     context = self._measure(rollout, micro_batches, gradients)
                     loss_of = functools.partial(self._micro_batch_loss, model, rollout, context)
                     run_window(self.accelerator, model, gradients, micro_batches, loss_of)
@@ -382,12 +393,10 @@ class GRPOTrainer(ResumableTrainer):
         Raises:
             PrecisionError: on every process, with the first module that produced the number.
         """
-        policy = self.accelerator.unwrap_model(model)
-        base, first = base_model_of(policy), FirstModule()
+        policy, first = self.accelerator.unwrap_model(model), FirstModule()
         weight = None if self._sharded else bad_weight(policy)
         micro_batches, _ = self._plan(rollout, self._limits.rows)
-        packs = packed_attention(base, self._forms.packs(base, self.model))
-        with torch.no_grad(), packs, small_tiles(base, self.accelerator.device), first.watching(policy):
+        with torch.no_grad(), self._in_window(), first.watching(policy):
             for part in micro_batches:
                 self._micro_batch_loss(model, rollout, context, part)
         module = first_of_all_processes(first.name)
@@ -425,8 +434,7 @@ class GRPOTrainer(ResumableTrainer):
                 "max_completion_length."
             )
         rows = max(len(part.rows) for part in micro_batches)
-        policy = base_model_of(self.accelerator.unwrap_model(self.model))
-        packed = self._forms.packs(policy, self.model)
+        packed = self._forms.packs(self._policy, self.model)
         tokens = max(sizes.tokens(part.rows, packed) for part in micro_batches)
         device = self.accelerator.device
         rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
@@ -460,8 +468,7 @@ class GRPOTrainer(ResumableTrainer):
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
         """This process's micro-batches; before the first pack, both forms are compared on the first group."""
         sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
-        policy = base_model_of(self.accelerator.unwrap_model(self.model))
-        packed = self._forms.packs(policy, self.model)
+        packed = self._forms.packs(self._policy, self.model)
 
         def first_group() -> tuple[torch.Tensor, torch.Tensor, int]:
             batch = self._collate(rollout, MicroBatch(tuple(range(min(sizes.num_generations, len(rollout))))))
@@ -469,7 +476,7 @@ class GRPOTrainer(ResumableTrainer):
             return ids, batch["attention_mask"], batch["completion_ids"].size(1)
 
         with self._scoring():
-            self._forms.check(self.model, policy, self.model, first_group)
+            self._forms.check(self.model, self._policy, self.model, first_group)
         budget = self._limits.tokens
         if budget is not None and not self._said_oversized and (large := oversized(sizes, budget, packed)):
             self._said_oversized = True
@@ -630,7 +637,7 @@ class GRPOTrainer(ResumableTrainer):
 
         half = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
         dtype = half or str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        quantised = bool(getattr(base_model_of(self.accelerator.unwrap_model(self.model)), "is_quantized", False))
+        quantised = bool(getattr(self._policy, "is_quantized", False))
         training, samples, failed = self.model.training, None, False
         self.model.eval()
         try:

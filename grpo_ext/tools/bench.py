@@ -425,34 +425,3 @@ def write_json(results: Sequence[Result], path: Path) -> None:
     """All figures, for machines."""
     rows = [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results]
     path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def write_plot(results: Sequence[Result], path: Path) -> None:
-    """Seconds per step of both, stacked by phase.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("the plot needs matplotlib; install it with `pip install grpo_ext[plot]`.") from None
-    figure, axes = pyplot.subplots(1, len(results), figsize=(2.6 * len(results), 4), squeeze=False)
-    colours = ("tab:blue", "tab:orange", "tab:green", "tab:red")
-    for axis, r in zip(axes[0], results):
-        for bar, who in enumerate((STOCK, OURS)):
-            bottom = 0.0
-            for colour, phase in zip(colours, PHASES):
-                seconds = r.seconds[who][phase]
-                axis.bar(bar, seconds, bottom=bottom, color=colour, label=phase if bar == 0 else None)
-                bottom += seconds
-        axis.set_xticks([0, 1], [STOCK, OURS])
-        axis.set_title(f"{r.shape.name}\n{r.speed_up:.1f}x", fontsize=8)
-    axes[0][0].set_ylabel("seconds per step")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

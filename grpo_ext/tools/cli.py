@@ -206,11 +206,15 @@ def check(
         bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare hashes of every tensor.")
     ] = False,
     json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
+    plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
     """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
     from .check import Split, default_splits
     from .check import check as run_check
+    from .plots import load_pyplot, write_check_plot
 
+    if plot is not None:
+        load_pyplot()  # before the work, not after it
     quiet_libraries()
     task = _task(model, dataset, prompt_column, answer_column, rewards)
     settings = {**task["config"], **_only_config_fields(read_config(config))}
@@ -237,6 +241,8 @@ def check(
         console.print(f"  {note}", highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
+    if plot is not None:
+        write_check_plot(report, tolerance, plot)
     if not report.ok:
         learned = all(r.verdict != "nothing learned" for r in report.results)
         console.print("At least one split learns something else." if learned else "Nothing was learned to compare.")
@@ -272,8 +278,11 @@ def bench(
     ] = False,
 ) -> None:
     """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
-    from .bench import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json, write_plot
+    from .bench import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json
+    from .plots import load_pyplot, write_bench_plot
 
+    if plot is not None:
+        load_pyplot()
     quiet_libraries()
     console = Console()
     known = {s.name: s for s in REFERENCE}
@@ -293,7 +302,7 @@ def bench(
     for table in as_tables(results):
         console.print(table)
     if plot is not None:
-        write_plot(results, plot)
+        write_bench_plot(results, plot)
 
 
 def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str, console: Console) -> None:

@@ -42,12 +42,12 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
             die()
         if mine and moment != "rewards" and rewards[0] == 1:
             import grpo_ext.resumable as resumable
-            import grpo_ext.trainer as trainer
+            import grpo_ext.sampling as sampling
             from grpo_ext.engine import checkpoint, gradients
             from grpo_ext.engine.run_state import RunState
 
             owner, name = {
-                "rollouts": (trainer, "sample_chunk"),
+                "rollouts": (sampling, "sample_chunk"),
                 "window": (gradients.NativeGradients, "finish"),
                 "optimizer": (sys.modules["torch.optim.adam"], "adam"),
                 "writing": (RunState, "save"),

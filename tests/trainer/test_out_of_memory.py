@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext import GRPOTrainer
-from grpo_ext import trainer as trainer_module
+from grpo_ext import GRPOTrainer, sampling
 from grpo_ext.errors import MemoryShortageError
 from tests.tolerances import UPDATE
 from tests.trainer.test_layout import error, make, parameters, update
@@ -86,7 +85,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(trainer_module, "sample_chunk", once("generation", trainer_module.sample_chunk))
+    monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
     forms = trainer._forms
     scorer = forms.scorer
     monkeypatch.setattr(forms, "scorer", lambda *args: once("scoring", scorer(*args)))

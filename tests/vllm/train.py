@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import grpo_ext.trainer as trainer_module
+import grpo_ext.sampling as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.vllm.on_the_cpu import in_float32, keep_weights
@@ -22,7 +22,7 @@ def main(folder: Path, control: str) -> None:
     keep_weights()
     in_float32()
     if control == "seeds":
-        trainer_module.seeded = lambda *args: contextlib.nullcontext()
+        sampling.seeded = lambda *args: contextlib.nullcontext()
     sampled: list[tuple[str, list[int]]] = []
 
     def reward(prompts: list[str], completions: list[str], completion_ids: Any, **kwargs: Any) -> list[float]:

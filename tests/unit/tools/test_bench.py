@@ -25,9 +25,9 @@ from grpo_ext.tools.bench import (
     run_part,
     run_shape,
     write_json,
-    write_plot,
 )
 from grpo_ext.tools.bench_worker import _Given, cost_of
+from grpo_ext.tools.plots import write_bench_plot
 
 TINY = {
     "model_type": "qwen2",
@@ -146,6 +146,8 @@ def test_both_trainers_run_a_shape_end_to_end(tmp_path, sample):
     assert any("round 1 of 1" in text for text in said)
     write_json([result], tmp_path / "figures.json")
     assert json.loads((tmp_path / "figures.json").read_text())[0]["speed_up"] == result.speed_up
-    write_plot([result], tmp_path / "figures.png")
-    assert (tmp_path / "figures.png").stat().st_size > 1000
+    write_bench_plot([result], tmp_path / "figures.svg")
+    drawn = (tmp_path / "figures.svg").read_text()
+    assert f"<!-- {result.speed_up:.1f}x -->" in drawn
+    assert f"<!-- {phase} -->" in drawn
     assert [table.row_count for table in as_tables([result])] == [2, 1]

@@ -1,0 +1,100 @@
+"""Plots of what `grpo-ext check` and `grpo-ext bench` measured, as files (png, svg or pdf).
+
+The figures of the README are made with them. matplotlib is imported here only, and only when a plot is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .runs import OURS, STOCK
+
+if TYPE_CHECKING:
+    from .bench import Result
+    from .check import CheckReport
+
+_COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
+_NOTHING = 1e-8  # where an error of zero is drawn
+
+
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("plots need matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
+    return pyplot
+
+
+def write_bench_plot(results: Sequence[Result], path: Path) -> None:
+    """Seconds per step of both trainers on every shape, stacked by phase.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(1, len(results), figsize=(2.2 * len(results), 3.6), squeeze=False)
+    trainers = list(results[0].seconds)
+    phases = [p for p in results[0].seconds[trainers[0]] if any(r.seconds[who][p] for r in results for who in trainers)]
+    for axis, r in zip(axes[0], results):
+        for bar, who in enumerate(trainers):
+            bottom = 0.0
+            for number, phase in enumerate(phases):
+                seconds = r.seconds[who][phase]
+                axis.bar(bar, seconds, bottom=bottom, color=f"C{number}", label=phase if bar == 0 else None)
+                bottom += seconds
+        axis.set_xticks(range(len(trainers)), trainers, fontsize=8)
+        axis.set_title(f"{r.shape.name}\n{r.speed_up:.1f}x", fontsize=8)
+        axis.tick_params(axis="y", labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("seconds per step", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(phases), fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
+    """The update error of every split but the reference, on a logarithmic scale; refused splits are marked as such.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    pyplot = load_pyplot()
+    splits = list(dict.fromkeys(r.split for r in report.results if r.verdict != "reference"))
+    figure, axis = pyplot.subplots(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
+    for trainer in (STOCK, OURS):
+        label = "stock TRL" if trainer == STOCK else trainer
+        compared = [r for r in report.of(trainer) if r.split in splits]
+        drawn = [(splits.index(r.split), r.update_error) for r in compared if not math.isnan(r.update_error)]
+        if drawn:
+            x, y = zip(*((x, max(error, _NOTHING)) for x, error in drawn))
+            marker = "o" if trainer == OURS else "s"
+            axis.plot(x, y, marker, color=_COLOURS[trainer], label=label)
+        refused = [splits.index(r.split) for r in compared if math.isnan(r.update_error)]
+        if refused:
+            axis.plot(refused, [2.0] * len(refused), "x", color=_COLOURS[trainer], label=f"{label}: refused")
+    axis.axhline(tolerance, color="grey", linewidth=0.8, linestyle="--", label=f"tolerance {tolerance:g}")
+    axis.set_yscale("log")
+    axis.set_ylim(_NOTHING / 2, 5)
+    axis.set_xticks(
+        range(len(splits)), [f"{s.processes} x {s.micro_batch_size}" for s in splits], rotation=60, fontsize=7
+    )
+    axis.set_xlabel("processes x micro-batch size", fontsize=8)
+    axis.set_ylabel(f"relative update error, {report.steps} steps", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, loc="center", bbox_to_anchor=(0.5, 0.6), ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

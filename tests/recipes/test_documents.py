@@ -1,0 +1,225 @@
+"""What the documents show is there: links, commands with their options, settings, code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from click import ClickException
+from typer.testing import CliRunner
+
+import grpo_ext
+from grpo_ext import GRPOConfig
+from grpo_ext.core.advantages import ESTIMATORS
+from grpo_ext.tools.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "recipes/README.md", ".github/CONTRIBUTING.md"]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:grpo-ext|make|accelerate launch|python|pip install)(?: [^`]+)?)`", re.DOTALL)
+VARIABLE = re.compile(r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\w+")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def anchors(text: str) -> set[str]:
+    """The names GitHub gives to headings."""
+    found = re.findall(r"^#+ (.+)$", re.sub(FENCE, "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def broken_links(page: str) -> list[str]:
+    broken = []
+    for target in LINK.findall(text_of(page)):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+def commands(page: str) -> list[str]:
+    """Every command a page shows, in a block or in a line, as one line each."""
+    text = text_of(page)
+    shown = []
+    for _, language, body in FENCE.findall(text):
+        if language == "bash":
+            joined = body.replace("\\\n", " ")
+            shown += [line.split(" #")[0].strip() for line in joined.splitlines() if line.strip()]
+    shown += [" ".join(command.split()) for command in INLINE.findall(re.sub(FENCE, "", text))]
+    return list(dict.fromkeys(shown))
+
+
+def check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert words[0] in targets, f"make {words[0]}"
+    arguments = " ".join(words[1:]).removeprefix("ARGS=")
+    tool = re.search(rf"^{words[0]}:.*\n\t@\$\(BIN\)/grpo-ext (\w+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    if tool and arguments:
+        check_tool([tool[1], *shlex.split(arguments)])
+
+
+def check_tool(words: list[str]) -> None:
+    """The real parser takes the command; nothing runs."""
+    command = typer.main.get_command(app)
+    if words:
+        name, *options = words
+        assert name in command.commands, f"grpo-ext {name}"
+        if not {"--help"} & set(options):
+            named = [option.split("=")[0] for option in options if option.startswith("--")]
+            known = {flag for parameter in command.commands[name].params for flag in parameter.opts}
+            spelt = {flag.replace("_", "-") for flag in known}
+            assert {flag.replace("_", "-") for flag in named} <= spelt, f"grpo-ext {name} {named}"
+
+
+def check_recipe(words: list[str]) -> None:
+    import grpo as recipe
+
+    files = [word for word in words if word.startswith("recipes/")]
+    assert all((ROOT / file.split(":")[0]).exists() for file in files), files
+    if "recipes/grpo.py" not in words:
+        return
+    options = words[words.index("recipes/grpo.py") + 1 :]
+    names = {option[2:] for option in options if option.startswith("--")}
+    from trl import ModelConfig
+
+    known = {f for kind in (recipe.ScriptArguments, GRPOConfig, ModelConfig) for f in kind.__dataclass_fields__}
+    assert names - {"config", "help"} <= known, names
+
+
+def check_command(line: str) -> None:
+    words = shlex.split(VARIABLE.sub("1", line))
+    while words and re.fullmatch(r"\w+=\S*", words[0]):
+        words = words[1:]
+    program, *rest = words
+    if program == "make":
+        check_make(rest or ["help"])
+    elif program == "grpo-ext":
+        check_tool(rest)
+    elif program in ("accelerate", "python", "srun"):
+        check_recipe(shlex.split(rest[-1]) if program == "srun" else rest)
+    elif program == "source":
+        assert rest == [".venv/bin/activate"]
+    elif program in ("pip", "trl"):
+        assert rest, line
+    else:
+        raise AssertionError(f"no check for {line!r}")
+
+
+@pytest.fixture(autouse=True)
+def recipes_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    yield
+    sys.modules.pop("grpo", None)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def shown_commands() -> list:
+    return [pytest.param(line, id=f"{page}: {line[:60]}") for page in PAGES for line in commands(page)]
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_a_shown_command_is_one(line):
+    check_command(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make nothing",
+        "grpo-ext plan --no_such_size 3",
+        "grpo-ext nothing",
+        "make check ARGS=--no-such-option",
+        "accelerate launch recipes/grpo.py --no_such_setting 3",
+        "accelerate launch --config_file recipes/accelerate/nothing.yaml recipes/grpo.py",
+        "nothing at all",
+    ],
+)
+def test_the_check_of_commands_can_fail(line):
+    with pytest.raises((AssertionError, ClickException)):
+        check_command(line)
+
+
+@pytest.mark.parametrize(
+    "line", [line for page in PAGES for line in commands(page) if line.startswith("grpo-ext plan")]
+)
+def test_a_shown_plan_runs(line):
+    words = shlex.split(line)[1:]
+    if "--model" in words:  # its configuration is on the hub
+        place = words.index("--model")
+        words = words[:place] + words[place + 2 :]
+        for option in ("--engine", "--config"):
+            if option in words:
+                place = words.index(option)
+                words = words[:place] + words[place + 2 :]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "optimizer step" in result.output
+
+
+def python_blocks() -> list:
+    return [
+        pytest.param(body, id=f"{page}-{i}")
+        for page in PAGES
+        for i, (_, language, body) in enumerate(FENCE.findall(text_of(page)))
+        if language == "python"
+    ]
+
+
+@pytest.mark.parametrize("body", python_blocks())
+def test_shown_code_uses_names_and_settings_that_exist(body):
+    lines = body.splitlines()
+    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    tree = ast.parse("\n".join(line[indent:] for line in lines))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "grpo_ext":
+            assert all(hasattr(grpo_ext, alias.name) for alias in node.names)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GRPOConfig":
+            assert {k.arg for k in node.keywords} <= set(GRPOConfig.__dataclass_fields__)
+
+
+def test_the_shown_estimator_works():
+    import torch
+
+    (body,) = [p.values[0] for p in python_blocks() if "register_advantage_estimator" in p.values[0]]
+    try:
+        exec(body, {})
+        found = ESTIMATORS["best_of_group"](torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
+    finally:
+        del ESTIMATORS["best_of_group"]
+    assert found.tolist() == [[-0.5, 0.5], [0.0, 0.0]]
+
+
+SETTING = re.compile(r"`(\w+)(?:=[^`]*)?`")
+
+
+def test_the_tables_of_settings_name_fields_that_exist():
+    text = text_of("README.md")
+    section = text[text.index("## Coming from OpenRLHF or verl") : text.index("## Troubleshooting")]
+    ours = [row.split("|")[3] for row in section.splitlines() if row.startswith("| ") and "---" not in row][1:]
+    known = {*GRPOConfig.__dataclass_fields__, *ESTIMATORS}
+    named = [name for cell in ours for name in SETTING.findall(cell)]
+    assert len(named) > 15
+    assert set(named) <= known, set(named) - known
+
+
+def test_configurations_shown_in_pages_are_yaml():
+    for page in PAGES:
+        for _, language, body in FENCE.findall(text_of(page)):
+            if language == "yaml":
+                assert isinstance(yaml.safe_load(body), dict)

@@ -1,0 +1,49 @@
+"""Plots say what was measured: every split is drawn, with its error; refusals are marked."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools.check import CheckReport, Split, SplitResult
+from grpo_ext.tools.plots import load_pyplot, write_check_plot
+from grpo_ext.tools.runs import OURS, STOCK
+
+SPLITS = [Split(32, 1), Split(5, 1), Split(16, 2)]
+ERRORS = {OURS: [0.0, 4.7e-6, 5.9e-6], STOCK: [0.0, math.nan, 0.82]}
+
+
+@pytest.fixture
+def report() -> CheckReport:
+    results = [
+        SplitResult(
+            split, trainer, error, 0.0, "", "refused" if math.isnan(error) else "same" if error else "reference"
+        )
+        for trainer in (OURS, STOCK)
+        for split, error in zip(SPLITS, ERRORS[trainer])
+    ]
+    return CheckReport(results, steps=5)
+
+
+def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatch):
+    pyplot, figures = load_pyplot(), []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    write_check_plot(report, 1e-5, tmp_path / "check.svg")
+    (axis,) = figures[0].axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.get_lines()}
+    assert drawn["grpo_ext"] == [[0, 4.7e-6], [1, 5.9e-6]]
+    assert drawn["stock TRL"] == [[1, 0.82]]
+    assert [x for x, _ in drawn["stock TRL: refused"]] == [0]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["1 x 5", "2 x 16"]
+    text = (tmp_path / "check.svg").read_text()
+    for words in ("1 x 5", "stock TRL", "tolerance 1e-05", "relative update error, 5 steps"):
+        assert f"<!-- {words} -->" in text
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
+        load_pyplot()
