@@ -353,15 +353,9 @@ def export(
 
 def quiet_libraries() -> None:
     """Keep the libraries' notices off the console of a command."""
-    import warnings
+    from .console import quiet_libraries as quiet
 
-    import datasets
-    import transformers
-
-    warnings.simplefilter("ignore")
-    datasets.disable_progress_bars()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
 
 
 def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ ALLOWED = {
     "trainer": {"core", "engine", "config", "errors", "resumable"},
     "demo": {"demo", "core", "config", "errors"},
     "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},
-    "package": {"config", "trainer"},
+    "package": {"config", "trainer", "tools"},
 }
 COLLECTIVES = {
     "gather",
