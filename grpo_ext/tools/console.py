@@ -281,4 +281,9 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_errors_alone)  # it sets its level itself, when it is imported
     datasets.disable_progress_bars()
+
+
+def _errors_alone(entry: logging.LogRecord) -> bool:
+    return entry.levelno >= logging.ERROR
