@@ -25,7 +25,6 @@ from rich.progress import (
 )
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
 from transformers.utils import logging as transformers_logging
 
 Trainer = TypeVar("Trainer")
@@ -85,6 +84,8 @@ class Console(TrainerCallback):
     def install(self, trainer: Trainer) -> Trainer:
         """Add this to a trainer in place of transformers' own progress callbacks; also puts the terminal in order
         when `train()` ends with an error. Returns the trainer."""
+        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
+
         changed: Any = trainer
         for other in (*changed.callback_handler.callbacks,):
             if isinstance(other, (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)):

@@ -27,7 +27,8 @@ def test_the_script_of_the_readme_runs_trls_script_with_this_trainer(tmp_path):
         "save_strategy": "steps",
         "save_steps": 1,
     }
-    printed = python("train.py", *(f"--{name}={value}" for name, value in options.items()), cwd=tmp_path)
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    printed = python("train.py", *arguments, cwd=tmp_path)
     assert "8 completions = 2 prompts x 4" in printed
     assert (tmp_path / "out" / "model.safetensors").is_file()
     state = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())
