@@ -8,7 +8,6 @@ import atexit
 import functools
 import logging
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -25,7 +24,10 @@ from rich.progress import (
 )
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.utils import logging as transformers_logging
+
+from .quiet import quiet_libraries
+
+__all__ = ["Console", "fitting", "plain_line", "quiet_libraries"]
 
 Trainer = TypeVar("Trainer")
 Field = tuple[int, str, str]  # rank (the highest goes first where a line is too wide), name, value
@@ -48,7 +50,6 @@ _FIELDS = (
 _GAP = "  "
 _WIDE_ENOUGH = 80  # columns from which the bar shows the reward beside it
 _SPARKS = "▁▂▃▄▅▆▇█"
-_NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
 
 
 class Console(TrainerCallback):
@@ -270,21 +271,3 @@ def _stream_handlers() -> list[Any]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
     return [handler for handler in found if isinstance(handler, logging.StreamHandler)]
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' remarks off the console; this project's own warnings stay."""
-    import datasets
-
-    warnings.filterwarnings("ignore")
-    warnings.filterwarnings("default", module=r"grpo_ext(\.|$)")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_errors_alone)  # it sets its level itself, when it is imported
-    datasets.disable_progress_bars()
-
-
-def _errors_alone(entry: logging.LogRecord) -> bool:
-    return entry.levelno >= logging.ERROR

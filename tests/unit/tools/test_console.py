@@ -51,13 +51,13 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, **QUIET, **more}
 
 
-def on_stream(width: int | None = None, main: bool = True, **console):
+def on_stream(width: int | None = None, main: bool = True, samples: bool = False, **console):
     """(console, its stream, state, a way to call an event): a terminal of `width` columns, or a file."""
     stream = io.StringIO()
     out = RichConsole(file=stream, force_terminal=width is not None, width=width or 80, _environ={"TERM": "xterm"})
     watched = Console(out=out, **console)
     state = SimpleNamespace(is_world_process_zero=main, global_step=12, max_steps=150)
-    args, control = SimpleNamespace(log_completions=False), SimpleNamespace(should_log=True)
+    args, control = SimpleNamespace(log_completions=samples), SimpleNamespace(should_log=True)
 
     def event(name, **kwargs):
         getattr(watched, f"on_{name}")(args, state, control, **kwargs)
@@ -195,6 +195,24 @@ def test_loggers_write_above_the_bar_and_get_their_streams_back():
         logger.removeHandler(handler)
     assert handler.stream is sys.stderr
     assert "look here" in screen(stream.getvalue().replace("\n", "\r\n"), 100)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_the_bar_makes_room_for_a_table_that_is_written_past_it_and_would_be_torn_otherwise(samples):
+    _, stream, _, event = on_stream(100, samples=samples)
+    event("train_begin")
+    event("log", logs=dict(LOGS))
+    stream.write("a row of a table\n")
+    event("step_begin")
+    event("train_end")
+    written = stream.getvalue().replace("\n", "\r\n")
+    if samples:
+        shown = screen(written, 100)
+        assert "a row of a table" in shown
+        assert sum("GRPO" in line for line in shown) == 1
+    else:
+        with pytest.raises(AssertionError, match=r"would wrap 'GRPO .*a row of a table'"):
+            screen(written, 100)
 
 
 def test_quiet_libraries_leaves_the_warnings_of_this_project():
