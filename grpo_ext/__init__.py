@@ -7,22 +7,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import GRPOConfig
     from .core.advantages import register_advantage_estimator
+    from .tools.console import Console
     from .trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "__version__", "register_advantage_estimator"]
+__all__ = ["Console", "GRPOConfig", "GRPOTrainer", "__version__", "register_advantage_estimator"]
 __version__ = "0.1.0"
 
 _HOME = {
+    "Console": "tools.console",
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
     "register_advantage_estimator": "core.advantages",
 }
 
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
 
-def __getattr__(name: str) -> Any:
-    # lazily, so that `grpo-ext plan` and the tools need not import TRL's trainer
-    if name in _HOME:
-        import importlib
+    def __getattr__(name: str) -> Any:
+        # lazily, so that `grpo-ext plan` and the tools need not import TRL's trainer
+        if name in _HOME:
+            import importlib
 
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -8,14 +8,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import shutil
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +21,19 @@ import torch
 import yaml
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
-from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.utils import logging as transformers_logging
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
 from grpo_ext.engine.checkpoint import checkpoints
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
+from grpo_ext.tools.console import Console, quiet_libraries
 from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.rewards import resolve_rewards
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
 DEMO_REWARD = "grpo_ext.demo.task.sorted_letters_reward"  # what `--rewards` is for the demo where it is not given
+HELD_OUT = "held out exact match"
 
 
 @dataclass
@@ -68,64 +64,10 @@ class ScriptArguments:
     demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
 
-class Console(TrainerCallback):
-    """A progress bar and one line per log in place of the Trainer's dictionaries; the main process alone speaks."""
-
-    def __init__(self, measure: Callable[[Any], float] | None = None, every: int = 0) -> None:
-        self.measure, self.every = measure, every  # held-out exact match, and the steps between two measurements
-        self.accuracy: dict[int, float] = {}  # step: held-out exact match
-        self.reward: float | None = None
-        self.bar: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            # disable=None: no bar where the output is a file, only the lines
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="GRPO", unit="step", disable=None)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if self.bar is None:
-            return
-        self.bar.update(1)
-        if self.measure is not None and self.every > 0 and state.global_step % self.every == 0:
-            self.accuracy[state.global_step] = self.measure(model)
-            self._line(state, reward=self.reward, held_out_exact_match=self.accuracy[state.global_step])
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.bar is None or not logs:
-            return
-        self.reward = logs.get("reward", self.reward)
-        if "reward" in logs and self.measure is None:
-            self._line(state, reward=self.reward, length=logs.get("completions/mean_length"))
-        if "eval_reward" in logs:
-            self._line(state, eval_reward=logs["eval_reward"])
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def _line(self, state: Any, **values: float | None) -> None:
-        shown = {name.replace("_", " "): f"{value:.2f}" for name, value in values.items() if value is not None}
-        self.bar.set_postfix(shown, refresh=False)
-        words = "  ".join(f"{name} {value}" for name, value in shown.items())
-        tqdm.write(f"step {state.global_step:>4}/{state.max_steps}  {words}", file=sys.stdout)
-
-
 def say(text: str) -> None:
     """Print on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
-
-
-def quiet() -> None:
-    """Keep the libraries' remarks off the console; this project's own warnings stay. `--log_level` brings them back."""
-    warnings.filterwarnings("ignore")
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    for name in ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    import datasets
-
-    datasets.disable_progress_bars()
 
 
 def is_demo(argv: list[str]) -> bool:
@@ -206,10 +148,7 @@ def fresh_demo_folder() -> str:
 
 def make_trainer(training: GRPOConfig, console: Console, **what: Any) -> GRPOTrainer:
     training.disable_tqdm = True
-    trainer = GRPOTrainer(args=training, callbacks=[console], **what)
-    for noisy in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(noisy)
-    return trainer
+    return console.install(GRPOTrainer(args=training, **what))
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
@@ -264,8 +203,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
     task = demo_task()
     main = PartialState().is_main_process
 
-    def measure(model: Any) -> float:
-        return exact_match(model, trainer.processing_class, task.eval_dataset)[0]
+    def measure(model: Any) -> dict[str, float]:
+        return {HELD_OUT: exact_match(model, trainer.processing_class, task.eval_dataset)[0]}
 
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
@@ -278,7 +217,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
     seconds = time.perf_counter() - start_time
     show_samples(f"After, held-out exact match {after:.2f}:", samples)
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
-    figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": console.accuracy}
+    by_step = {step: measured[HELD_OUT] for step, measured in console.measured.items()}
+    figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
     save(trainer, {**figures, "seconds": seconds})
     say("Next, the same run on two processes, which learns the same; and the comparison of many splits:")
     say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py")
@@ -341,7 +281,7 @@ def run(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
 
 def main(argv: list[str]) -> None:
     if "--log_level" not in argv:
-        quiet()
+        quiet_libraries()
     try:
         demo, script, training, model = parse(argv)
         unnamed = demo and training.output_dir in (None, "trainer_output")  # what transformers fills in

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from ..errors import ConfigError, GrpoExtError
+from .quiet import quiet_libraries
 
 app = typer.Typer(
     name="grpo-ext",
@@ -358,19 +359,6 @@ def export(
         console.print("Not checked: " + ("no samples to compare with." if check else "as asked for."))
     else:
         console.print(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' notices off the console of a command."""
-    import warnings
-
-    import datasets
-    import transformers
-
-    warnings.simplefilter("ignore")
-    datasets.disable_progress_bars()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:

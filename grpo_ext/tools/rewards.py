@@ -1,4 +1,4 @@
-"""Reward functions by name: TRL's own, a number check and a length penalty that TRL lacks, and any function of yours.
+"""Reward functions by name: TRL's own, a number check and a length penalty that TRL lacks, plugins', and yours.
 Unlike TRL's, the math rewards take plain completions too, and the gold from `answer` where a set has no `solution`.
 Between the rollouts and the advantages in the flow; `resolve_rewards` is what recipes/grpo.py calls."""
 
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -148,20 +149,52 @@ _FROM_TRL: dict[str, tuple[str, bool, Callable[[int], dict[str, int]] | None]] =
 _BY_TRL_NAME = {trl_name: short for short, (trl_name, _, _) in _FROM_TRL.items()}
 
 
+_OWN = ("exact_number", "length_penalty")
+PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
+
+
 def reward_names() -> list[str]:
-    """The short names that `resolve_rewards` knows."""
-    return sorted([*_FROM_TRL, "exact_number", "length_penalty"])
+    """The short names that `resolve_rewards` knows, those of plugins included."""
+    return sorted({*_FROM_TRL, *_OWN, *entry_points(group=PLUGIN_GROUP).names})
+
+
+def _plugin(name: str) -> EntryPoint | None:
+    """The entry point of a name, if an installed distribution offers one.
+
+    Raises:
+        ConfigError: a built-in reward has that name too, or another distribution offers another function under it.
+    """
+    offered = {entry.value: entry for entry in entry_points(group=PLUGIN_GROUP, name=name)}
+    origins = [_origin(entry) for entry in offered.values()]
+    if offered and name in (*_FROM_TRL, *_BY_TRL_NAME, *_OWN):
+        raise ConfigError(
+            f"The reward '{name}' is built into grpo_ext, and is {origins[0]} too; rename the plugin's, or uninstall "
+            "it."
+        )
+    if len(offered) > 1:
+        raise ConfigError(
+            f"The reward '{name}' is {', and also '.join(origins)}; uninstall one of them, or ask for "
+            "package.module.function."
+        )
+    return next(iter(offered.values()), None)
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.value} of the plugin {entry.dist.name if entry.dist else 'without a name'}"
 
 
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
     """Reward functions by short name (`reward_names()`), `package.module.function`, or `path/to/file.py:function`.
+
+    Plugins add short names: entry points of the group `grpo_ext.rewards`.
 
     Args:
         names: in the order of `reward_weights`.
         max_completion_length: tokens; what `length_penalty`, `soft_overlong` and `cosine` measure against.
 
     Raises:
-        ConfigError: no such name, module, file or function; math-verify missing; a budget needed and not given.
+        ConfigError: no such name, module, file or function; math-verify missing; a budget needed and not given; a
+            plugin that cannot be imported, or has the name of another reward.
     """
     if not names:
         raise ConfigError(f"No reward was named, and GRPO needs at least one; use {_known()}.")
@@ -173,13 +206,15 @@ def _known() -> str:
 
 
 def _resolve(name: str, budget: int | None) -> RewardFunction:
-    short = _BY_TRL_NAME.get(name, name)
+    plugin, short = _plugin(name), _BY_TRL_NAME.get(name, name)
     if short == "exact_number":
         return exact_number
     if short == "length_penalty":
         return LengthPenalty(_budget(short, budget))
     if short in _FROM_TRL:
         return _from_trl(short, budget)
+    if plugin is not None:
+        return _from_plugin(plugin)
     if ".py:" in name:
         return _from_file(name)
     if "." in name:
@@ -210,6 +245,21 @@ def _from_trl(short: str, budget: int | None) -> RewardFunction:
     if arguments is not None:
         function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
     return TrlReward(function, needs_gold)
+
+
+def _from_plugin(entry: EntryPoint) -> RewardFunction:
+    try:
+        function = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The reward '{entry.name}' is {_origin(entry)}, which could not be loaded ({error}); mend or uninstall it."
+        ) from error
+    if not callable(function):
+        raise ConfigError(
+            f"The reward '{entry.name}' is {_origin(entry)}, a {type(function).__name__}; it should be a function that "
+            "takes completions and returns a reward for each."
+        )
+    return function
 
 
 def _from_file(name: str) -> RewardFunction:

@@ -23,7 +23,7 @@ ALLOWED = {
     "trainer": {"core", "engine", "config", "errors", "resumable"},
     "demo": {"demo", "core", "config", "errors"},
     "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},
-    "package": {"config", "core", "trainer"},
+    "package": {"config", "core", "tools", "trainer"},
 }
 COLLECTIVES = {
     "gather",

@@ -143,3 +143,58 @@ def test_missing_math_verify_is_said_before_training(monkeypatch):
     monkeypatch.setattr(importlib.import_module("trl.import_utils"), "is_math_verify_available", lambda: False)
     with pytest.raises(ConfigError, match="pip install math-verify"):
         resolve_rewards(["accuracy"])
+
+
+# ---- Plugins --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Makes an installed distribution that offers reward functions: (its name, the lines of its entry points)."""
+
+    def make(name: str, *lines: str) -> None:
+        folder = tmp_path / name
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[grpo_ext.rewards]\n" + "\n".join(lines))
+        code = "def half(completions, **_):\n    return [0.5] * len(completions)\nnone = 0\n"
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+
+    return make
+
+
+def test_a_plugin_adds_a_short_name(plugin):
+    before = reward_names()
+    plugin("plug_one", "half_marks = plug_one:half")
+    (reward,) = resolve_rewards(["half_marks"])
+    assert reward(completions=["a", "b"]) == [0.5, 0.5]
+    assert reward_names() == sorted([*before, "half_marks"])
+    with pytest.raises(ConfigError, match=r"no reward 'half'; use one of accuracy, .*half_marks"):
+        resolve_rewards(["half"])
+
+
+@pytest.mark.parametrize("name", ["exact_number", "cosine", "think_format_reward"])
+def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, name):
+    plugin("plug_clash", f"{name} = plug_clash:half")
+    with pytest.raises(ConfigError, match=rf"'{name}' is built into grpo_ext.*plug_clash:half of the plugin"):
+        resolve_rewards([name])
+    assert resolve_rewards(["length_penalty"], 10)
+
+
+def test_two_plugins_with_one_name_are_refused_and_both_named(plugin):
+    plugin("plug_a", "twice = plug_a:half")
+    plugin("plug_b", "twice = plug_b:half")
+    with pytest.raises(ConfigError, match=r"plug_[ab]:half of the plugin plug_[ab], and also plug_[ab]:half"):
+        resolve_rewards(["twice"])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("plug_bad:gone", "could not be loaded"), ("plug_gone:f", "could not be loaded"), ("plug_bad:none", "a int; it")],
+)
+def test_a_plugin_that_does_not_work_is_named(plugin, value, reason):
+    plugin("plug_bad", f"broken = {value}")
+    with pytest.raises(ConfigError, match=f"{value} of the plugin plug_bad.*{reason}"):
+        resolve_rewards(["broken"])

@@ -1,0 +1,273 @@
+"""The console of a run: a bar with the time left and one line per log on a terminal, plain lines everywhere else.
+Unlike the Trainer's dictionaries, a line holds what matters, drops the least of it where it does not fit, never tears.
+A callback: `Console().install(trainer)` before `train()`; the main process alone speaks. recipes/grpo.py uses it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from rich import console as rich_console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from .quiet import quiet_libraries
+
+__all__ = ["Console", "fitting", "plain_line", "quiet_libraries"]
+
+Trainer = TypeVar("Trainer")
+Field = tuple[int, str, str]  # rank (the highest goes first where a line is too wide), name, value
+Measure = Callable[[Any], Mapping[str, float]]
+
+# key in the logs, rank, name, value: what a line holds, in this order
+_FIELDS = (
+    ("reward", 1, "reward", "{:5.2f}"),
+    ("completions/mean_length", 2, "length", "{:4.0f}"),  # tokens
+    ("completions/clipped_ratio", 5, "truncated", "{:3.0%}"),
+    ("entropy", 4, "entropy", "{:.2f}"),
+    ("frac_reward_zero_std", 6, "no variance", "{:3.0%}"),  # share of the groups
+    ("kl", 7, "kl", "{:.2g}"),
+    ("clip_ratio/region_mean", 9, "clipped", "{:.1%}"),  # share of the tokens
+    ("cispo_clip_ratio", 9, "clipped", "{:.1%}"),
+    ("grad_norm", 8, "grad", "{:.2g}"),
+    ("step_time", 3, "s/step", "{:.2f}"),
+    ("layout/useful_tokens_per_second", 10, "tokens/s", "{:,.0f}"),  # forward and backward
+)
+_GAP = "  "
+_WIDE_ENOUGH = 80  # columns from which the bar shows the reward beside it
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class Console(TrainerCallback):
+    """Shows a run as it goes: a bar and coloured lines on a terminal, plain lines in a file, a pipe or a notebook.
+
+    Args:
+        measure: from the model to named figures of your own, such as a held-out score.
+        every: optimizer steps between two measurements; lines are then printed for those steps alone.
+        out: where to write, a `rich.console.Console`; default: standard output.
+
+    Example:
+
+    ```python
+    from grpo_ext import Console
+
+    Console().install(trainer)
+    trainer.train()
+    ```
+    """
+
+    def __init__(self, measure: Measure | None = None, every: int = 0, out: rich_console.Console | None = None) -> None:
+        self.measure, self.every = measure, every
+        self.measured: dict[int, dict[str, float]] = {}  # by step
+        self._given = out is not None
+        self._out = rich_console.Console() if out is None else out
+        self._logs: dict[str, Any] = {}  # the last ones of training
+        self._unsaid: int | None = None  # a measured step whose line waits for its log
+        self._rewards: deque[float] = deque(maxlen=20)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._handlers: list[tuple[Any, Any]] = []
+
+    def install(self, trainer: Trainer) -> Trainer:
+        """Add this to a trainer in place of transformers' own progress callbacks; also puts the terminal in order
+        when `train()` ends with an error. Returns the trainer."""
+        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
+
+        changed: Any = trainer
+        for other in (*changed.callback_handler.callbacks,):
+            if isinstance(other, (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK)):
+                changed.remove_callback(other)
+        if self not in changed.callback_handler.callbacks:
+            changed.add_callback(self)
+        train = changed.train
+
+        @functools.wraps(train)
+        def train_and_close(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self.close()
+
+        changed.train = train_and_close
+        return trainer
+
+    # ---- Events of the Trainer ------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar, where there is a terminal."""
+        self.close()
+        self._logs, self._unsaid = {}, None
+        self._rewards.clear()
+        if not (state.is_world_process_zero and self._is_terminal()):
+            return
+        self._bar = Progress(
+            *_columns(self._out.width), console=self._out, expand=True, refresh_per_second=2, speed_estimate_period=3600
+        )
+        self._bar.live.transient = True  # hidden without a trace while others draw
+        self._task = self._bar.add_task("GRPO", total=state.max_steps, completed=state.global_step, status="")
+        atexit.register(self.close)
+        self._show()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar again after a table of samples."""
+        self._show()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Move the bar, and measure if it is time."""
+        if not state.is_world_process_zero:
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step)
+        if self._measures and state.global_step % self.every == 0:
+            assert self.measure is not None
+            self.measured[state.global_step] = dict(self.measure(model))
+            self._unsaid = state.global_step
+            if not control.should_log:
+                self._say_measured(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """A line for a step or an evaluation."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if "reward" in logs:
+            self._logs = dict(logs)
+            self._show_reward(logs["reward"])
+            if not self._measures:
+                self._line("step", state, _fields(logs))
+            elif self._unsaid is not None:
+                self._say_measured(state)
+        elif any(key.startswith("eval_") for key in logs):
+            self._line("eval", state, _fields({key.removeprefix("eval_"): value for key, value in logs.items()}))
+        if getattr(args, "log_completions", False):
+            self._hide()  # TRL prints its table next, straight to the terminal
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the bar as it is, finished."""
+        if self._unsaid is not None:
+            self._say_measured(state)
+        if self._bar is not None:
+            self._show()
+            self._bar.live.transient = False
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back; again and again if need be."""
+        self._hide()
+        self._bar = None
+        atexit.unregister(self.close)
+
+    # ---- Drawing --------------------------------------------------------------------------------------------------
+
+    @property
+    def _measures(self) -> bool:
+        return self.measure is not None and self.every > 0
+
+    def _is_terminal(self) -> bool:
+        # FORCE_COLOR makes rich take a file for a terminal, and a bar does not belong there
+        real = self._given or sys.stdout.isatty()
+        return real and self._out.is_interactive and not self._out.is_jupyter
+
+    def _show(self) -> None:
+        if self._bar is None or self._bar.live.is_started:
+            return
+        real = {id(stream): name for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None}
+        self._bar.start()
+        # rich stands in for sys.stderr, but loggers hold the stream they were made with and would write over the bar
+        for handler in _stream_handlers():
+            if (name := real.get(id(handler.stream))) is not None:
+                self._handlers.append((handler, handler.stream))
+                handler.setStream(getattr(sys, name))
+
+    def _hide(self) -> None:
+        if self._bar is not None and self._bar.live.is_started:
+            self._bar.stop()
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        self._handlers.clear()
+
+    def _show_reward(self, reward: float | None) -> None:
+        if reward is not None:
+            self._rewards.append(reward)
+        if self._bar is not None and self._rewards:
+            curve = "" if self._out.options.ascii_only else _sparkline(self._rewards)
+            self._bar.update(self._task, status=f"{curve} reward {self._rewards[-1]:.2f}")
+
+    def _say_measured(self, state: Any) -> None:
+        step, self._unsaid = self._unsaid, None
+        own: list[Field] = [(0, name, f"{value:.2f}") for name, value in self.measured[step or 0].items()]
+        self._line("step", state, [*_fields(self._logs), *own])
+
+    def _line(self, kind: str, state: Any, fields: list[Field]) -> None:
+        head = f"{kind} {state.global_step:>4}/{state.max_steps}"
+        if not self._is_terminal():
+            print(plain_line(head, fields), file=self._out.file, flush=True)
+            return
+        text = Text(head, style="bold" if kind == "step" else "bold cyan", no_wrap=True, overflow="crop")
+        for _, name, value in fitting(head, fields, self._out.width):
+            text.append(f"{_GAP}{name} ", style="dim")
+            text.append(value, style="green" if name == "reward" else "none")
+        self._out.print(text, highlight=False)
+
+
+def plain_line(head: str, fields: Iterable[Field]) -> str:
+    """A line without colours: "step   15/150  reward 0.32 +- 0.41  length 12"."""
+    return _GAP.join([head, *(f"{name} {value}" for _, name, value in fields)])
+
+
+def fitting(head: str, fields: list[Field], width: int) -> list[Field]:
+    """The fields in their order, without the least important ones that make a line wider than `width` columns."""
+    kept = list(fields)
+    while kept and len(plain_line(head, kept)) > width:
+        kept.remove(max(kept, key=lambda field: field[0]))
+    return kept
+
+
+def _fields(logs: Mapping[str, Any]) -> list[Field]:
+    found: list[Field] = []
+    for key, rank, name, form in _FIELDS:
+        if logs.get(key) is None:
+            continue
+        value = form.format(float(logs[key]))
+        if key == "reward" and logs.get("reward_std") is not None:
+            value += f" +- {float(logs['reward_std']):.2f}"
+        found.append((rank, name, value))
+    return found
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    columns: list[ProgressColumn] = [
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]left"),
+        TimeRemainingColumn(),
+    ]
+    return columns if width < _WIDE_ENOUGH else [*columns, TextColumn("[green]{task.fields[status]}")]
+
+
+def _sparkline(values: Iterable[float]) -> str:
+    shown = [value for value in values if value == value]  # a NaN has no height
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    steps = len(_SPARKS) - 1
+    return "".join(_SPARKS[round((value - low) / ((high - low) or 1.0) * steps)] for value in shown)
+
+
+def _stream_handlers() -> list[Any]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in found if isinstance(handler, logging.StreamHandler)]

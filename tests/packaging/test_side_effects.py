@@ -1,0 +1,92 @@
+"""A library changes nothing behind one's back: not when it is imported, and nothing stays changed after a run.
+Every comparison is of whole processes; what TRL's own import changes is TRL's."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from grpo_ext import Console, GRPOConfig, GRPOTrainer
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+from .start import ROOT, python
+from .state_of_process import state
+
+SCRIPT = Path(__file__).with_name("state_of_process.py")
+SEEDED = "import random, numpy, torch; [seed(0) for seed in (random.seed, numpy.random.seed, torch.manual_seed)]"
+
+
+def after(statements: str) -> tuple[dict, dict]:
+    """(state before, state after) of a process that runs the statements."""
+    found = json.loads(python("-W", "default", SCRIPT, statements, cwd=ROOT).splitlines()[-1])
+    return found["before"], found["after"]
+
+
+def differences(one: dict, other: dict) -> dict:
+    return {name: (one.get(name), other.get(name)) for name in one.keys() | other.keys() if one[name] != other[name]}
+
+
+def test_import_loads_no_library():
+    code = "import sys, grpo_ext; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(python("-c", code, cwd=ROOT).split())
+    assert "grpo_ext" in loaded
+    assert not loaded & {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "rich", "typer"}
+
+
+def test_import_changes_nothing():
+    before, later = after("import grpo_ext")
+    assert differences(before, later) == {}
+
+
+def test_importing_the_trainer_changes_no_more_than_trl_does():
+    _, theirs = after(f"{SEEDED}; from trl import GRPOConfig, GRPOTrainer")
+    _, ours = after(f"{SEEDED}; from grpo_ext import Console, GRPOConfig, GRPOTrainer")
+    assert differences(ours, theirs) == {}
+
+
+def test_a_change_would_be_found():
+    _, theirs = after(f"{SEEDED}; import transformers")
+    _, ours = after(f"{SEEDED}; import transformers, logging; torch.set_num_threads(3); logging.basicConfig()")
+    assert differences(ours, theirs).keys() == {"threads", "root logger"}
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_a_run_leaves_no_setting_changed(tmp_path, bitwise, ends):
+    calls = []
+
+    def reward(prompts, completions, **kwargs):
+        calls.append(1)
+        if ends != "well" and len(calls) > 1:
+            raise ValueError("no reward today")
+        return letter_reward(prompts, completions, **kwargs)
+
+    trainer = GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=reward,
+        args=GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=bitwise, bitwise_threads=2)),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    Console().install(trainer)
+    signal.signal(signal.SIGTERM, own_handler := lambda *_: None)
+    before = kept()
+    try:
+        if ends == "well":
+            trainer.train()
+        else:
+            with pytest.raises(Exception, match="no reward today"):
+                trainer.train()
+        assert signal.getsignal(signal.SIGTERM) is own_handler
+        assert differences(before, kept()) == {}
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert calls
+
+
+def kept() -> dict:
+    """The state that a run has to put back; it may draw random numbers, as TRL's does."""
+    return {name: value for name, value in state(with_libraries=True).items() if "random" not in name}

@@ -1,0 +1,136 @@
+"""The wheel: it builds, holds what it should and nothing else, and works where nothing of this repository is near.
+Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded.
+A type checker reads it as users' scripts do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from .start import ROOT, environment, python, write_start
+
+MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py")}
+
+TRAIN = """
+import sys
+import grpo_ext
+from datasets import load_dataset
+from grpo_ext import Console, GRPOConfig, GRPOTrainer
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+model, data = sys.argv[1:]
+sizes = {"global_batch_size": 4, "num_generations": 2, "per_device_train_batch_size": 3}
+config = GRPOConfig("out", max_steps=1, max_completion_length=4, bf16=False, report_to="none", logging_steps=1, **sizes)
+trainer = GRPOTrainer(model, length, config, load_dataset(data, split="train"))
+Console().install(trainer).train()
+print("trained with", grpo_ext.__file__)
+"""
+TYPED = """
+from grpo_ext import Console, GRPOConfig, GRPOTrainer
+
+config = GRPOConfig("out", global_batch_size=64)
+trainer = Console().install(GRPOTrainer(model="m", args=config))
+reveal_type(config.global_batch_size)
+reveal_type(trainer)
+reveal_type(trainer.train)
+GRPOConfig("out", global_batch_size="many")
+GRPOTrainer()
+from grpo_ext import Trainer
+"""
+# what the libraries' own modules import takes a type checker half a minute, and is not what is asked here
+MYPY = """
+[mypy]
+ignore_missing_imports = true
+[mypy-torch.*,accelerate.*,datasets.*,peft.*,numpy.*,pandas.*,transformers.*,rich.*,trl.trainer.*]
+follow_imports = skip
+[mypy-transformers.training_args,trl.trainer.grpo_config,trl.trainer.grpo_trainer,trl.trainer.base_config]
+follow_imports = silent
+"""
+
+
+def call(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    parts = [str(part) for part in command]
+    return subprocess.run(parts, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel, an environment it is installed in, and an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, home, outside = (folder / name for name in ("source", "environment", "outside"))
+    shutil.copytree(ROOT / "grpo_ext", source / "grpo_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "packaging", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    outside.mkdir()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    offline = ("-q", "--no-deps", "--no-index")
+    built = call(*pip, "wheel", *offline, "--no-build-isolation", "-w", folder, source, cwd=outside)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = folder.glob("*.whl")
+    venv.create(home, with_pip=False)
+    (packages,) = home.glob("lib/python*/site-packages")
+    interpreter = home / "bin" / "python"
+    done = call(*pip, "--python", interpreter, "install", *offline, wheel, cwd=outside)
+    assert done.returncode == 0, done.stderr
+    # from here on, or pip would find this package installed in the environment of the tests
+    (packages / "dependencies.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
+    return SimpleNamespace(wheel=wheel, python=interpreter, packages=packages, outside=outside)
+
+
+def test_wheel_holds_every_module_the_licence_and_nothing_else(installed):
+    with zipfile.ZipFile(installed.wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+    package = {name for name in names if name.startswith("grpo_ext/")}
+    assert package == {*MODULES, "grpo_ext/py.typed"}
+    beside = {name.split("/", 1)[1] for name in names - package}
+    assert {name.split("/")[0] for name in names} == {"grpo_ext", "grpo_ext-0.1.0.dist-info"}
+    assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= beside
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Dist: trl<1.17,>=1.16" in metadata
+
+
+def test_commands_work_outside_the_repository(installed):
+    command = installed.python.with_name("grpo-ext")
+    helped = call(command, "--help", cwd=installed.outside)
+    assert helped.returncode == 0, helped.stderr
+    assert all(name in helped.stdout for name in ("plan", "check", "bench", "export"))
+    planned = call(command, "plan", "--global_batch_size", "16", "--num_generations", "4", cwd=installed.outside)
+    assert planned.returncode == 0, planned.stderr
+    assert "16 completions = 4 prompts x 4" in planned.stdout
+
+
+def test_installed_package_trains(installed, tmp_path):
+    (installed.outside / "train.py").write_text(TRAIN)
+    start = write_start(tmp_path)
+    printed = python("train.py", *start, cwd=installed.outside, path=None, interpreter=installed.python)
+    assert f"trained with {installed.packages}" in printed
+    assert "step    1/1  reward" in printed
+
+
+def test_a_script_of_a_user_is_typed(installed):
+    pytest.importorskip("mypy")
+    (installed.outside / "typed.py").write_text(TYPED)
+    (installed.outside / "mypy.ini").write_text(MYPY)
+    options = ("--python-executable", installed.python, "--cache-dir", installed.outside / "cache")
+    done = call(sys.executable, "-m", "mypy", *options, "typed.py", cwd=installed.outside)
+    *lines, last = done.stdout.splitlines()
+    said = [line.split(": ", 1)[1] for line in lines]
+    assert said[:2] == [
+        'note: Revealed type is "int | None"',
+        'note: Revealed type is "grpo_ext.trainer.GRPOTrainer"',
+    ], done.stdout + done.stderr
+    assert "resume_from_checkpoint: str | bool | None" in said[2]
+    assert [line.rpartition("[")[2] for line in said[3:]] == ["arg-type]", "call-arg]", "attr-defined]"], done.stdout
+    assert last.startswith("Found 3 errors")

@@ -1,0 +1,281 @@
+"""The console: what it says, how it fits, that nothing tears the bar, and that it is quiet where it should be.
+Two runs are real, on a pseudo terminal and into a pipe; the others call the events themselves."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console as RichConsole
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+import grpo_ext
+from grpo_ext.tools.console import Console, fitting, plain_line, quiet_libraries
+
+from .terminal import on_terminal, screen
+
+ROOT = Path(__file__).parents[3]
+RUN = [sys.executable, "-m", "tests.unit.tools.console_run"]
+QUIET = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
+LOGS = {
+    "loss": 0.1,
+    "grad_norm": 0.5312,
+    "reward": 0.625,
+    "reward_std": 0.41,
+    "completions/mean_length": 45.2,
+    "completions/clipped_ratio": 0.03125,
+    "entropy": 0.71,
+    "frac_reward_zero_std": 0.25,
+    "kl": 0.0123,
+    "clip_ratio/region_mean": 0.012,
+    "step_time": 1.234,
+    "layout/useful_tokens_per_second": 4100.4,
+}
+WHOLE = (
+    "step   12/150  reward  0.62 +- 0.41  length   45  truncated  3%  entropy 0.71  no variance 25%  kl 0.012  "
+    "clipped 1.2%  grad 0.53  s/step 1.23  tokens/s 4,100"
+)
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")}
+    return {**kept, **QUIET, **more}
+
+
+def on_stream(width: int | None = None, main: bool = True, samples: bool = False, **console):
+    """(console, its stream, state, a way to call an event): a terminal of `width` columns, or a file."""
+    stream = io.StringIO()
+    out = RichConsole(file=stream, force_terminal=width is not None, width=width or 80, _environ={"TERM": "xterm"})
+    watched = Console(out=out, **console)
+    state = SimpleNamespace(is_world_process_zero=main, global_step=12, max_steps=150)
+    args, control = SimpleNamespace(log_completions=samples), SimpleNamespace(should_log=True)
+
+    def event(name, **kwargs):
+        getattr(watched, f"on_{name}")(args, state, control, **kwargs)
+
+    return watched, stream, state, event
+
+
+# ---- Lines ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gets_the_whole_line_in_order_and_no_control_characters():
+    _, stream, _, event = on_stream()
+    event("train_begin")
+    event("log", logs=dict(LOGS))
+    event("train_end")
+    assert stream.getvalue() == WHOLE + "\n"
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (200, WHOLE),
+        (80, "step   12/150  reward  0.62 +- 0.41  length   45  entropy 0.71  s/step 1.23"),
+        (60, "step   12/150  reward  0.62 +- 0.41  length   45"),
+        (20, "step   12/150"),
+    ],
+)
+def test_a_narrow_terminal_loses_the_least_important_fields_and_never_wraps(width, line):
+    _, stream, _, event = on_stream(width)
+    event("train_begin")
+    event("log", logs=dict(LOGS))
+    event("train_end")
+    shown = screen(stream.getvalue().replace("\n", "\r\n"), width)
+    assert [text for text in shown if text.startswith("step")] == [line]
+    assert sum(text.startswith("GRPO") for text in shown) == 1
+
+
+def test_dropped_fields_are_the_highest_ranks_and_the_others_keep_their_order():
+    fields = [(1, "a", "1"), (3, "b", "2"), (2, "c", "3")]
+    widths = {len(plain_line("step", kept)): kept for kept in ([*fields], [fields[0], fields[2]], [fields[0]], [])}
+    for width, kept in widths.items():
+        assert fitting("step", fields, width) == kept
+        assert fitting("step", fields, width + 1) == kept
+
+
+def test_what_is_not_logged_is_not_shown():
+    _, stream, _, event = on_stream()
+    event("log", logs={"reward": None, "entropy": 0.5, "grad_norm": float("nan")})
+    event("log", logs={"train_runtime": 3.0})
+    assert stream.getvalue() == "step   12/150  entropy 0.50  grad nan\n"
+
+
+def test_an_evaluation_has_a_line_of_its_own():
+    _, stream, _, event = on_stream()
+    event("log", logs={"eval_reward": 0.5, "eval_reward_std": 0.25, "eval_completions/mean_length": 8.0})
+    assert stream.getvalue() == "eval   12/150  reward  0.50 +- 0.25  length    8\n"
+
+
+def test_own_figures_stand_at_the_end_of_their_step_and_survive_a_narrow_terminal():
+    watched, stream, state, event = on_stream(60, measure=lambda model: {"held out": model}, every=6)
+    event("train_begin")
+    event("step_end", model=0.875)
+    event("log", logs=dict(LOGS))
+    state.global_step = 13
+    event("step_end", model=1.0)
+    event("log", logs=dict(LOGS))
+    event("train_end")
+    lines = [text for text in screen(stream.getvalue().replace("\n", "\r\n"), 60) if text.startswith("step")]
+    assert lines == ["step   12/150  reward  0.62 +- 0.41  held out 0.88"]
+    assert watched.measured == {12: {"held out": 0.875}}
+
+
+def test_only_the_main_process_speaks_and_measures():
+    measured = []
+    _, stream, _, event = on_stream(100, main=False, measure=measured.append, every=1)
+    for name in ("train_begin", "step_begin", "step_end", "train_end"):
+        event(name)
+    event("log", logs=dict(LOGS))
+    assert stream.getvalue() == ""
+    assert measured == []
+
+
+def test_no_color_is_respected(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    out = RichConsole(file=stream, force_terminal=True, width=100)
+    Console(out=out).on_log(
+        SimpleNamespace(), SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=2), None, logs=LOGS
+    )
+    assert "reward" in stream.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*3[0-7]", stream.getvalue())
+
+
+# ---- Beside others --------------------------------------------------------------------------------------------------
+
+
+class FakeTrainer:
+    def __init__(self) -> None:
+        noisy = [ProgressCallback(), PrinterCallback(), TrainerCallback()]
+        self.callback_handler = CallbackHandler(noisy, None, None, None, None)
+        self.add_callback = self.callback_handler.add_callback
+        self.remove_callback = self.callback_handler.remove_callback
+
+    def train(self):
+        raise RuntimeError("out of luck")
+
+
+def test_install_takes_the_place_of_the_other_progress_callbacks():
+    trainer, watched = FakeTrainer(), Console()
+    assert watched.install(trainer) is trainer
+    assert [type(c) for c in trainer.callback_handler.callbacks] == [TrainerCallback, Console]
+
+
+def test_the_terminal_is_given_back_when_training_ends_with_an_error():
+    watched, stream, _, event = on_stream(100)
+    trainer = watched.install(FakeTrainer())
+    before = sys.stdout, sys.stderr
+    event("train_begin")
+    assert sys.stdout is not before[0]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.train()
+    assert (sys.stdout, sys.stderr) == before
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_loggers_write_above_the_bar_and_get_their_streams_back():
+    _, stream, _, event = on_stream(100)
+    logger, handler = logging.getLogger("somebody"), logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    try:
+        event("train_begin")
+        logger.warning("look here")
+        event("train_end")
+    finally:
+        logger.removeHandler(handler)
+    assert handler.stream is sys.stderr
+    assert "look here" in screen(stream.getvalue().replace("\n", "\r\n"), 100)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_the_bar_makes_room_for_a_table_that_is_written_past_it_and_would_be_torn_otherwise(samples):
+    _, stream, _, event = on_stream(100, samples=samples)
+    event("train_begin")
+    event("log", logs=dict(LOGS))
+    stream.write("a row of a table\n")
+    event("step_begin")
+    event("train_end")
+    written = stream.getvalue().replace("\n", "\r\n")
+    if samples:
+        shown = screen(written, 100)
+        assert "a row of a table" in shown
+        assert sum("GRPO" in line for line in shown) == 1
+    else:
+        with pytest.raises(AssertionError, match=r"would wrap 'GRPO .*a row of a table'"):
+            screen(written, 100)
+
+
+def test_quiet_libraries_leaves_the_warnings_of_this_project():
+    names = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
+    levels = {name: logging.getLogger(name).level for name in names}
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            quiet_libraries()
+            warnings.warn_explicit("theirs", UserWarning, "trl.py", 1, module="trl.trainer")
+            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.engine.window")
+        assert [str(warning.message) for warning in seen] == ["ours"]
+        assert logging.getLogger("grpo_ext.trainer").isEnabledFor(logging.WARNING)
+        assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def test_console_is_part_of_the_public_interface():
+    assert grpo_ext.Console is Console
+
+
+# ---- Real runs ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_tears_the_bar_of_a_real_run():
+    columns = 80
+    status, written = on_terminal(RUN, columns, environment())
+    shown = screen(written, columns)
+    text = "\n".join(shown)
+    assert status == 0, text
+    assert sum("GRPO" in line for line in shown) == 1, text
+    assert re.search(r"^GRPO ━+ 3/3 0:00:\d\d left 0:00:00 .* reward -?\d\.\d\d$", text, re.M), text
+    assert [line[:10] for line in shown if line.startswith(("step", "eval"))] == [
+        "step    1/",
+        "step    2/",
+        "eval    2/",
+        "step    3/",
+        "eval    3/",
+    ], text
+    tables = [line for line in shown if line.startswith(("╭", "│", "╰"))]
+    assert sum("Step" in line for line in tables) == 6, text
+    tops = {len(line) for line in tables if line[0] == "╭"}
+    assert all(line[-1] in "╮│╯" and len(line) in tops for line in tables), text
+    for sentence in ("a print of the reward", "a warning of the project", "an error on a logger made before"):
+        assert sum(line.endswith(sentence) for line in shown) == 5, text
+    assert "{'" not in text, "a dictionary was dumped"
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor stays hidden"
+
+
+def test_a_pipe_gets_plain_lines_also_where_colour_is_forced():
+    done = subprocess.run(RUN, capture_output=True, text=True, env=environment(FORCE_COLOR="1"), cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "/3  reward" in line]
+    assert [line[:9] for line in lines] == ["step    1", "step    2", "eval    2", "step    3", "eval    3"]
+    assert all(re.fullmatch(r"[\x20-\x7e]+", line) for line in lines), lines
+    assert "GRPO " not in done.stdout
+    assert "a warning of the project" in done.stderr
+
+
+def test_after_a_failed_run_the_terminal_is_in_order():
+    status, written = on_terminal([*RUN, "--fail"], 80, environment())
+    shown = [line for line in screen(written, 80) if line]
+    assert status == 0, "\n".join(shown)
+    assert shown[-1] == "ended by RewardError", "\n".join(shown)
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor stays hidden"
