@@ -33,6 +33,7 @@ from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load
 from grpo_ext.engine.checkpoint import checkpoints
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.tools.data import load_prompts
+from grpo_ext.tools.report import report_or_reason
 from grpo_ext.tools.rewards import resolve_rewards
 
 DEMO_FOLDER = Path("runs")
@@ -218,6 +219,7 @@ def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
     if trainer.accelerator.is_main_process:
         record = {**metrics, "log_history": trainer.state.log_history}
         (folder / "metrics.json").write_text(json.dumps(record, indent=1))
+        say(report_or_reason(folder))
     say(f"Saved in {folder}: the model, its tokenizer, metrics.json")
 
 
