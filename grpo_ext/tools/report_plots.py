@@ -234,8 +234,8 @@ def _main(run: Run, spec: Spec, label: str) -> Line:
         return _memory(run, label)
     candidates = [spec.main] if spec.main else [name for name, _ in spec.curves]
     candidates += [name for name in run.names() if spec.more is not None and spec.more(name) and spec.kind != "area"]
-    chosen = next((name for name in candidates if run.series(name)[1]), candidates[0])
-    return Line(label, *run.series(chosen))
+    found = (run.series(name) for name in candidates)
+    return Line(label, *next((series for series in found if series[1]), ([], [])))
 
 
 def draw(panel: Panel) -> bytes:
@@ -254,12 +254,14 @@ def draw(panel: Panel) -> bytes:
             _curve(axis, line, colour)
     if panel.kind == "log":
         axis.set_yscale("log", base=2)
+    if not any(value for line in panel.lines for value in line.values):
+        axis.set_ylim(0, 1)  # nothing but zeros: no negative share
     axis.set_xlabel("optimizer step")
     axis.set_ylabel(panel.unit)
     axis.xaxis.set_major_locator(locator(integer=True))
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:
-        axis.legend(fontsize=8, framealpha=0.7)
+        axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1))
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
