@@ -96,7 +96,7 @@ def write_comparison(
     names = distinct_names(runs)
     plots = comparison_panels(runs, names)
     metrics = dict.fromkeys(name for run in runs for name in run.names())
-    final = [(name, [(run.series(name)[1] or [None])[-1] for run in runs]) for name in metrics]
+    final = [(name, [_last(run, name) for run in runs]) for name in metrics]
     return _write(
         _free_comparison() if output is None else Path(output),
         "comparison.html",
@@ -105,7 +105,7 @@ def write_comparison(
             "runs": list(zip(names, runs)),
             "headlines": [dict(headline(run)) for run in runs],
             "differences": differences([run.settings for run in runs], notes),
-            "final": [(name, ["" if v is None else number(v) for v in values]) for name, values in final],
+            "final": final,
         },
     )
 
@@ -136,6 +136,11 @@ def value_table(run: Run) -> list[tuple[str, list[str]]]:
     return rows
 
 
+def _last(run: Run, name: str) -> str:
+    _, values = run.series(name)
+    return number(values[-1]) if values else "not logged"
+
+
 # ---- Writing ------------------------------------------------------------------------------------------------------
 
 
@@ -162,13 +167,12 @@ def render(template: str, content: Mapping[str, Any]) -> str:
         ConfigError: jinja2 is not installed.
     """
     try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from jinja2 import Environment, FileSystemLoader
     except ImportError:
         raise ConfigError("the report needs jinja2; install it with `pip install 'grpo-ext[plot]'`.") from None
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
-        undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -221,7 +221,9 @@ def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
         lines = [_main(run, spec, name) for run, name in zip(runs, names)]
         lines = [line for line in lines if line.values]
         if lines:
-            title = "Time per step" if spec.name == "time" else spec.title.removesuffix(" (band: one standard deviation)")
+            title = (
+                "Time per step" if spec.name == "time" else spec.title.removesuffix(" (band: one standard deviation)")
+            )
             curves = dict(spec.curves)
             main = spec.main or next(iter(curves), "")
             detail = f", {curves[main]}" if len(curves) > 1 else ""
