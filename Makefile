@@ -25,6 +25,7 @@ ENGINES := $(VENV)/.engines
 $(ENGINES): $(READY)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deepspeed]' \
 		|| echo "DeepSpeed could not be installed; the tests that need it are skipped"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[trackers]'
 	@touch $@
 
 setup: $(READY)  ## make the environment

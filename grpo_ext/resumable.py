@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import trl
 from accelerate.logging import get_logger
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from .engine.bitwise import pinned
 from .engine.checkpoint import (
@@ -49,6 +49,7 @@ from .engine.manifest import closing, opening, read_manifest, write_manifest
 from .engine.memory import Halving, WindowLimits
 from .engine.optimizer_settings import CHANGEABLE, settings_kept
 from .engine.output_folder import free_output_dir
+from .engine.run_log import RunLog
 from .engine.run_state import RestoreAtBegin, RunState, load_reference, save_reference
 from .engine.samples import Samples
 from .errors import CheckpointError
@@ -74,6 +75,7 @@ class ResumableTrainer(SamplingTrainer):
         self._identity_of_run: dict[str, Any] | None = None
         self._to_push = False
         self._changed: frozenset[str] = frozenset()  # settings that differ from the checkpoint, as allowed
+        self._run_log = RunLog()
 
     def _watch_run(self) -> None:
         device = self.accelerator.device
@@ -120,6 +122,10 @@ class ResumableTrainer(SamplingTrainer):
             if not resume_from_checkpoint:
                 self._write_beside_earlier_runs()
             self._announce()
+            if self.args.should_save:
+                folder = str(self.args.output_dir)
+                start = get_last_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
+                self._run_log.begin(folder, start or None)
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         self._rollout = self._rollout_name = self._identity_of_run = None
@@ -165,6 +171,7 @@ class ResumableTrainer(SamplingTrainer):
         earlier = read_manifest(folder) if checkpoint is not None else []
         entry = opening(self.geometry, identity, device, checkpoint)
         write_manifest(folder, [*earlier, entry])
+        self._run_log.begin(folder, checkpoint)
         try:
             yield
         except BaseException:
@@ -175,6 +182,19 @@ class ResumableTrainer(SamplingTrainer):
         ended = "interrupted" if self._watch.stopping else "finished"
         optimizer = self.optimizer if self.args.bitwise_invariant else None
         write_manifest(folder, [*earlier, entry | closing(self.state.global_step, ended, whole, optimizer)])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, and a line of the run's `log.jsonl`."""
+        super().log(logs, start_time)
+        state, weights = self.state, self.reward_weights.tolist()
+        self._run_log.write(state.global_step, state.epoch, logs, self._logs, weights, self.accelerator.device)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """TRL's; the completions of training are told from those of the evaluation."""
+        self._run_log.collect(self._logs, self.reward_weights.tolist())
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         # at the end of an interrupted run the checkpoint to go on from is no leftover beside the best one

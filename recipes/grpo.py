@@ -28,6 +28,7 @@ from grpo_ext.engine.checkpoint import checkpoints
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.tools.console import Console, quiet_libraries
 from grpo_ext.tools.data import load_prompts
+from grpo_ext.tools.report import report_or_reason
 from grpo_ext.tools.rewards import resolve_rewards
 
 DEMO_FOLDER = Path("runs")
@@ -158,6 +159,7 @@ def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
     if trainer.accelerator.is_main_process:
         record = {**metrics, "log_history": trainer.state.log_history}
         (folder / "metrics.json").write_text(json.dumps(record, indent=1))
+        say(report_or_reason(folder))
     say(f"Saved in {folder}: the model, its tokenizer, metrics.json")
 
 

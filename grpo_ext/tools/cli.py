@@ -361,6 +361,21 @@ def export(
         console.print(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or checkpoints; several are compared.")],
+    output: Annotated[
+        OptionalPath,
+        typer.Option(help="Folder to write [default: RUN/report; for several runs report-comparison, or -2, ...]."),
+    ] = None,
+) -> None:
+    """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
+    from .report import report as write
+
+    page = write(runs, output)
+    Console().print(f"{page}: {page.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
+
+
 def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:
     import dataclasses
 

@@ -87,6 +87,7 @@ OVERRIDES = {
     "create_accelerator_and_postprocess": [],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
     "log": ["logs", "start_time"],
+    "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
     "_save_checkpoint": ["model", "trial"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_push_from_checkpoint": ["checkpoint_folder"],

@@ -1,0 +1,281 @@
+"""`log.jsonl` in a run's folder: every log line of a run as it is written, with the best and worst completions.
+
+Differs from transformers' `log_history`, which only checkpoints hold: a run that was killed, or that saves nothing, has
+one too. Written by the trainer after each of its log lines on the main process; read by `grpo-ext report`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+LOG = "log.jsonl"
+LONGEST_TEXT = 4000  # characters
+SHOWN = 2  # completions, best and as many worst, of a log line
+
+logger = get_logger(__name__)
+
+
+class RunLog:
+    """Appends to a run's log; does nothing before `begin`, so it is harmless on the other processes."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._start = 0.0
+        self._last: Any = None  # the newest row that was looked at, by identity
+        self._waiting: list[dict[str, Any]] = []  # of training, for its next line
+
+    def begin(self, folder: str | Path, checkpoint: str | None) -> None:
+        """Start the log of a training call.
+
+        A new run sets an earlier log of the folder aside (`log-1.jsonl`). One that goes on from a checkpoint of another
+        folder starts with a copy of the log there.
+
+        Args:
+            checkpoint: the checkpoint that is gone on from, or None.
+        """
+        root = Path(folder)
+        self.path, self._start, self._waiting = root / LOG, time.perf_counter(), []
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            here = checkpoint is not None and Path(checkpoint).resolve().parent == root.resolve()
+            if self.path.exists() and not here:
+                os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
+            if checkpoint is None:
+                self.path.touch()
+                return
+            if not here and (Path(checkpoint).parent / LOG).is_file():
+                shutil.copy(Path(checkpoint).parent / LOG, self.path)
+            self._append({"resumed_from": step_of(checkpoint)})
+        except OSError as error:
+            self._give_up(error)
+
+    def collect(self, rows: Mapping[str, Any], weights: Sequence[float]) -> None:
+        """Take over what training has sampled; called before an evaluation adds its own to the same rows."""
+        found = self._new(rows, weights)
+        if self.path is not None:
+            self._waiting = extremes([*self._waiting, *found])
+
+    def write(
+        self,
+        step: int,
+        epoch: float | None,
+        values: Mapping[str, Any],
+        rows: Mapping[str, Any],
+        weights: Sequence[float],
+        device: torch.device,
+    ) -> None:
+        """Append one line.
+
+        Args:
+            step: optimizer steps done.
+            epoch: passes over the training set done.
+            values: what was logged, by name; a number that is not finite is written as null.
+            rows: TRL's record of the last rollout batch: prompt, completion, advantages, and rewards by name.
+            weights: of the reward functions.
+            device: of the model; memory is that of the accelerator, or of the process on a CPU.
+        """
+        found = self._new(rows, weights)
+        if self.path is None:
+            return
+        if not is_evaluation(values) and "train_runtime" not in values:
+            found, self._waiting = [*self._waiting, *found], []
+        shown = extremes(found)
+        best = shown[: min(SHOWN, (len(shown) + 1) // 2)]
+        line = {
+            "step": step,
+            "epoch": epoch,
+            "time": round(time.perf_counter() - self._start, 3),
+            "peak_memory_mib": peak_memory_mib(device),
+            "memory_of": "process" if device.type == "cpu" else "accelerator",
+            "values": {name: value for name, value in values.items() if name != "epoch"},
+            "best": best,
+            "worst": shown[len(best) :][::-1],
+        }
+        try:
+            self._append(line)
+        except OSError as error:
+            self._give_up(error)
+
+    def _new(self, rows: Mapping[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:
+        """Rows added since the last look; none right after a resume, or while a rollout batch is trained on again."""
+        marks = list(rows["advantages"])  # every row has a float object of its own
+        first = 1 + max((i for i, mark in enumerate(marks) if mark is self._last), default=-1)
+        self._last = marks[-1] if marks else self._last
+        rewards = {name: list(values)[first:] for name, values in rows["rewards"].items()}
+        texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:])
+        found = []
+        for i, (prompt, completion) in enumerate(texts):
+            own = {name: _number(values[i]) for name, values in rewards.items()}
+            scored = [weight * value for weight, value in zip(weights, own.values()) if value is not None]
+            if scored:
+                text = {"prompt": cut(as_text(prompt)), "completion": cut(as_text(completion))}
+                found.append({**text, "reward": math.fsum(scored), "rewards": own})
+        return extremes(found)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        assert self.path is not None
+        text = json.dumps(strict(line), allow_nan=False)
+        with open(self.path, "ab") as file:
+            whole = file.tell() == 0 or _ends_with_newline(self.path)
+            file.write((("" if whole else "\n") + text + "\n").encode())
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning(f"{self.path} cannot be written ({error}); the training goes on without a run log.")
+        self.path = None
+
+
+@dataclass
+class LoggedRun:
+    """A log as it counts: without what a resume has superseded.
+
+    Attributes:
+        entries: log lines, oldest first; each has step, epoch, time, values, best and worst.
+        resumed_from: the steps gone on from.
+        seconds: spent in training calls, superseded steps included.
+        unreadable: lines that are no JSON, as a kill in the middle of a write leaves one.
+    """
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    resumed_from: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    unreadable: int = 0
+
+
+def read_log(path: str | Path) -> LoggedRun:
+    """Read a log, of a run that ended or not.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    run, last_time = LoggedRun(), 0.0
+    with open(path, "rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw)
+                resumed = "resumed_from" in line
+                step = int(line["resumed_from" if resumed else "step"])
+                if not resumed and not isinstance(line["values"], dict):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError):
+                run.unreadable += bool(raw.strip())
+                continue
+            if resumed:
+                run.entries = [entry for entry in run.entries if entry["step"] <= step]
+                run.resumed_from.append(step)
+                run.seconds, last_time = run.seconds + last_time, 0.0
+            else:
+                run.entries.append(line)
+                last_time = float(line.get("time") or 0.0)
+    run.seconds += last_time
+    return run
+
+
+def is_evaluation(values: Iterable[str]) -> bool:
+    """Whether the names of a log line are those of an evaluation."""
+    return any(name.startswith("eval_") for name in values)
+
+
+def extremes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best and the worst `SHOWN` rows by reward, best first; no text twice."""
+    distinct = {(row["prompt"], row["completion"]): row for row in rows}
+    ordered = sorted(distinct.values(), key=lambda row: -row["reward"])
+    return ordered if len(ordered) <= 2 * SHOWN else [*ordered[:SHOWN], *ordered[-SHOWN:]]
+
+
+def step_of(checkpoint: str | Path) -> int:
+    """Optimizer steps a checkpoint has behind it.
+
+    Raises:
+        OSError: neither its trainer state nor its name tells.
+    """
+    try:
+        return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = re.search(r"checkpoint-(\d+)", Path(checkpoint).name)
+        if found is None:
+            raise OSError(f"{checkpoint} names no step") from None
+        return int(found[1])
+
+
+def peak_memory_mib(device: torch.device) -> float | None:
+    """Peak memory in MiB: allocated on the accelerator, or resident of this process; None where it is not told."""
+    if device.type != "cpu":
+        try:
+            return torch.accelerator.max_memory_allocated(device) / 2**20
+        except (RuntimeError, AttributeError, ValueError):
+            return None
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def as_text(content: Any) -> str:
+    """A prompt or completion as text; messages become lines of `role: content`."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "\n".join(_message(part) if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content)
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
+        content = " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
+    calls = f" {message['tool_calls']}" if message.get("tool_calls") else ""
+    return f"{message.get('role', '')}: {content or ''}{calls}"
+
+
+def cut(text: str, longest: int = LONGEST_TEXT) -> str:
+    """At most about `longest` characters: the first three quarters and the end, with a mark between."""
+    if len(text) <= longest:
+        return text
+    end = longest // 4
+    return f"{text[: longest - end]} [... {len(text) - longest} characters cut ...] {text[-end:]}"
+
+
+def strict(value: Any) -> Any:
+    """What JSON has a spelling for: NaN and infinities become null, unknown objects their text."""
+    if isinstance(value, Mapping):
+        return {str(name): strict(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(part) for part in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+    return number if math.isfinite(number) else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as a float, anything else as None."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

@@ -1,0 +1,125 @@
+"""Trackers, offline and for real: what the trainer logs arrives in them. And the run log of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.engine.run_log import LOG, read_log
+from grpo_ext.tools.report import ReportCallback
+from grpo_ext.tools.report_runs import load_run
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+def train(folder, callbacks=(), resume=None, **settings):
+    trainer = GRPOTrainer(
+        tiny_model(),
+        letter_reward,
+        GRPOConfig(**config_kwargs(folder, **settings)),
+        prompts(),
+        eval_dataset=prompts(4, seed=1) if "eval_strategy" in settings else None,
+        processing_class=tiny_tokenizer(),
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer, name):
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True)
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in ("reward", "layout/useful_tokens_per_second", "time/window"):
+        found = [event.value for event in events.Scalars(f"train/{name}")]
+        assert found == pytest.approx(logged(trainer, name), rel=1e-6), name
+    assert len(list((tmp_path / "out" / "completions").glob("*.parquet"))) >= 2
+
+
+def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        trainer = train(tmp_path / "out", report_to="wandb", log_completions=True)
+        summary = dict(wandb.run.summary)
+    finally:
+        wandb.finish()
+    assert summary["train/reward"] == pytest.approx(logged(trainer, "reward")[-1])
+    assert summary["train/layout/useful_tokens_per_second"] == pytest.approx(
+        logged(trainer, "layout/useful_tokens_per_second")[-1]
+    )
+    tables = list(tmp_path.rglob("completions*.table.json"))
+    assert tables
+    rows = json.loads(tables[-1].read_text())
+    assert {"prompt", "completion", "letter_reward", "advantage"} <= set(rows["columns"])
+    assert len(rows["data"]) == 16
+
+
+TRACKIO = """
+import json, sys
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+from tests.trainer.test_trackers import train
+trainer = train(sys.argv[1], report_to="trackio", log_completions=True, project="tiny")  # ends with its run finished
+(run,) = trackio.Api().runs("tiny")
+print(json.dumps([SQLiteStorage.get_logs("tiny", run.name), trainer.state.log_history], default=str))
+"""
+
+
+def test_trackio_gets_the_metrics_and_the_completions(tmp_path):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}  # read once, when trackio is imported
+    command = [sys.executable, "-c", TRACKIO, str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    arrived, history = json.loads(done.stdout.splitlines()[-1])
+    for name in ("reward", "layout/useful_tokens_per_second"):
+        found = [row[f"train/{name}"] for row in arrived if row.get(f"train/{name}") is not None]
+        assert found == pytest.approx([row[name] for row in history if name in row], rel=1e-6), name
+    tables = [row["completions"] for row in arrived if row.get("completions") is not None]
+    assert len(tables) >= 2, "TRL sends one with every log line"
+    assert "letter_reward" in json.dumps(tables[0])
+
+
+def test_the_run_log_holds_every_log_line_with_completions_and_evaluations(tmp_path):
+    trainer = train(tmp_path / "out", [ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
+    run = load_run(tmp_path / "out")
+    assert run.source == LOG
+    for name in ("reward", "kl", "grad_norm", "time/window", "eval_reward"):
+        assert run.series(name)[1] == logged(trainer, name), name
+    training = [entry for entry in run.entries if "reward" in entry["values"]]
+    assert [entry["step"] for entry in training] == [1, 2, 3]
+    for entry in training:
+        assert len(entry["best"]) == len(entry["worst"]) == 2
+        for row in entry["best"] + entry["worst"]:
+            assert row["reward"] == pytest.approx(letter_reward([row["prompt"]], [row["completion"]])[0], abs=1e-5)
+    evaluations = [entry for entry in run.entries if "eval_reward" in entry["values"]]
+    assert evaluations
+    assert {row["prompt"] for e in evaluations for row in e["best"] + e["worst"]} <= set(prompts(4, seed=1)["prompt"])
+    assert {row["prompt"] for e in training for row in e["best"] + e["worst"]} <= set(prompts()["prompt"])
+    assert run.status == "finished"
+    assert (tmp_path / "out" / "report" / "index.html").is_file()
+
+
+def test_the_run_log_of_a_resumed_run_is_that_of_the_run_left_alone(tmp_path):
+    whole = train(tmp_path / "whole", max_steps=4)
+    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
+    again = tmp_path / "out" / "checkpoint-2"
+    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, resume=str(again))
+    log = read_log(tmp_path / "out" / LOG)
+    assert log.resumed_from == [2]
+    found = [(e["step"], e["values"]["reward"]) for e in log.entries if "reward" in e["values"]]
+    assert found == list(zip([1, 2, 3, 4], logged(whole, "reward")))

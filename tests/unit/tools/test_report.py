@@ -1,0 +1,323 @@
+"""The report: what it shows is what was logged, whatever the run left behind, and what a model wrote stays text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools import report as report_module
+from grpo_ext.tools.report import ReportCallback, distinct_names, report, report_or_reason, write_comparison
+from grpo_ext.tools.report_plots import comparison_panels, draw, panels
+from grpo_ext.tools.report_runs import completions_over_run, differences, load_run, plan_of
+
+GEOMETRY = {
+    "num_generations": 4,
+    "global_batch_size": 16,
+    "rollout_batch_size": 16,
+    "num_iterations": 1,
+    "micro_batch_size": 5,
+    "num_processes": 1,
+    "rollout_chunk_size": 8,
+}
+HOSTILE = '<script>alert("x")</script></pre><img src=x onerror=alert(1)>{{ 7*7 }}'
+
+
+class Page(HTMLParser):
+    """Tags and visible text of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.attributes, self.words = [], [], []
+        self.feed(path.read_text())
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def line(step, completion="abc", **values):
+    reward = values.get("reward", 0.0)
+    row = {"prompt": f"p{step}", "completion": completion, "reward": reward, "rewards": {"letters": reward}}
+    values = {"reward": reward, "reward_std": 0.5, **values}
+    return {"step": step, "epoch": 0.1, "time": 2.0 * step, "peak_memory_mib": 100.0 + step, "memory_of": "process"} | {
+        "values": values,
+        "best": [row],
+        "worst": [],
+    }
+
+
+def entry(**changes):
+    settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4, "bf16": True} | changes
+    model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
+    start = {"started": "2030-01-01", "finished": None, "geometry": GEOMETRY, "data": {"rows": 22}}
+    return {**start, "model": model, "settings": settings}
+
+
+def make_run(folder, lines, **changes):
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "manifest.json").write_text(json.dumps({"trainings": [entry(**changes)]}))
+    return folder
+
+
+FULL = {
+    "rewards/letters/mean": 0.3,
+    "rewards/short/mean": 0.6,
+    "completions/mean_length": 5.0,
+    "completions/min_length": 1.0,
+    "completions/max_length": 9.0,
+    "completions/clipped_ratio": 0.25,
+    "entropy": 1.5,
+    "clip_ratio/region_mean": 0.01,
+    "kl": 0.02,
+    "frac_reward_zero_std": 0.4,
+    "dynamic_sampling/replaced_groups": 3.0,
+    "time/rollout": 2.0,
+    "time/window": 4.0,
+    "layout/useful_tokens_per_second": 900.0,
+    "fp16/loss_scale": 1024.0,
+    "fp16/overflows": 1.0,
+    "grad_norm": 0.7,
+    "learning_rate": 1e-3,
+    "loss": 0.1,
+    "eval_reward": 0.8,
+    "eval_accuracy": 0.9,
+}
+
+
+def test_every_plot_holds_exactly_what_was_logged(tmp_path):
+    lines = [
+        line(step, **{name: value * step for name, value in FULL.items()}, reward=0.1 * step) for step in (1, 2, 3)
+    ]
+    found = {panel.name: panel for panel in panels(load_run(make_run(tmp_path / "run", lines)))}
+    assert set(found) == {spec.name for spec in report_module.SPECS}
+    shown = {(name, curve.label): (curve.steps, curve.values) for name, panel in found.items() for curve in panel.lines}
+    expected = {
+        ("reward", "reward"): "reward",
+        ("reward", "short"): "rewards/short/mean",
+        ("evaluation", "reward"): "eval_reward",
+        ("accuracy", "eval_accuracy"): "eval_accuracy",
+        ("length", "longest"): "completions/max_length",
+        ("clipped", "cut"): "completions/clipped_ratio",
+        ("entropy", "entropy"): "entropy",
+        ("clip_share", "both sides"): "clip_ratio/region_mean",
+        ("kl", "kl"): "kl",
+        ("no_variance", "no variance"): "frac_reward_zero_std",
+        ("dynamic_sampling", "replaced_groups"): "dynamic_sampling/replaced_groups",
+        ("time", "window"): "time/window",
+        ("tokens_per_second", "useful tokens"): "layout/useful_tokens_per_second",
+        ("loss_scale", "loss scale"): "fp16/loss_scale",
+        ("overflows", "overflows"): "fp16/overflows",
+        ("grad_norm", "before clipping"): "grad_norm",
+        ("learning_rate", "learning rate"): "learning_rate",
+    }
+    for key, name in expected.items():
+        assert shown[key] == ([1, 2, 3], [one["values"][name] for one in lines]), key
+    assert shown[("memory", "resident")] == ([1, 2, 3], [101.0, 102.0, 103.0])
+    assert found["reward"].lines[0].band == [0.5, 0.5, 0.5]
+    assert found["time"].kind == "area"
+
+
+def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
+    run = make_run(tmp_path / "run", [line(1, reward=0.125, entropy=1.5), line(4, reward=0.875, entropy=0.5)])
+    path = report([run])
+    assert path == run / "report" / "index.html"
+    page = Page(path)
+    assert "reward, first -> last 0.125 -> 0.875" in page.text
+    assert "entropy: 1.5 at step 1, 0.5 at step 4 (least 0.5, most 1.5)" in page.text
+    assert "Tiny, 12,345 parameters" in page.text
+    assert "precision bf16" in page.text
+    assert "wall time 8 s" in page.text
+    assert "16 completions = 4 prompts x 4" in page.text
+    assert {p.stem for p in path.parent.glob("*.png")} == {"reward", "entropy", "memory"}
+    assert page.tags.count("img") == 3
+    assert all(value.startswith("data:") for _, name, value in page.attributes if name in ("src", "href"))
+    assert (path.parent / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_model_wrote_stays_text(tmp_path):
+    run = make_run(tmp_path / "run", [line(1, completion=HOSTILE + "\x00\udc80"), line(2, completion="$\\frac{")])
+    manifest = entry(loss_type=HOSTILE)
+    (run / "manifest.json").write_text(json.dumps({"trainings": [manifest]}))
+    page = Page(report([run]))
+    assert "script" not in page.tags
+    assert all(value.startswith("data:") for tag, name, value in page.attributes if tag == "img" and name == "src")
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(HOSTILE) >= 2
+    assert "\x00" not in page.text
+
+
+def test_names_of_rewards_cannot_break_the_page_or_the_plot(tmp_path):
+    names = {f"rewards/{HOSTILE}/mean": 1.0, "rewards/_a$b{/mean": 2.0}
+    page = Page(report([make_run(tmp_path / "run", [line(1, **names), line(2, **names)])]))
+    assert "script" not in page.tags
+    assert "_a$b{: 2 at step 1" in page.text
+
+
+def test_an_unfinished_run_and_one_killed_in_a_line_are_reported(tmp_path):
+    run = make_run(tmp_path / "run", [line(1, reward=0.25), line(2, reward=0.5), line(3, reward=0.75)])
+    text = (run / "log.jsonl").read_text()
+    (run / "log.jsonl").write_text(text[:-30])
+    page = Page(report([run]))
+    assert "0.25 -> 0.5" in page.text
+    assert "steps 2 of 4" in page.text
+    assert "not finished: it goes on, or was killed" in page.text
+    assert "1 line(s) of log.jsonl were not finished" in page.text
+
+
+def test_steps_that_were_done_again_are_shown_once(tmp_path):
+    lines = [line(1), line(2, completion="superseded", reward=9.0), {"resumed_from": 1}, line(2, reward=0.5)]
+    run = make_run(tmp_path / "run", lines)
+    starts = [entry(), entry(learning_rate=0.5) | {"ended": "finished"}]
+    (run / "manifest.json").write_text(json.dumps({"trainings": starts}))
+    page = Page(report([run]))
+    assert "superseded" not in page.text
+    assert "reward: 0 at step 1, 0.5 at step 2 (least 0, most 0.5)" in page.text
+    assert "Resumed from step 1" in page.text
+    assert "settings.learning_rate 0.001 0.5" in page.text
+    assert "state finished" in page.text
+
+
+def test_best_and_worst_are_those_of_the_whole_run_and_of_training(tmp_path):
+    lines = [line(step, completion=f"c{step}", reward=float(step)) for step in (3, 1, 4, 5, 2, 6)]
+    evaluation = line(9, completion="held out", reward=99.0, eval_reward=99.0)
+    best, worst = completions_over_run(load_run(make_run(tmp_path / "run", [*lines, evaluation])))
+    assert [row["completion"] for row in best] == ["c6", "c5", "c4"]
+    assert [(row["completion"], row["step"]) for row in worst] == [("c1", 1), ("c2", 2), ("c3", 3)]
+
+
+def test_without_a_log_the_history_that_saw_most_is_taken(tmp_path):
+    run = tmp_path / "run"
+    for step in (2, 10):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        history = [{"step": s, "reward": s / 2} for s in range(1, step + 1)]
+        state = {"log_history": history, "max_steps": 12, "global_step": step}
+        (run / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+    found = load_run(run)
+    assert found.source == "checkpoint-10/trainer_state.json"
+    assert found.series("reward") == (list(range(1, 11)), [s / 2 for s in range(1, 11)])
+    assert load_run(run / "checkpoint-2").last_step == 2
+    path = report([run / "checkpoint-2"])
+    assert path.parent == (run / "report-checkpoint-2").resolve()
+    assert "steps 2 of 12" in Page(path).text
+    metrics = {"log_history": [{"step": 12, "reward": 6.0}], "exact_match_by_step": {"6": 0.5, "12": 0.75}}
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    found = load_run(run)
+    assert found.source == "metrics.json"
+    assert found.series("held_out_exact_match") == ([6, 12], [0.5, 0.75])
+
+
+def test_several_runs_are_laid_over_each_other_with_what_differs(tmp_path):
+    runs = [
+        make_run(tmp_path / "a", [line(1, reward=0.1, kl=0.5), line(2, reward=0.2)]),
+        make_run(tmp_path / "b", [line(1, reward=0.3), line(2, reward=0.9)], learning_rate=0.5),
+    ]
+    found = {panel.name: panel for panel in comparison_panels([load_run(run) for run in runs], ["a", "b"])}
+    assert [(curve.label, curve.values) for curve in found["reward"].lines] == [("a", [0.1, 0.2]), ("b", [0.3, 0.9])]
+    assert [curve.label for curve in found["kl"].lines] == ["a"]
+    note = {"settings.learning_rate": "Another step size, another run."}
+    page = Page(write_comparison(runs, tmp_path / "out", note))
+    assert "settings.learning_rate 0.001 0.5 Another step size, another run." in page.text
+    assert "settings.loss_type" not in page.text
+    assert "reward 0.2 0.9" in page.text
+    assert page.tags.count("img") == 3
+
+
+def test_the_comparison_takes_a_free_folder_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(tmp_path / name, [line(1)]) for name in "ab"]
+    assert str(report(runs)) == "report-comparison/index.html"
+    assert str(report(runs)) == "report-comparison-2/index.html"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [load_run(make_run(tmp_path / name / "run", [line(1)])) for name in "ab"]
+    assert distinct_names(runs) == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]
+    assert distinct_names([runs[0], runs[0]])[0] != distinct_names([runs[0], runs[0]])[1]
+
+
+def test_a_missing_setting_is_a_difference():
+    (found,) = differences([{"a": 1, "b": 2}, {"b": 2}])
+    assert (found.name, found.values, found.note) == ("a", ["1", "not recorded"], "")
+
+
+def test_a_report_is_written_again_and_nothing_else_overwritten(tmp_path):
+    run = make_run(tmp_path / "run", [line(1, kl=0.5)])
+    report([run])
+    make_run(tmp_path / "later", [line(1)])
+    (run / "log.jsonl").write_text((tmp_path / "later" / "log.jsonl").read_text())
+    assert not (report([run]).parent / "kl.png").exists()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "index.html").write_text("<html>my page</html>")
+    with pytest.raises(ConfigError, match="no report, so it is left alone"):
+        report([run], mine)
+    assert (mine / "index.html").read_text() == "<html>my page</html>"
+    with pytest.raises(ConfigError, match="is a file"):
+        report([run], run / "log.jsonl")
+
+
+def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder"):
+        load_run(tmp_path / "none")
+    with pytest.raises(ConfigError, match="holds no run with log lines"):
+        load_run(tmp_path)
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="holds no run with log lines"):
+        load_run(tmp_path)
+
+
+def test_a_manifest_of_another_version_costs_the_plan_alone():
+    assert "16 completions" in plan_of(entry())
+    assert plan_of({"geometry": {"sizes": 3}}) == ""
+
+
+def test_nothing_but_zeros_is_drawn_from_zero_to_one(tmp_path):
+    run = load_run(make_run(tmp_path / "run", [line(1, kl=0.0), line(2, kl=0.0)]))
+    (kl,) = (panel for panel in panels(run) if panel.name == "kl")
+    assert draw(kl).startswith(b"\x89PNG")
+
+
+def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch, capsys):
+    assert report_or_reason(tmp_path).startswith("No report was written: ")
+    run = make_run(tmp_path / "run", [line(1)])
+    for module, package in (("matplotlib.figure", "matplotlib"), ("jinja2", "jinja2")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            said = report_or_reason(run)
+            assert said.startswith(f"No report was written: the report needs {package}; install it with")
+    monkeypatch.setattr(report_module, "panels", lambda run: 1 / 0)
+    assert "ZeroDivisionError" in report_or_reason(run)
+
+
+def test_the_callback_writes_the_report_on_the_main_process_alone(tmp_path, capsys):
+    from types import SimpleNamespace
+
+    run = make_run(tmp_path / "run", [line(1)])
+    args = SimpleNamespace(output_dir=str(run))
+    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=False), None)
+    assert not (run / "report").exists()
+    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=True), None)
+    assert (run / "report" / "index.html").is_file()
+    assert str(run / "report" / "index.html") in capsys.readouterr().out
+
+
+def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
+    run = make_run(tmp_path / "run", [line(1)])
+    command = [sys.executable, "-m", "grpo_ext.tools.cli", "report"]
+    done = subprocess.run([*command, str(run)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{run / 'report' / 'index.html'}" in done.stdout
+    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "holds no run" in " ".join(refused.stderr.split())
+    assert "Traceback" not in refused.stderr
