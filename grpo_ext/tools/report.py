@@ -83,14 +83,8 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     )
 
 
-def write_comparison(
-    paths: Sequence[str | Path], output: str | Path | None = None, notes: Mapping[str, str] | None = None
-) -> Path:
-    """The page of several runs; see `report`.
-
-    Args:
-        notes: setting -> a sentence to show beside it where it differs.
-    """
+def write_comparison(paths: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """The page of several runs; see `report`."""
     plotting()
     runs = [load_run(path) for path in paths]
     names = distinct_names(runs)
@@ -104,7 +98,7 @@ def write_comparison(
         {
             "runs": list(zip(names, runs)),
             "headlines": [dict(headline(run)) for run in runs],
-            "differences": differences([run.settings for run in runs], notes),
+            "differences": differences([run.settings for run in runs]),
             "final": final,
         },
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.geometry import BatchGeometry, describe_plan
+from ..core.scaling import global_batch_advice
 from ..engine.checkpoint import checkpoints
 from ..engine.manifest import read_manifest
 from ..engine.run_log import LOG, LoggedRun, is_evaluation, read_log, strict
@@ -196,6 +197,9 @@ def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+GLOBAL_BATCH = "settings.global_batch_size"
+
+
 @dataclass(frozen=True)
 class Difference:
     """A setting that is not the same everywhere: its values in order, and what there is to say about it."""
@@ -205,20 +209,29 @@ class Difference:
     note: str = ""
 
 
-def differences(all_settings: Sequence[Mapping[str, Any]], notes: Mapping[str, str] | None = None) -> list[Difference]:
+def differences(all_settings: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """The settings that differ between runs, or between the starts of one.
 
     Args:
         all_settings: what `flat_settings` gives, one for each.
-        notes: setting -> a sentence that is shown beside it.
     """
     names = dict.fromkeys(name for settings in all_settings for name in settings)
     found = []
     for name in names:
         values = [_shown(settings[name]) if name in settings else "not recorded" for settings in all_settings]
         if len(set(values)) > 1:
-            found.append(Difference(name, values, (notes or {}).get(name, "")))
+            found.append(Difference(name, values, batch_note(all_settings) if name == GLOBAL_BATCH else ""))
     return found
+
+
+def batch_note(all_settings: Sequence[Mapping[str, Any]]) -> str:
+    """What the global batches of the others mean for the learning rate, as seen from the first."""
+    first, *others = all_settings
+    batch, rate = first.get(GLOBAL_BATCH), first.get("settings.learning_rate")
+    if not isinstance(batch, int) or not isinstance(rate, (int, float)):
+        return ""
+    sizes = dict.fromkeys(settings.get(GLOBAL_BATCH) for settings in others)
+    return " ".join(global_batch_advice(rate, batch, size) for size in sizes if size and size != batch)
 
 
 def _shown(value: Any) -> str:

@@ -224,12 +224,22 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(tmp_path):
     found = {panel.name: panel for panel in comparison_panels([load_run(run) for run in runs], ["a", "b"])}
     assert [(curve.label, curve.values) for curve in found["reward"].lines] == [("a", [0.1, 0.2]), ("b", [0.3, 0.9])]
     assert [curve.label for curve in found["kl"].lines] == ["a"]
-    note = {"settings.learning_rate": "Another step size, another run."}
-    page = Page(write_comparison(runs, tmp_path / "out", note))
-    assert "settings.learning_rate 0.001 0.5 Another step size, another run." in page.text
+    page = Page(write_comparison(runs, tmp_path / "out"))
+    assert "settings.learning_rate 0.001 0.5" in page.text
     assert "settings.loss_type" not in page.text
     assert "reward 0.2 0.9" in page.text
     assert page.tags.count("img") == 3
+
+
+def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path):
+    sizes = {"a": 64, "b": 256, "c": 64}
+    runs = [make_run(tmp_path / name, [line(1)], global_batch_size=size) for name, size in sizes.items()]
+    text = Page(write_comparison(runs, tmp_path / "out")).text
+    assert "global_batch_size 64 -> 256: a step averages over 4 times the completions" in text
+    assert "what was learning_rate=0.001: 0.002 (square root, for Adam) or 0.004 (linear" in text
+    assert text.count("Usual choices") == 1
+    same = Page(write_comparison([runs[0], runs[2]], tmp_path / "same")).text
+    assert "Usual choices" not in same
 
 
 def test_the_comparison_takes_a_free_folder_here(tmp_path, monkeypatch):
