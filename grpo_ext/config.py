@@ -16,7 +16,7 @@ import torch
 import trl
 from trl.trainer.utils import get_config_model_id
 
-from .core.advantages import check_estimator
+from .core.advantages import check_estimator, probe_estimator
 from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
 from .core.loss_scale import INITIAL_SCALE, ScaleRule
 from .core.losses import LOSS_TYPES, LossConfig
@@ -342,6 +342,8 @@ class GRPOConfig(trl.GRPOConfig):
         name = self.advantage_estimator
         if name is not None:
             check_estimator(name)
+            if isinstance(self.num_generations, int) and self.num_generations > 1:
+                probe_estimator(name, self.num_generations)
             if self.scale_rewards not in ("group", True) or self.multi_objective_aggregation != "sum_then_normalize":
                 raise ConfigError(
                     f"advantage_estimator={name!r} and scale_rewards={self.scale_rewards!r}, "

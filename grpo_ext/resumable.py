@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import trl
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from .core.geometry import EpochLayout
 from .engine.bitwise import pinned
 from .engine.checkpoint import (
     check_space,
@@ -36,7 +39,7 @@ from .engine.checkpoint import (
 )
 from .engine.collectives import any_process, failing_together, from_main_process
 from .engine.identity import (
-    SIZES,
+    KEEPS_ROLLOUT,
     batch_advice,
     check_identity,
     identity_of,
@@ -293,22 +296,53 @@ class ResumableTrainer(SamplingTrainer):
             logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
         if advice := batch_advice(allowed, rate):
-            logger.warning(advice)
+            logger.warning(f"{advice} {self._where_it_goes_on(checkpoint, allowed['global_batch_size'][0])}")
         self._changed = frozenset(allowed)
-        if self.is_deepspeed_enabled and (kept := sorted(self._changed & CHANGEABLE.keys())):
-            raise CheckpointError(
-                f"DeepSpeed reads {', '.join(kept)} from the checkpoint, so the change would have no effect; put it "
-                "back, or export the model and begin a new run with it."
-            )
+        self._refuse_changes_without_effect()
         state = RunState.load(checkpoint)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
-        elif sizes := sorted(allowed.keys() & set(SIZES)):
-            logger.warning(f"{', '.join(sizes)} changed, so the rollout batch of the checkpoint is not used.")
+        elif others := sorted(allowed.keys() - KEEPS_ROLLOUT):
+            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint is not used.")
             state.rollout = state.rollout_name = None
         if self.ref_model is not None:
             load_reference(self.accelerator.unwrap_model(self.ref_model), checkpoint)
         return state
+
+    def _where_it_goes_on(self, checkpoint: str, old_batch: int) -> str:
+        """What becomes of the data order when a run goes on with another global batch; steps are what a run counts.
+
+        Raises:
+            CheckpointError: no steps are left.
+        """
+        step = int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
+        g, total = self.geometry, self.args.max_steps
+        if total <= 0:
+            layout = EpochLayout(g, len(self.train_dataset), self.args.dataloader_drop_last)
+            total = math.ceil(self.args.num_train_epochs * len(layout))
+        if step >= total:
+            raise CheckpointError(
+                f"{checkpoint} was written after step {step}, and with global_batch_size={g.global_batch_size} the run "
+                f"has {total} steps, so nothing is left to train; raise num_train_epochs or max_steps (and name it in "
+                "allow_changed_on_resume), or export the model and begin a new run with it."
+            )
+        per_prompt = g.num_generations * g.num_iterations
+        seen, next_one = step * old_batch // per_prompt, step * g.global_batch_size // per_prompt
+        fate = f"{next_one - seen} are skipped" if next_one > seen else f"{seen - next_one} come again"
+        return f"The run goes on with step {step + 1} of {total}: about {seen} prompts were trained, about {fate}."
+
+    def _refuse_changes_without_effect(self) -> None:
+        kept = sorted(self._changed & CHANGEABLE.keys())
+        if kept and self.is_deepspeed_enabled:
+            raise CheckpointError(
+                f"DeepSpeed reads {', '.join(kept)} from the checkpoint, so the change would have no effect; put it "
+                "back, or export the model and begin a new run with it."
+            )
+        if "learning_rate" in kept and self.args.lr_scheduler_type == "reduce_lr_on_plateau":
+            raise CheckpointError(
+                "lr_scheduler_type='reduce_lr_on_plateau' goes on with the checkpoint's learning rate, so another "
+                "learning_rate would have no effect; put it back, or export the model and begin a new run with it."
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""

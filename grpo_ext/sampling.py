@@ -21,7 +21,7 @@ from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 
 from .config import GRPOConfig
-from .core.advantages import estimated_advantages, group_advantages, groups_without_variance
+from .core.advantages import depends_on_the_batch, estimated_advantages, group_advantages, groups_without_variance
 from .core.dynamic_sampling import fill_places
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
@@ -236,12 +236,6 @@ class SamplingTrainer(trl.GRPOTrainer):
         finally:
             self._request, self._identity = None, None
         self._rewards_BF = rewards[-1]
-        if torch.isnan(rewards[-1]).all():
-            names = ", ".join(self.reward_func_names)
-            logger.warning(
-                f"No completion of this rollout was scored: {names} returned None for all of them, so nothing is"
-                " learned from it; check that the reward functions fit the data."
-            )
         advantages = self._advantages(rewards[-1], request.num_generations)
         if self.args.advantage_estimator is not None:
             shown: Any = self._logs["advantages"]  # TRL's own, as far as the table holds them
@@ -268,7 +262,9 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _sample_rollout(self, rows: StepRows) -> Rollout:
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
         if self._reserve is None or not self.model.training:
-            return self._score_round(rows)
+            rollout = self._score_round(rows)
+            self._warn_if_unscored(self._rewards_BF)
+            return rollout
         request, reserve, group = rows.request, self._reserve, rows.request.num_generations
         weights_F = self.reward_weights.to(self._rewards_BF.device)
         rounds: list[Round] = []
@@ -292,8 +288,43 @@ class SamplingTrainer(trl.GRPOTrainer):
             else:
                 self._metrics["train"][name].append(value)
         rollout, rewards_BF = assemble(rounds, places, group)
-        rollout.fields["advantages"] = list(self._advantages(rewards_BF, group).cpu().view(-1, 1))
+        if len(rounds) > 1 and self._advantages_of_batch():
+            rollout.fields["advantages"] = list(self._advantages(rewards_BF, group).cpu().view(-1, 1))
+        self._warn_if_unscored(rewards_BF)
         return rollout
+
+    def _advantages_of_batch(self) -> bool:
+        modes = (self.scale_rewards, self.multi_objective_aggregation)
+        return depends_on_the_batch(self.args.advantage_estimator, *modes)
+
+    def _warn_if_unscored(self, rewards_BF: torch.Tensor) -> None:
+        if torch.isnan(rewards_BF).all():
+            names = ", ".join(self.reward_func_names)
+            logger.warning(
+                f"No completion of this rollout was scored: {names} returned None for all of them, so nothing is"
+                " learned from it; check that the reward functions fit the data."
+            )
+
+    def _check_dynamic_sampling(self) -> None:
+        """Refuse dynamic sampling where there is nothing to draw from, or where it would undo a subclass's work.
+
+        Raises:
+            ConfigError: on every process.
+        """
+        dataset: Any = self.train_dataset
+        rows, prompts = len(dataset), self.geometry.prompts_per_rollout
+        if rows <= prompts:
+            raise ConfigError(
+                f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
+                f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
+            )
+        own = type(self)._generate_and_score_completions is not SamplingTrainer._generate_and_score_completions
+        if own and self._advantages_of_batch():
+            raise ConfigError(
+                f"dynamic_sampling=True computes advantages over the batch once it is full, and {type(self).__name__} "
+                "overrides _generate_and_score_completions, whose advantages would be lost; use an estimator that "
+                "looks at one group at a time (the default does)."
+            )
 
     @contextlib.contextmanager
     def _metrics_apart(self) -> Iterator[dict[str, list[float]]]:

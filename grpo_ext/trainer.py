@@ -129,6 +129,11 @@ class GRPOTrainer(ResumableTrainer):
         config = GRPOConfig.for_model(args, model)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
+        if config.dynamic_sampling and train_dataset is not None and not hasattr(train_dataset, "__len__"):
+            raise ConfigError(
+                "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
+                "use a data set with a length."
+            )
         self._given_args = args
         self._uncovered: list[str] = []
         self._stock = rollout_func is not None
@@ -205,11 +210,8 @@ class GRPOTrainer(ResumableTrainer):
         self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
         if self._stock:
             self._refuse_for_stock(config)
-        if config.dynamic_sampling and not hasattr(self.train_dataset, "__len__"):
-            raise ConfigError(
-                "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
-                "use a data set with a length."
-            )
+        if config.dynamic_sampling:
+            self._check_dynamic_sampling()
         faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
         if self.environment_factories is None and not self._stock:

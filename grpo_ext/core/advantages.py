@@ -42,15 +42,20 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
     """
 
     def register(estimator: Estimator) -> Estimator:
-        there = ESTIMATORS.setdefault(name, estimator)
-        if (there.__module__, there.__qualname__) != (estimator.__module__, estimator.__qualname__):
-            raise ConfigError(
-                f"advantage estimator {name!r} is {there.__module__}.{there.__qualname__} already; choose another name."
-            )
-        ESTIMATORS[name] = estimator  # a cell of a notebook that ran again
+        if not callable(estimator):
+            raise ConfigError(f"advantage estimator {name!r} is a {type(estimator).__name__}; register a function.")
+        there = ESTIMATORS.get(name, estimator)
+        if _origin(there) != _origin(estimator):  # a cell of a notebook may run again
+            raise ConfigError(f"advantage estimator {name!r} is {_origin(there)} already; choose another name.")
+        ESTIMATORS[name] = estimator
         return estimator
 
     return register
+
+
+def _origin(estimator: Estimator) -> str:
+    named = all(hasattr(estimator, name) for name in ("__module__", "__qualname__"))
+    return f"{estimator.__module__}.{estimator.__qualname__}" if named else repr(estimator)
 
 
 def _centred(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -110,7 +115,7 @@ def estimated_advantages(
         rewards_BF, weights_F, num_generations: as in `group_advantages`.
 
     Returns:
-        The advantages, float32; zero for a completion that no function scored.
+        The advantages; zero for a completion that no function scored.
 
     Raises:
         ConfigError: an unknown name, or an estimator that returns something else than one finite number for every
@@ -118,12 +123,13 @@ def estimated_advantages(
     """
     check_estimator(name)
     rewards = weighted_sum(rewards_BF, weights_F)
-    found = ESTIMATORS[name](rewards.view(-1, num_generations))
-    if not isinstance(found, torch.Tensor) or found.numel() != rewards.numel():
+    expected = (rewards.numel() // num_generations, num_generations)
+    found = ESTIMATORS[name](rewards.view(expected).clone())  # it may write to what it is given
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (expected, (rewards.numel(),)):
         shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ConfigError(
-            f"advantage estimator {name!r} returned {shape} for rewards of shape "
-            f"{(rewards.numel() // num_generations, num_generations)}; it has to return one number per completion."
+            f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
+            "number per completion, in that shape."
         )
     found = found.reshape(-1).to(rewards)
     broken = ~torch.isfinite(found) & ~torch.isnan(rewards)
@@ -134,6 +140,23 @@ def estimated_advantages(
             f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
         )
     return torch.where(torch.isnan(rewards), 0.0, found)
+
+
+def probe_estimator(name: str, num_generations: int) -> None:
+    """Try an estimator on two groups, one of them without variance, before anything is trained.
+
+    Raises:
+        ConfigError: as from `estimated_advantages`.
+    """
+    rewards = torch.stack([torch.arange(float(num_generations)), torch.ones(num_generations)])
+    estimated_advantages(name, rewards.view(-1, 1), torch.ones(1), num_generations)
+
+
+def depends_on_the_batch(name: str | None, scale_rewards: str, aggregation: str) -> bool:
+    """Whether the advantages of a group may depend on the other groups of the rollout batch."""
+    if name is not None:
+        return name not in ("group_standardized", "group_centered", "leave_one_out")
+    return scale_rewards == "batch" or aggregation == "normalize_then_sum"
 
 
 def groups_without_variance(

@@ -10,6 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 Source = tuple[int, int]  # round, group in the round
+_LEAST = {"completions/min_length", "completions/min_terminated_length", "sampling/importance_sampling_ratio/min"}
+_MOST = {
+    "completions/max_length",
+    "completions/max_terminated_length",
+    "sampling/importance_sampling_ratio/max",
+    "sampling/sampling_logp_difference/max",
+}
 
 
 def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[Source], int]:
@@ -34,8 +41,8 @@ def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[Source], int]:
 def combine_metrics(rounds: Sequence[Mapping[str, float]], completions: Sequence[int]) -> dict[str, float]:
     """TRL's log values of one rollout batch from those of its rounds.
 
-    Means are weighted by the completions (or, for terminated completions, by those that ended by themselves), minima
-    and maxima are taken over rounds, and counters (`num_tokens`) keep their last value. NaN entries do not count.
+    Means are weighted by what they were measured on: completions, completions that ended by themselves, or tool calls.
+    Minima and maxima are taken over rounds; `num_tokens`, a counter, keeps its last value. NaN entries do not count.
 
     Args:
         rounds: log values by name, of each round.
@@ -44,24 +51,24 @@ def combine_metrics(rounds: Sequence[Mapping[str, float]], completions: Sequence
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for values in rounds for name in values):
         pairs = [(values[name], _weight(name, values, n)) for values, n in zip(rounds, completions) if name in values]
-        known = [(value, weight) for value, weight in pairs if not math.isnan(value)]
-        last = name.rpartition("/")[2]
-        if name == "num_tokens":
+        known = [(value, weight) for value, weight in pairs if not math.isnan(value) and weight]
+        if name == "num_tokens" or not known:
             combined[name] = pairs[-1][0]
-        elif not known:
-            combined[name] = math.nan
-        elif last.startswith("min"):
+        elif name in _LEAST:
             combined[name] = min(value for value, _ in known)
-        elif last.startswith("max"):
+        elif name in _MOST:
             combined[name] = max(value for value, _ in known)
+        elif len(known) == 1:
+            combined[name] = known[0][0]
         else:
             total = math.fsum(weight for _, weight in known)
-            mean = math.fsum(value * weight for value, weight in known) / total if total else math.nan
-            combined[name] = known[0][0] if len(known) == 1 else mean
+            combined[name] = math.fsum(value * weight for value, weight in known) / total
     return combined
 
 
 def _weight(name: str, values: Mapping[str, float], completions: int) -> float:
-    if name.rpartition("/")[2] == "mean_terminated_length":
+    if name.endswith("_terminated_length"):  # 0 where none ended by itself
         return completions * (1.0 - values.get("completions/clipped_ratio", 0.0))
+    if name == "tools/failure_frequency":
+        return completions * values.get("tools/call_frequency", 1.0)
     return completions

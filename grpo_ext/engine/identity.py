@@ -76,6 +76,8 @@ _OURS = (
     "bitwise_invariant",
     *_BITWISE,
 )
+# what may change in the middle of a rollout batch: its completions and their advantages stay what they are
+KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 

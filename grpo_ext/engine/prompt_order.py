@@ -175,7 +175,8 @@ class Reserve:
     def _rest(self, request: RolloutRequest) -> list[int]:
         name = (request.epoch, request.layout.rollout)
         if self._cached is None or self._cached[0] != name:
-            taken = {self.order(request.epoch)[p] for p in request.layout.rollout_prompts}
+            order = self.order(request.epoch)
+            taken = {order[p] for p in request.layout.rollout_prompts}
             generator = torch.Generator().manual_seed(derive_key(self.seed, RESERVE_STREAM, *name) >> 1)
             mixed = torch.randperm(len(self.prompts), generator=generator).tolist()
             self._cached = (name, [p for p in mixed if p not in taken])

@@ -56,7 +56,8 @@ class Console(TrainerCallback):
     """Shows a run as it goes: a bar and coloured lines on a terminal, plain lines in a file, a pipe or a notebook.
 
     Args:
-        measure: from the model to named figures of your own, such as a held-out score.
+        measure: from the model to named figures of your own, such as a held-out score. It is called on the main process
+            alone, so not for sharded models (FSDP, ZeRO-3), whose forwards every process has to join.
         every: optimizer steps between two measurements; lines are then printed for those steps alone.
         out: where to write, a `rich.console.Console`; default: standard output.
 

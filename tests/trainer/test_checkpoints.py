@@ -107,8 +107,9 @@ def other(folder: Path, **changes: Any) -> GRPOTrainer:
         "train_dataset": prompts(12),
         "processing_class": tiny_tokenizer(),
     }
-    settings = {k: v for k, v in changes.items() if k not in (*parts, "peft_config")}
-    parts |= {k: v for k, v in changes.items() if k in (*parts, "peft_config")}
+    extra = (*parts, "peft_config", "eval_dataset")
+    settings = {k: v for k, v in changes.items() if k not in extra}
+    parts |= {k: v for k, v in changes.items() if k in extra}
     return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)
 
 
@@ -258,8 +259,36 @@ def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path,
     trainer = other(tmp_path, **changes, allow_changed_on_resume=allowed)
     trainer.train("latest")
     assert re.search(says, caplog.text)
+    assert "step 2 of 2: about 2 prompts were trained, about 6 are skipped" in caplog.text
     assert trainer.args.learning_rate == 1e-3  # said, not done
     assert trainer.optimizer.param_groups[0]["initial_lr"] == 1e-3
+
+
+def test_a_larger_global_batch_that_leaves_no_steps_is_refused(tmp_path):
+    other(tmp_path, global_batch_size=8, max_steps=-1, num_train_epochs=1).train()  # 12 prompts in 6 steps
+    allowed = ["global_batch_size", "rollout_batch_size"]
+    trainer = other(tmp_path, global_batch_size=16, max_steps=-1, num_train_epochs=1, allow_changed_on_resume=allowed)
+    with pytest.raises(CheckpointError, match=r"after step 4, .* has 3 steps, so nothing is left to train"):
+        trainer.train(str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize(("setting", "dropped"), [({"advantage_estimator": "leave_one_out"}, True), ({}, False)])
+def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, dropped):
+    usual = {"rollout_batch_size": 32, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
+    other(tmp_path, **usual).train()
+    allowed = ["advantage_estimator", "learning_rate"]
+    again = other(tmp_path, **usual, **setting, learning_rate=2e-3, allow_changed_on_resume=allowed)
+    again.train(str(tmp_path / "checkpoint-1"))  # in the middle of a rollout batch
+    assert ("the rollout batch of the checkpoint is not used" in caplog.text) is dropped
+
+
+def test_a_changed_learning_rate_is_refused_where_it_would_have_no_effect(tmp_path):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    plateau |= {"metric_for_best_model": "eval_reward"}
+    other(tmp_path, **plateau, eval_dataset=prompts(4)).train()
+    changes = {**plateau, "learning_rate": 3e-3, "allow_changed_on_resume": ["learning_rate"]}
+    with pytest.raises(CheckpointError, match="another learning_rate would have no effect"):
+        other(tmp_path, **changes, eval_dataset=prompts(4)).train("latest")
 
 
 def test_a_learning_rate_that_was_changed_on_purpose_is_used(tmp_path):

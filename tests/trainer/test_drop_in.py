@@ -15,7 +15,7 @@ from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, RewardError
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 
 def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=None, extra=None, **settings):
@@ -364,7 +364,8 @@ def test_an_error_of_a_reward_function_names_it_in_training(tmp_path):
         make(tmp_path, rewards=flawed).train()
 
 
-def test_a_subclass_may_shape_rewards_and_advantages(tmp_path):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_subclass_may_shape_rewards_and_advantages(tmp_path, dynamic):
     class Negated(GRPOTrainer):
         def _calculate_rewards(self, *args):
             return -super()._calculate_rewards(*args)
@@ -385,7 +386,8 @@ def test_a_subclass_may_shape_rewards_and_advantages(tmp_path):
         return [-r for r in letter_reward(prompts, completions)]
 
     def trained(cls, reward):
-        args = GRPOConfig(**config_kwargs(tmp_path / "out", max_steps=1, max_grad_norm=0.0))
+        changes = {"max_steps": 1, "max_grad_norm": 0.0, "dynamic_sampling": dynamic}
+        args = GRPOConfig(**config_kwargs(tmp_path / "out", **changes))
         trainer = cls(tiny_model(), reward, args, prompts(), processing_class=tiny_tokenizer())
         trainer.train()
         return parameters(trainer)
@@ -395,6 +397,8 @@ def test_a_subclass_may_shape_rewards_and_advantages(tmp_path):
     assert torch.equal(trained(Negated, negative_reward), plain)
     assert not torch.equal(trained(Negated, letter_reward), plain)
     assert torch.equal(trained(Silent, letter_reward), start)
+    assert torch.equal(trained(Silent, sparse_reward), start)
+    assert not torch.equal(trained(GRPOTrainer, sparse_reward), start)
     assert torch.allclose(trained(PerToken, letter_reward), plain, atol=1e-7)
 
 

@@ -147,6 +147,25 @@ def test_a_stream_is_refused(tmp_path):
         trained(tmp_path, Recorder(), stream)
 
 
+def test_a_set_that_one_rollout_batch_uses_up_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="which has 4 and a rollout batch takes 4; use more prompts"):
+        trained(tmp_path, Recorder(), count=4)
+
+
+def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
+    class Own(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(inputs)
+
+    def build(**settings):
+        args = GRPOConfig(**config_kwargs(tmp_path, dynamic_sampling=True, **settings))
+        return Own(tiny_model(), lambda completions, **kw: [0.0], args, prompts(9), processing_class=tiny_tokenizer())
+
+    build()
+    with pytest.raises(ConfigError, match="Own overrides _generate_and_score_completions"):
+        build(scale_rewards="batch")
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

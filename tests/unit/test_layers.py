@@ -19,7 +19,7 @@ ALLOWED = {
     "config": {"core", "errors"},
     "engine": {"core", "engine", "errors"},
     "sampling": {"core", "engine", "config", "errors"},
-    "resumable": {"engine", "errors", "sampling"},
+    "resumable": {"core", "engine", "errors", "sampling"},
     "trainer": {"core", "engine", "config", "errors", "resumable"},
     "demo": {"demo", "core", "config", "errors"},
     "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},

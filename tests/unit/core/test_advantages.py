@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import textwrap
@@ -15,6 +16,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanstd
 
+from grpo_ext import GRPOConfig
 from grpo_ext.core.advantages import (
     EPSILON,
     ESTIMATORS,
@@ -26,6 +28,7 @@ from grpo_ext.core.advantages import (
     weighted_sum,
 )
 from grpo_ext.errors import ConfigError
+from tests.helpers import config_kwargs
 
 PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, print_blob=True, database=None)
 MODES = [
@@ -362,6 +365,7 @@ def test_an_estimator_of_ones_own_takes_five_lines():
 @pytest.mark.parametrize(
     ("made", "says"),
     [
+        (lambda r: r.T, r"returned \(4, 2\) for rewards of shape \(2, 4\)"),
         (lambda r: r.mean(1), r"returned \(2,\) for rewards of shape \(2, 4\)"),
         (lambda r: r / 0, "returned nan for completion 0 of group 0, whose reward is 0"),
         (lambda r: r.tolist(), "returned list"),
@@ -374,6 +378,38 @@ def test_an_estimator_that_returns_something_else_is_named(made, says):
             estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
     finally:
         del ESTIMATORS["broken"]
+
+
+def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not():
+    def filling(rewards):
+        rewards[torch.isnan(rewards)] = 0
+        return rewards - rewards.mean(1, keepdim=True)
+
+    register_advantage_estimator("filling")(filling)
+    try:
+        assert estimated("filling", 1, NAN, 1, 1) == [0.25, 0.0, 0.25, 0.25]
+    finally:
+        del ESTIMATORS["filling"]
+
+
+def test_an_estimator_that_fails_without_variance_is_found_before_training(tmp_path):
+    register_advantage_estimator("fragile")(lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True))
+    try:
+        with pytest.raises(ConfigError, match="'fragile' returned nan for completion 0 of group 1, whose reward is 1"):
+            GRPOConfig(**config_kwargs(tmp_path, advantage_estimator="fragile"))
+    finally:
+        del ESTIMATORS["fragile"]
+
+
+def test_what_is_registered_is_a_function_with_or_without_a_name():
+    with pytest.raises(ConfigError, match="is a int; register a function"):
+        register_advantage_estimator("number")(3)
+    assert "number" not in ESTIMATORS
+    register_advantage_estimator("partial")(functools.partial(torch.sub, other=1.0))
+    try:
+        assert estimated("partial", 1, 2, 3, 4) == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        del ESTIMATORS["partial"]
 
 
 def test_an_unknown_estimator_is_refused_with_the_names():

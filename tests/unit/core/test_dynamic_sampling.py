@@ -61,6 +61,20 @@ def test_terminated_lengths_are_weighted_by_the_completions_that_ended():
     assert combine_metrics(rounds, [8, 4])["completions/mean_terminated_length"] == pytest.approx(48 / 6)
 
 
+def test_a_round_without_completions_that_ended_says_nothing_of_their_lengths():
+    ended = {"completions/clipped_ratio": 0.0, "completions/min_terminated_length": 10.0}
+    cut = {"completions/clipped_ratio": 1.0, "completions/min_terminated_length": 0.0}  # what TRL logs then
+    assert combine_metrics([ended, cut], [16, 4])["completions/min_terminated_length"] == 10.0
+    assert combine_metrics([cut, cut], [16, 4])["completions/min_terminated_length"] == 0.0
+
+
+def test_tool_failures_are_weighted_by_calls():
+    many = {"tools/call_frequency": 3.0, "tools/failure_frequency": 0.5}
+    few = {"tools/call_frequency": 1.0, "tools/failure_frequency": 0.1}
+    # 24 calls with 12 failures, 8 with 0.8
+    assert combine_metrics([many, few], [8, 8])["tools/failure_frequency"] == pytest.approx(12.8 / 32)
+
+
 def test_values_that_are_not_numbers_or_missing_do_not_count():
     rounds = [{"a": math.nan, "b": 1.0}, {"a": 2.0}, {"c": math.nan}]
     found = combine_metrics(rounds, [4, 4, 4])
