@@ -102,8 +102,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
-            "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', or a registered name. Default: what scale_rewards "
-            "and multi_objective_aggregation say, as in TRL."
+            "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
+            "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
         },
     )
     loss_aggregation: str | None = field(

@@ -25,6 +25,7 @@ from .core.geometry import EpochLayout
 from .engine.bitwise import pinned
 from .engine.checkpoint import (
     check_space,
+    checkpoints,
     is_verified,
     newest_whole,
     no_space,
@@ -113,7 +114,8 @@ class ResumableTrainer(SamplingTrainer):
     ) -> Any:
         """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
-        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`. An
+        `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`; or "auto":
+        the same where there is one, and else a new run, so that one job script both begins and goes on. An
         `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
         beside it.
 
@@ -238,7 +240,9 @@ class ResumableTrainer(SamplingTrainer):
         folder = str(self.args.output_dir)
 
         def find() -> tuple[str | None, str | None, list[str]]:
-            if isinstance(wanted, str) and wanted != "latest":
+            if wanted == "auto" and not checkpoints(folder):
+                return None, None, []
+            if isinstance(wanted, str) and wanted not in ("latest", "auto"):
                 return wanted, why_broken(wanted), []
             newest, skipped = newest_whole(folder)
             if newest is None:
@@ -253,6 +257,8 @@ class ResumableTrainer(SamplingTrainer):
                 f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
                 "whole checkpoint of output_dir, or leave it out to start anew."
             )
+        if path is None:
+            return None
         there = processes_of(path)
         if self.is_deepspeed_enabled and there not in (None, self.accelerator.num_processes):
             raise CheckpointError(
@@ -343,6 +349,24 @@ class ResumableTrainer(SamplingTrainer):
                 "lr_scheduler_type='reduce_lr_on_plateau' goes on with the checkpoint's learning rate, so another "
                 "learning_rate would have no effect; put it back, or export the model and begin a new run with it."
             )
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """transformers', which says where a resumed run goes on, and not which layout settings differ."""
+        if self._stock:
+            return super()._init_training_state(*args, **kwargs)
+        with mock.patch("transformers.trainer.compare_trainer_and_checkpoint_args"):  # `_read_state` has compared
+            place = super()._init_training_state(*args, **kwargs)
+        if self.state.global_step:
+            self._say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
+        return place
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers', which would train one step more than `max_steps` where a run that is finished is resumed."""
+        if not self._stock and self.state.global_step >= self.state.max_steps:
+            self._say("The run is finished: nothing is left to train, and the weights stay as they are.")
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""

@@ -249,6 +249,7 @@ class GRPOTrainer(ResumableTrainer):
     def _check_prompt_lengths(self) -> None:
         if not hasattr(self.train_dataset, "__len__"):
             return
+        checks.check_chat_template(self.train_dataset, self._tokenizer)
         checks.check_prompt_lengths(
             checks.iterate_prompts(self.train_dataset),
             lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],

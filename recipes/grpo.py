@@ -4,18 +4,21 @@ The whole flow in one file; every field of GRPOConfig and of trl's ModelConfig i
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -92,10 +95,12 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
     """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
     from trl import ModelConfig, TrlParser
 
+    argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     demo = is_demo(argv)
     asked_for_help = "--help" in argv or "-h" in argv  # lists the defaults of a run of one's own
     dataclasses_of_options: Any = (ScriptArguments, GRPOConfig, ModelConfig)
     parser = TrlParser(dataclasses_of_options)
+    parser.error = refuse_option  # type: ignore[method-assign]
     # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
     parser.set_defaults_with_config(lora_dropout=0.0)
     if demo and not asked_for_help:
@@ -105,8 +110,28 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:  # TRL's and transformers' own refusals of a setting
-        raise ConfigError(str(error)) from error
+        raise ConfigError(unknown_option(str(error), argv, parser) or str(error)) from error
     return demo, script, training, model
+
+
+def refuse_option(message: str) -> NoReturn:
+    """A parser's complaint as one sentence, without the two hundred lines of its usage."""
+    raise ConfigError(f"{message}; `--help` lists the options.")
+
+
+def unknown_option(message: str, argv: list[str], parser: Any) -> str | None:
+    """What to say where the parser has met names it does not know; None where it says something else."""
+    found = re.search(r"(?:not used by the HfArgumentParser|from config file): (\[[^\]]*\])", message)
+    names = [word for word in ast.literal_eval(found[1]) if str(word).startswith("--")] if found else []
+    if not names:
+        return None
+    known = {option for action in parser._actions for option in action.option_strings}
+    near = difflib.get_close_matches(names[0], known, 1)
+    meant = f"did you mean {near[0]}?" if near else "`--help` lists the options."
+    if "config file" in message:
+        file, meant = argv[argv.index("--config") + 1], meant.replace("--", "", len(near))
+        return f"{file}: {names[0][2:]!r} is no setting; {meant}"
+    return f"{names[0]} is no option; {meant}"
 
 
 def check_output_dir(training: GRPOConfig) -> None:
@@ -122,11 +147,14 @@ def check_output_dir(training: GRPOConfig) -> None:
                 f"never mixes with them. To go on with that run add `--resume_from_checkpoint {found[-1]}`; to start "
                 "over name another --output_dir."
             )
+    elif str(resume).lower() == "auto":
+        training.resume_from_checkpoint = "auto" if found else None
     elif str(resume).lower() in ("true", "latest"):
         if not found:
             raise ConfigError(
                 f"--resume_from_checkpoint {resume} takes the last checkpoint in --output_dir {folder}, which holds "
-                "none; name the folder of the earlier run, or leave the option out."
+                "none; name the folder of the earlier run, leave the option out, or write `auto` to begin where there "
+                "is none."
             )
         training.resume_from_checkpoint = "latest"  # the trainer finds the newest whole one
     elif not Path(resume).is_dir():
@@ -219,7 +247,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
     seconds = time.perf_counter() - start_time
     show_samples(f"After, held-out exact match {after:.2f}:", samples)
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
-    by_step = {step: measured[HELD_OUT] for step, measured in console.measured.items()}
+    by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
     save(trainer, {**figures, "seconds": seconds})
     say("Next, the same run on two processes, which learns the same; and the comparison of many splits:")

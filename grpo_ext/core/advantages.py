@@ -7,8 +7,10 @@ Shapes: B completions, F reward functions, P prompts (groups), G generations; gr
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import torch
 
@@ -92,18 +94,38 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def check_estimator(name: str) -> None:
-    """Refuse a name that nothing is registered under; plugins (entry point group `grpo_ext.advantage_estimators`) are.
+    """Refuse a name that nothing is registered under.
+
+    Plugins (entry point group `grpo_ext.advantage_estimators`) are registered here, and `path/to/file.py:function`.
 
     Raises:
         ConfigError: lists the names.
     """
     plugins = entry_points(group="grpo_ext.advantage_estimators")
+    if name not in ESTIMATORS and ".py:" in name:
+        register_advantage_estimator(name)(_from_file(name))
     if name not in ESTIMATORS:
         for plugin in plugins.select(name=name):
             register_advantage_estimator(name)(plugin.load())
     if name not in ESTIMATORS:
         names = sorted({*ESTIMATORS, *plugins.names})
-        raise ConfigError(f"advantage_estimator={name!r} is unknown; use one of {', '.join(names)}.")
+        raise ConfigError(
+            f"advantage_estimator={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function."
+        )
+
+
+def _from_file(name: str) -> Estimator:
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"advantage_estimator={name!r}: there is no file {path}; check the path.")
+    spec = importlib.util.spec_from_file_location(f"grpo_ext_estimator_{Path(path).stem}", path)
+    assert spec is not None  # a file with this suffix always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise ConfigError(f"advantage_estimator={name!r}: {path} defines no {function}; check the name.")
+    return getattr(module, function)
 
 
 def estimated_advantages(

@@ -213,6 +213,20 @@ def model_length_limit(config: Any) -> tuple[int | None, bool]:
     return (limit if isinstance(limit, int) and limit > 0 else None), not rotary
 
 
+def check_chat_template(dataset: Any, tokenizer: Any) -> None:
+    """Refuse conversational prompts for a tokenizer that cannot write them as text.
+
+    Raises:
+        DataError: names the remedy.
+    """
+    first = next(iter(iterate_prompts(dataset)), None)
+    if isinstance(first, list) and getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            "the prompts are messages, and the tokenizer has no chat template to write them with; use an instruct "
+            "model, set chat_template_path, or give prompts as plain text (recipe: leave --conversational out)."
+        )
+
+
 def check_prompt_lengths(
     prompts: Iterable[Any],
     lengths_of: Any,

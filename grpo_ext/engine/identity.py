@@ -225,7 +225,8 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
         )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
-            f"set allow_changed_on_resume={sorted(refused)}.{advice and f' {advice}'}"
+            f"set allow_changed_on_resume={sorted(refused)} (as an option: --allow_changed_on_resume "
+            f"{' '.join(sorted(refused))}).{advice and f' {advice}'}"
         )
     return found
 

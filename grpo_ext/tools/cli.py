@@ -6,13 +6,15 @@ Light until a command needs more: `plan` loads no model and no trainer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
 from .quiet import quiet_libraries
@@ -51,6 +53,26 @@ def read_config(path: Path | None) -> dict[str, Any]:
     return settings
 
 
+def refuse_misspelt(settings: Mapping[str, Any], known: Collection[str], path: Path | None) -> None:
+    """Refuse names in a file that are no setting but nearly one; other names belong to the recipe.
+
+    Args:
+        known: names that are read here.
+
+    Raises:
+        ConfigError: names both.
+    """
+    suspects = {name: get_close_matches(name, known, 1, 0.8) for name in settings if name not in known}
+    suspects = {name: near for name, near in suspects.items() if near}
+    if suspects:
+        from ..config import GRPOConfig  # seconds, so only now
+
+        suspects = {name: near for name, near in suspects.items() if name not in GRPOConfig.__dataclass_fields__}
+    if suspects:
+        name, near = next(iter(suspects.items()))
+        raise ConfigError(f"{path}: {name!r} is no setting; did you mean {near[0]!r}?")
+
+
 def integers(text: str, name: str) -> list[int]:
     """A list of positive integers from "16,5,1".
 
@@ -73,11 +95,11 @@ def plan(
         int, typer.Option("--num-processes", "--processes", help="Processes the run is laid onto.")
     ] = 1,
     num_prompts: Annotated[OptionalInt, typer.Option(help="Prompts in the training set.")] = None,
-    num_generations: Annotated[OptionalInt, typer.Option(help="Completions per prompt [default: 8].")] = None,
+    num_generations: Annotated[OptionalInt, typer.Option(help="Completions per prompt (default: 8).")] = None,
     global_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per optimizer step, global.")] = None,
     rollout_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per generation phase, global.")] = None,
     per_device_train_batch_size: Annotated[
-        OptionalInt, typer.Option(help="Completions per forward on one device [default: 8].")
+        OptionalInt, typer.Option(help="Completions per forward on one device (default: 8).")
     ] = None,
     gradient_accumulation_steps: Annotated[
         OptionalInt, typer.Option(help="Only without global_batch_size; otherwise derived.")
@@ -94,8 +116,8 @@ def plan(
     ] = None,
     engine: Annotated[str, typer.Option(help="With model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[int, typer.Option(help="With model: tokens of a prompt.")] = 512,
-    max_completion_length: Annotated[OptionalInt, typer.Option(help="With model: tokens [default: 512].")] = None,
-    mean_completion_length: Annotated[OptionalInt, typer.Option(help="With model [default: half the longest].")] = None,
+    max_completion_length: Annotated[OptionalInt, typer.Option(help="With model: tokens (default: 512).")] = None,
+    mean_completion_length: Annotated[OptionalInt, typer.Option(help="With model (default: half the longest).")] = None,
     compute: Annotated[str, typer.Option(help="With model: float32, bfloat16 or float16 forwards.")] = "bfloat16",
     lora_rank: Annotated[OptionalInt, typer.Option(help="With model: train adapters of this rank alone.")] = None,
 ) -> None:
@@ -115,6 +137,7 @@ def plan(
         "micro_batch_tokens": micro_batch_tokens,
     }
     file = read_config(config)
+    refuse_misspelt(file, given, config)
     sizes = {name: file.get(name) if value is None else value for name, value in given.items()}
     geometry = resolve_geometry(
         num_generations=8 if sizes["num_generations"] is None else sizes["num_generations"],
@@ -191,9 +214,9 @@ def _plan_memory(
 @app.command()
 def check(
     model: Annotated[
-        OptionalStr, typer.Option(help="Model id or folder with its tokenizer [default: the demo].")
+        OptionalStr, typer.Option(help="Model id or folder with its tokenizer (default: the demo).")
     ] = None,
-    dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder [default: the demo].")] = None,
+    dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder (default: the demo).")] = None,
     prompt_column: Annotated[str, typer.Option(help="Column that holds the prompt.")] = "prompt",
     answer_column: Annotated[OptionalStr, typer.Option(help="Column that holds the gold answer.")] = None,
     rewards: Annotated[OptionalStr, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
@@ -218,7 +241,7 @@ def check(
         load_pyplot()  # before the work, not after it
     quiet_libraries()
     task = _task(model, dataset, prompt_column, answer_column, rewards)
-    settings = {**task["config"], **_only_config_fields(read_config(config))}
+    settings = {**task["config"], **_only_config_fields(read_config(config), config)}
     counts = integers(processes, "processes")
     if micro_batch_sizes is None:
         splits = default_splits(settings.get("global_batch_size") or 16, counts)
@@ -325,7 +348,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
     base: Annotated[OptionalStr, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
-    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 [default: as stored].")] = None,
+    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")] = None,
     max_shard_size: Annotated[
         str, typer.Option(help="Largest weight file, held in memory while it is copied.")
     ] = "5GB",
@@ -366,7 +389,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or checkpoints; several are compared.")],
     output: Annotated[
         OptionalPath,
-        typer.Option(help="Folder to write [default: RUN/report; for several runs report-comparison, or -2, ...]."),
+        typer.Option(help="Folder to write (default: RUN/report; for several runs report-comparison, or -2, ...)."),
     ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
@@ -376,12 +399,11 @@ def report(
     Console().print(f"{page}: {page.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
 
 
-def _only_config_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    import dataclasses
-
+def _only_config_fields(settings: dict[str, Any], path: Path | None) -> dict[str, Any]:
     from ..config import GRPOConfig
 
-    names = {f.name for f in dataclasses.fields(GRPOConfig)}
+    names = GRPOConfig.__dataclass_fields__
+    refuse_misspelt(settings, names, path)
     return {name: value for name, value in settings.items() if name in names and name != "output_dir"}
 
 
@@ -420,7 +442,7 @@ def main() -> None:
     try:
         app()
     except GrpoExtError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
 
 

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shar
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..engine.checkpoint import is_verified, why_broken
+from ..engine.checkpoint import checkpoints, is_verified, why_broken
 from ..engine.identity import IDENTITY
 from ..engine.manifest import read_manifest
 from ..engine.samples import Samples, score_alone
@@ -99,6 +99,9 @@ def export(
         raise ConfigError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}.")
     if target.exists():
         raise ConfigError(f"{target} exists already; name a new folder, so that nothing of yours is overwritten.")
+    inside = checkpoints(source)
+    if inside:
+        raise CheckpointError(f"{source} is a run; name one of its checkpoints, for example {inside[-1]}.")
     reason = why_broken(source)
     if reason is not None:
         raise CheckpointError(f"{reason}; export another checkpoint of the run.")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "recipes/README.md", ".github/CONTRIBUTING.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:grpo-ext|make|accelerate launch|python|pip install)(?: [^`]+)?)`", re.DOTALL)
+INLINE = re.compile(r"`((?:grpo-ext|make|accelerate launch|python|pip install|jupyter)(?: [^`]+)?)`", re.DOTALL)
 VARIABLE = re.compile(r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\w+")
 
 
@@ -111,6 +111,8 @@ def check_command(line: str) -> None:
         check_recipe(shlex.split(rest[-1]) if program == "srun" else rest)
     elif program == "source":
         assert rest == [".venv/bin/activate"]
+    elif program == "jupyter":
+        assert (ROOT / rest[-1]).is_file(), line
     elif program in ("pip", "trl"):
         assert rest, line
     else:

@@ -149,11 +149,19 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
         (["--model_name_or_path", "m", "--dataset_name", "x.jsonl"], r"x.jsonl does not exist"),
         (["--model_name_or_path", "m", "--dataset_name", "x.jsonl", "--rewards", "nice"], r"no reward 'nice'"),
         (["--global_batch_size", "12"], r"global_batch_size=12"),
+        (["--global_batchsize", "12"], r"--global_batchsize is no option; did you mean --global_batch_size\?"),
+        (
+            ["--config=misspelt.yaml"],
+            r"misspelt.yaml: 'global_batchsize' is no setting; did you mean global_batch_size\?",
+        ),
+        (["--max_steps", "abc"], r"--max_steps/--max-steps: invalid int value: 'abc'; `--help` lists the options"),
         (["--resume_from_checkpoint", "gone"], r"--resume_from_checkpoint gone does not exist"),
     ],
 )
-def test_bad_input_ends_with_one_clear_line_and_status_2(launch, options, message):
+def test_bad_input_ends_with_one_clear_line_and_status_2(launch, options, message, tmp_path):
+    (tmp_path / "misspelt.yaml").write_text("global_batchsize: 12\n")
     result = launch(*options, expect=2)
     assert re.search(message, result.stderr), result.stderr
     assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
     assert "Traceback" not in result.stderr

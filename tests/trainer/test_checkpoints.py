@@ -249,6 +249,34 @@ def test_a_changed_batch_samples_anew(tmp_path, caplog):
     assert "rollout_batch_size changed, so the rollout batch of the checkpoint is not used" in caplog.text
 
 
+@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_a_finished_run_that_is_resumed_stays_as_it_is(tmp_path, capsys, limit):
+    usual = {"lr_scheduler_type": "constant", **limit}
+    whole = other(tmp_path, **usual)
+    whole.train()
+    steps = whole.state.global_step
+    again = other(tmp_path, **usual)
+    again.train("latest")
+    assert again.state.global_step == steps
+    assert torch.equal(parameters(whole), parameters(again))
+    assert [int(folder.name.split("-")[1]) for folder in checkpoints(tmp_path)][-1] == steps
+    assert f"Going on after step {steps} of {steps}." in capsys.readouterr().out
+
+
+def test_auto_begins_where_there_is_no_checkpoint_and_goes_on_where_there_is(tmp_path):
+    first = other(tmp_path, max_steps=2)
+    first.train("auto")
+    assert first.state.global_step == 2
+    (tmp_path / "checkpoint-2").rename(tmp_path / "kept")
+    again = other(tmp_path, max_steps=2)
+    again.train("auto")
+    assert torch.equal(parameters(first), parameters(again))
+    for folder in checkpoints(tmp_path):
+        damage(folder)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):  # what is broken is no reason to start anew
+        other(tmp_path, max_steps=2).train("auto")
+
+
 def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path, caplog):
     other(tmp_path, global_batch_size=8, max_steps=1, learning_rate=1e-3).train()
     changes = {"global_batch_size": 32, "max_steps": 2, "learning_rate": 1e-3}

@@ -412,6 +412,20 @@ def test_what_is_registered_is_a_function_with_or_without_a_name():
         del ESTIMATORS["partial"]
 
 
+def test_an_estimator_may_be_named_by_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def halved(rewards):\n    return rewards / 2\n")
+    name = f"{file}:halved"
+    try:
+        assert estimated(name, 1, 2, 3, 4) == [0.5, 1.0, 1.5, 2.0]
+    finally:
+        ESTIMATORS.pop(name, None)
+    with pytest.raises(ConfigError, match="defines no other"):
+        estimated(f"{file}:other", 1, 2)
+    with pytest.raises(ConfigError, match=r"there is no file gone\.py"):
+        estimated("gone.py:f", 1, 2)
+
+
 def test_an_unknown_estimator_is_refused_with_the_names():
     with pytest.raises(ConfigError, match="'grpo' is unknown; use one of group_centered, group_standardized,"):
         estimated("grpo", 0, 1, 2, 3)

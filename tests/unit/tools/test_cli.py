@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.cli import integers, read_config
+from grpo_ext.tools import cli
+from grpo_ext.tools.cli import app, integers, read_config
+
+runner = CliRunner()
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
@@ -63,3 +67,24 @@ def test_lists_and_files_are_checked(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="holds no settings"):
         read_config(tmp_path / "list.yaml")
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_a_misspelt_setting_in_a_file_is_refused(tmp_path, command):
+    file = tmp_path / "run.yaml"
+    file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
+    result = runner.invoke(app, [command, "--config", str(file)])
+    assert isinstance(result.exception, ConfigError)
+    assert "'global_batchsize' is no setting; did you mean 'global_batch_size'?" in str(result.exception)
+    file.write_text("global_batch_size: 32\nper_device_eval_batch_size: 2\nrewards: [exact_number]\n")
+    if command == "plan":
+        assert runner.invoke(app, [command, "--config", str(file)]).exit_code == 0
+
+
+def test_square_brackets_reach_the_reader(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "app", lambda: (_ for _ in ()).throw(ConfigError("pip install 'grpo-ext[plot]'")))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "pip install 'grpo-ext[plot]'" in capsys.readouterr().err
+    plan = runner.invoke(app, ["plan", "--help"]).output
+    assert "(default: 8)" in " ".join(plan.split())
