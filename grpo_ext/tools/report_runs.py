@@ -24,6 +24,9 @@ METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
 HEADLINE = (
     "loss_type",
+    "loss_aggregation",
+    "advantage_estimator",
+    "dynamic_sampling",
     "num_generations",
     "global_batch_size",
     "learning_rate",
@@ -270,7 +273,8 @@ def headline(run: Run) -> list[tuple[str, str]]:
             rows.append((f"{label}, first -> last", f"{number(values[0])} -> {number(values[-1])}"))
     rows.append(("wall time", "not recorded" if run.seconds is None else duration(run.seconds)))
     settings = last.get("settings") or {}
-    rows += [(name, _shown(settings[name])) for name in HEADLINE if name in settings]
+    said = [(name, settings[name]) for name in HEADLINE if settings.get(name) is not None]
+    rows += [(name, _shown(value)) for name, value in said if value is not False]
     if settings:
         rows.append(("precision", next((kind for kind in ("bf16", "fp16") if settings.get(kind)), "float32")))
         rows += [("same bits", "bitwise_invariant")] if settings.get("bitwise_invariant") else []

@@ -23,22 +23,14 @@ from grpo_ext.tools.export import export
 from grpo_ext.tools.runs import free_port
 from tests.distributed.launch import ROOT
 from tests.helpers import tiny_model, tiny_tokenizer
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+from tests.invariance.cases import LORA, SETTINGS
+from tests.tolerances import DIFFERENT, UPDATE
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
 CONFIGS = ROOT / "recipes" / "accelerate"
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 BASE: dict[str, Any] = {
-    "global_batch_size": 16,
+    **SETTINGS,
     "rollout_batch_size": 32,
-    "rollout_chunk_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_steps": 4,
-    "learning_rate": 1e-3,
-    "adam_epsilon": ADAM_EPSILON,
-    "gradient_checkpointing": False,
-    "seed": 3,
     "per_device_train_batch_size": 3,
     "report_to": "none",
     "save_strategy": "no",

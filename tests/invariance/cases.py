@@ -79,7 +79,7 @@ CASES = {
     "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
 }
 
-_BASE = {
+SETTINGS = {
     "global_batch_size": 16,
     "rollout_chunk_size": 4,
     "num_generations": 4,
@@ -121,7 +121,7 @@ class Bench:
             model_path=self.model(case.model),
             data_path=self.data(case.prompts),
             rewards=case.rewards,
-            config={**_BASE, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
+            config={**SETTINGS, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
             trainer=trainer,
             peft=case.peft,
             eval_path=self.data(5) if case.evaluate else None,

@@ -90,9 +90,10 @@ def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, proce
 def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
     replaced = sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log)
     assert replaced > 0
-    for processes, step in ((1, 3), (2, 6), (2, 14)):  # inside a rollout, before one, in the second epoch
-        run = dataclasses.replace(resumed(bench, "dynamic", step, 3, **DYNAMIC), name=f"dynamic-{processes}-{step}")
-        assert_same_run(whole["dynamic"], run_all([run], processes)[0], step)
+    steps = (3, 6, 14)  # inside a rollout, before one, in the second epoch
+    runs = [resumed(bench, "dynamic", step, 3, **DYNAMIC) for step in steps]
+    for step, result in zip(steps, run_all(runs, processes=2)):
+        assert_same_run(whole["dynamic"], result, step)
 
 
 def test_another_layout_goes_on_to_rounding(bench, whole):

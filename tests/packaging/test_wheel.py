@@ -18,6 +18,7 @@ import pytest
 from .start import ROOT, environment, python, write_start
 
 MODULES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py")}
+TEMPLATES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.html")}
 
 TRAIN = """
 import sys
@@ -93,7 +94,7 @@ def test_wheel_holds_every_module_the_licence_and_nothing_else(installed):
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     package = {name for name in names if name.startswith("grpo_ext/")}
-    assert package == {*MODULES, "grpo_ext/py.typed"}
+    assert package == {*MODULES, *TEMPLATES, "grpo_ext/py.typed"}
     beside = {name.split("/", 1)[1] for name in names - package}
     assert {name.split("/")[0] for name in names} == {"grpo_ext", "grpo_ext-0.1.0.dist-info"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -13,6 +14,7 @@ import torch
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
@@ -30,6 +32,12 @@ def load_recipe() -> Any:
     sys.modules["recipes_grpo"] = module  # its dataclasses look their types up there
     spec.loader.exec_module(module)
     return module
+
+
+def unknown_names(recipe: Any, path: Path) -> set[str]:
+    """Names of a configuration that no option of the recipe has."""
+    kinds = (recipe.ScriptArguments, recipe.GRPOConfig, ModelConfig)
+    return set(settings(path)) - {field.name for kind in kinds for field in dataclasses.fields(kind)}
 
 
 def settings(path: Path) -> dict[str, Any]:
