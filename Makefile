@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-crash test-vllm check bench lint format clean
+.PHONY: help setup train test test-full test-crash test-vllm test-trl test-min check bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,34 @@ $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 test-vllm: $(VLLM)/.ready  ## rollouts from a real vLLM engine on the CPU, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -q tests/vllm $(ARGS)
 
+# What has to hold beside another TRL: the contract, training, the promise. What it leaves out needs an environment of its
+# own (recipes, packaging) or takes long (--full)
+VERSIONED := tests/unit tests/trainer tests/invariance
+
+TRL ?= 1.15.0
+OTHER := .venv-trl-$(TRL)
+$(OTHER)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(OTHER) (once; a minute or two) ..."
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@sed '/^trl==/d' constraints.txt > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch
+	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt 'trl==$(TRL)' -e '.[dev,trackers]'
+	@touch $@
+
+test-trl: $(OTHER)/.ready  ## contract, trainer and invariance tests beside another TRL (TRL=1.15.0), in an environment of its own
+	@$(OTHER)/bin/python -m pytest -q $(VERSIONED) $(ARGS)
+
+LOWEST := .venv-min
+$(LOWEST)/.ready: pyproject.toml
+	@echo "Setting up $(LOWEST) (once; some minutes, several GB: this torch may bring CUDA) ..."
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@sed -n '/^dependencies/,/^]/s/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1~=\2.0/p' pyproject.toml > $(LOWEST)/constraints.txt
+	@$(LOWEST)/bin/python -m pip install -q --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev,trackers]'
+	@touch $@
+
+test-min: $(LOWEST)/.ready  ## the same beside the lowest versions that pyproject.toml names
+	@$(LOWEST)/bin/python -m pytest -q $(VERSIONED) $(ARGS)
+
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
@@ -70,4 +98,4 @@ format: $(READY)  ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) .venv-trl-* $(LOWEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import trl
-from trl.trainer.utils import get_config_model_id
 
+from . import compat
 from .core.advantages import check_estimator, probe_estimator
 from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
 from .core.loss_scale import INITIAL_SCALE, ScaleRule
@@ -266,6 +266,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        compat.verify()
         self._check_names()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
@@ -493,7 +494,7 @@ class GRPOConfig(trl.GRPOConfig):
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
         """The configuration of a trainer: the given one, TRL's converted, or a default named after the model."""
         if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             return cls(f"{name.split('/')[-1]}-GRPO")
         return args if isinstance(args, GRPOConfig) else cls.from_trl(args)
 
@@ -525,6 +526,10 @@ class GRPOConfig(trl.GRPOConfig):
             args.steps_per_generation = ceil_div(share, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
+        # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
+        accelerator = args.accelerator_config = copy.copy(self.accelerator_config)
+        given = accelerator.gradient_accumulation_kwargs or {}
+        accelerator.gradient_accumulation_kwargs = {**given, "sync_with_dataloader": False}
         return args
 
     def for_trl(self, onto: GRPOConfig | None = None) -> GRPOConfig:

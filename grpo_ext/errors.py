@@ -38,3 +38,7 @@ class CheckpointError(GrpoExtError):
 
 class MemoryShortageError(GrpoExtError):
     """The smallest possible piece of work does not fit into the device's memory."""
+
+
+class ContractError(GrpoExtError):
+    """The installed TRL, transformers or Accelerate is not as the package needs it."""

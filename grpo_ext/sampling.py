@@ -17,9 +17,8 @@ from unittest import mock
 import torch
 import trl
 from accelerate.logging import get_logger
-from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
 
+from .compat import profiling_context, unwrapped_for_generation
 from .config import GRPOConfig
 from .core.advantages import depends_on_the_batch, estimated_advantages, group_advantages, groups_without_variance
 from .core.dynamic_sampling import fill_places
@@ -95,10 +94,10 @@ class SamplingTrainer(trl.GRPOTrainer):
     # ---- Rollouts -------------------------------------------------------------------------------------------------
 
     def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         stock = functools.partial(
-            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
         )
         if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
             return stock()
@@ -193,12 +192,12 @@ class SamplingTrainer(trl.GRPOTrainer):
         # the same contexts as TRL's transformers branch: unwrapped, without gradients, parameters gathered
         with (
             profiling_context(self, "transformers.generate"),
-            unwrap_model_for_generation(
+            unwrapped_for_generation(
                 self.model_wrapped,
                 self.accelerator,
+                self._checkpointing_kwargs,
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation,
                 generation_kwargs=self.generation_kwargs,
-                gradient_checkpointing_kwargs=self._checkpointing_kwargs,
             ) as model,
             torch.no_grad(),
             self._dist.summon_full_params(self.model_wrapped, recurse=False),

@@ -2,7 +2,7 @@
 
 Differs from TRL: one batch per optimizer step reaches the Trainer's loop; `training_step` runs all its micro-batches
 (engine.window) with denominators counted over the whole step, and rollouts are keyed and shared (engine.rollouts).
-Every override is a small seam of TRL 1.16; `tests/unit/test_trl_contract.py` fails by name when one moves.
+Every override point stands in the contract of `compat`, which is verified when a trainer is built.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.grpo_trainer import RewardFunc
+from transformers import PreTrainedModel
 
+from . import compat
 from .config import GRPOConfig
 from .core.geometry import check_equal_shares, describe_plan
 from .core.losses import adapted_entropy_coefficient
@@ -57,7 +57,7 @@ from .engine.rollouts import (
     contributing_rows,
 )
 from .engine.samples import Samples, record
-from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
+from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks, without_checkpointing
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import (
     Layout,
@@ -72,6 +72,7 @@ from .errors import ConfigError, MemoryShortageError, PrecisionError
 from .resumable import ResumableTrainer
 
 logger = get_logger(__name__)
+RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
 
 class GRPOTrainer(ResumableTrainer):
@@ -159,6 +160,7 @@ class GRPOTrainer(ResumableTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        compat.verify_built(self)
         self.geometry = config.geometry
         if not self._stock:
             self.args.steps_per_generation = self.geometry.steps_per_rollout
@@ -260,13 +262,6 @@ class GRPOTrainer(ResumableTrainer):
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        args = super()._build_accelerator_args(**kwargs)
-        if not self._stock:
-            # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
-            args["gradient_accumulation_plugin"].sync_with_dataloader = False
-        return args
-
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
@@ -278,6 +273,8 @@ class GRPOTrainer(ResumableTrainer):
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
 
     def _announce(self) -> None:
+        if (untested := compat.untested()) is not None:
+            logger.warning(untested)
         for sentence in self._uncovered:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
         if self._stock or not self.accelerator.is_main_process:
@@ -507,7 +504,7 @@ class GRPOTrainer(ResumableTrainer):
 
     @contextlib.contextmanager
     def _scoring(self) -> Iterator[None]:
-        plain = disable_gradient_checkpointing(self.model, self._checkpointing_kwargs)
+        plain = without_checkpointing(self.model, self._checkpointing_kwargs)
         with torch.no_grad(), plain, self.accelerator.autocast():
             yield
 

@@ -29,6 +29,19 @@ def with_positions(model: Any) -> Callable[..., Any]:
     return forward
 
 
+@contextmanager
+def without_checkpointing(model: Any, checkpointing_kwargs: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, `model` does not checkpoint its layers, which would only cost time where there are no gradients."""
+    enabled = model.is_gradient_checkpointing
+    if enabled:
+        model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            model.gradient_checkpointing_enable(checkpointing_kwargs)
+
+
 @dataclass(frozen=True)
 class RouterOutput:
     """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).

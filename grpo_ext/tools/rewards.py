@@ -233,10 +233,9 @@ def _budget(name: str, budget: int | None) -> int:
 
 def _from_trl(short: str, budget: int | None) -> RewardFunction:
     from trl import rewards
-    from trl.import_utils import is_math_verify_available
 
     trl_name, needs_gold, arguments = _FROM_TRL[short]
-    if needs_gold and not is_math_verify_available():
+    if needs_gold and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
             f"The reward '{short}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
             "exact_number."

@@ -15,12 +15,13 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext")
 # layer -> layers it may import; "package" is grpo_ext/__init__.py
 ALLOWED = {
     "errors": set(),
+    "compat": {"errors"},
     "core": {"core", "errors"},
-    "config": {"core", "errors"},
-    "engine": {"core", "engine", "errors"},
-    "sampling": {"core", "engine", "config", "errors"},
+    "config": {"compat", "core", "errors"},
+    "engine": {"compat", "core", "engine", "errors"},
+    "sampling": {"compat", "core", "engine", "config", "errors"},
     "resumable": {"core", "engine", "errors", "sampling"},
-    "trainer": {"core", "engine", "config", "errors", "resumable"},
+    "trainer": {"compat", "core", "engine", "config", "errors", "resumable"},
     "demo": {"demo", "core", "config", "errors"},
     "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},
     "package": {"config", "core", "tools", "trainer"},
@@ -126,6 +127,23 @@ def trl_subclasses(path: str, source: str) -> list[str]:
     return [f"{path}:{c.lineno} class {c.name}" for c in classes if any(set(dotted(b)[:1]) & from_trl for b in c.bases)]
 
 
+def inside_trl(path: str, source: str) -> list[str]:
+    """Imports of modules inside TRL; `trl` and what it exports at its top are public."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        found += [f"{path}:{node.lineno} imports {m}" for m in modules if m.startswith("trl.")]
+    return found
+
+
+def version_checks(path: str, source: str) -> list[str]:
+    """Where a file compares versions."""
+    names = {"Version", "parse_version", "is_torch_greater_or_equal", "is_transformers_version"}
+    return [f"{path}:{line} imports {m}" for line, m in imported_modules(path, source) if m.split(".")[-1] in names]
+
+
 def source_of(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
@@ -141,6 +159,20 @@ def test_every_file_is_in_a_known_layer():
 @pytest.mark.parametrize("path", FILES)
 def test_imports_go_one_way(path):
     assert layer_violations(path, source_of(path)) == []
+
+
+def test_only_compat_imports_from_inside_trl_and_compares_versions():
+    others = [p for p in FILES if p != "grpo_ext/compat.py"]
+    assert [found for p in others for found in inside_trl(p, source_of(p)) + version_checks(p, source_of(p))] == []
+    assert version_checks("grpo_ext/compat.py", source_of("grpo_ext/compat.py"))
+
+
+@pytest.mark.parametrize(
+    "line", ["import trl.kernels", "from trl.trainer.utils import pad", "from trl.models import x"]
+)
+def test_an_import_from_inside_trl_would_be_found(line):
+    assert inside_trl("grpo_ext/engine/x.py", line)
+    assert not inside_trl("grpo_ext/engine/x.py", "from trl import GRPOTrainer\nimport trl")
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) in ("core", "errors")])

@@ -140,7 +140,7 @@ def test_refusals_name_what_was_asked_and_what_exists(names, budget, message):
 
 
 def test_missing_math_verify_is_said_before_training(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("trl.import_utils"), "is_math_verify_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install math-verify"):
         resolve_rewards(["accuracy"])
 

@@ -1,0 +1,363 @@
+"""What the package relies on in TRL, transformers and Accelerate, and what differs between their versions.
+
+The only module that looks at a version or imports from inside TRL. `verify` holds the installed versions against the
+contract below, by name and signature, when a configuration or a trainer is built, before anything trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import accelerate
+import transformers
+import trl
+from packaging.version import Version
+
+from .errors import ContractError
+
+TESTED_TRL = ("1.15.0", "1.16.0")  # the whole suite ran beside each: docs/versions.md
+
+
+def _module(name: str) -> Any:
+    """A module inside TRL; None where this version has none."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """A function inside TRL; where this version has none, one that says so when it is called."""
+    found = getattr(_module(module), name, None)
+    if found is not None:
+        return found
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise ContractError(_explain([f"{module}.{name} is missing"]))
+
+    return missing
+
+
+profiling_context = _function("trl.extras.profiling", "profiling_context")
+create_model_from_path = _function("trl.trainer.utils", "create_model_from_path")
+prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
+prepare_fsdp = _function("trl.models", "prepare_fsdp")
+_unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
+
+
+@contextmanager
+def unwrapped_for_generation(
+    model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
+) -> Iterator[Any]:
+    """TRL's `unwrap_model_for_generation`, after which gradient checkpointing is as it was.
+
+    TRL 1.15 turns it on again without its keyword arguments.
+    """
+    knows = "gradient_checkpointing_kwargs" in inspect.signature(_unwrap_model_for_generation).parameters
+    if knows:
+        options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
+    inner = accelerator.unwrap_model(model)
+    checkpointing = inner.is_gradient_checkpointing
+    with _unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
+        yield unwrapped
+    if checkpointing and not knows:
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+
+# ---- The contract ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A function or method the package overrides or calls.
+
+    Attributes:
+        owner: the class or module that has it.
+        parameters: the names of its first parameters, without `self`.
+        closed: no further parameters may follow, because the override takes none.
+    """
+
+    owner: Any
+    name: str
+    parameters: tuple[str, ...]
+    closed: bool = False
+
+
+# taken now: scripts put this package's trainer in the place of TRL's
+_GRPO, _TRAINER, _GENERATION = trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin
+_CONFIG = trl.GRPOConfig
+
+# methods of `trl.GRPOTrainer` (its own or transformers') that the package overrides
+OVERRIDES: dict[str, Point] = {
+    name: Point(_GRPO, name, tuple(parameters.split()), closed=True)
+    for name, parameters in {
+        "__init__": "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes "
+        "callbacks optimizers quantization_config peft_config tools rollout_func environment_factory",
+        "create_accelerator_and_postprocess": "",
+        "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+        "log": "logs start_time",
+        "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+        "_save_checkpoint": "model trial",
+        "_load_optimizer_and_scheduler": "checkpoint",
+        "_push_from_checkpoint": "checkpoint_folder",
+        "_finalize_training": "trial num_train_samples start_time",
+        "get_total_train_batch_size": "args",
+        "get_train_dataloader": "",
+        "get_eval_dataloader": "eval_dataset",
+        "get_test_dataloader": "test_dataset",
+        "_calculate_rewards": "inputs prompts completions completion_ids_list",
+        "_generate_and_score_completions": "inputs",
+        "_prepare_inputs": "generation_batch",
+        "training_step": "model inputs num_items_in_batch",
+        "prediction_step": "model inputs prediction_loss_only ignore_keys",
+        "_compute_loss": "model inputs",
+    }.items()
+} | {  # these pass on whatever follows
+    name: Point(_GRPO, name, tuple(parameters.split()))
+    for name, parameters in {
+        "_init_training_state": "max_steps",
+        "_run_epoch": "model epoch",
+        "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
+        "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep",
+    }.items()
+}
+
+CALLED = (
+    Point(_GRPO, "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
+    Point(_GRPO, "compute_loss_context_manager", ()),
+    Point(_GRPO, "_tokenize_prompts", ("prompts",)),
+    Point(_GRPO, "_remove_unused_columns", ("dataset", "description")),
+    Point(_GRPO, "_get_output_dir", ("trial",)),
+    Point(accelerate.Accelerator, "accumulate", ()),
+    Point(accelerate.Accelerator, "backward", ("loss",)),
+    Point(accelerate.Accelerator, "unwrap_model", ("model",)),
+    Point(_module("accelerate.utils"), "gather", ("tensor",)),
+    Point(_module("accelerate.utils"), "gather_object", ("object",)),
+    Point(_module("accelerate.utils"), "broadcast_object_list", ("object_list",)),
+    Point(_module("trl.models"), "unwrap_model_for_generation", ("model", "accelerator", "gather_deepspeed3_params")),
+    Point(_module("trl.models"), "prepare_deepspeed", ("model", "accelerator")),
+    Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
+    Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
+    Point(_module("trl.extras.profiling"), "profiling_context", ("trainer", "name")),
+    Point(_GENERATION, "_prefill", ("input_ids", "generation_config", "model_kwargs")),
+    Point(_GENERATION, "_update_model_kwargs_for_generation", ("outputs", "model_kwargs")),
+    Point(_GENERATION, "prepare_inputs_for_generation", ("input_ids", "next_sequence_length")),
+)
+
+
+@dataclass(frozen=True)
+class Body:
+    """Lines inside a method that the package relies on; `pieces` stand in this order."""
+
+    owner: Any
+    name: str
+    pieces: tuple[str, ...]
+
+
+_BEGINS = "callback_handler.on_train_begin"
+_FIELDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+_MORE = ("old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps")
+_SCORING = "_generate_and_score_completions"
+
+BODIES = (
+    # what a resumed run restores is reset before it is told that training begins
+    *(
+        Body(_TRAINER, "_inner_training_loop", (f"self.{name} =", _BEGINS))
+        for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+    ),
+    # after a resume the epoch reaches the prompt order
+    Body(_TRAINER, "_run_epoch", ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
+    # a checkpoint is written below the folder that is asked for
+    *(Body(owner, "_save_checkpoint", ("self._get_output_dir(trial=trial)",)) for owner in (_TRAINER, _GRPO)),
+    # what a rollout batch is made of
+    *(Body(_GRPO, _SCORING, (f'"{name}": {name}',)) for name in _FIELDS),
+    *(Body(_GRPO, _SCORING, (f'output["{name}"]',)) for name in (*_MORE, "tool_mask")),
+    # the processors that are given to a greedy `generate` run after the model's own
+    Body(
+        _GENERATION,
+        "_get_logits_processor",
+        ("_merge_criteria_processor_list(processors", "if generation_config.do_sample"),
+    ),
+)
+
+# fields of trl.GRPOConfig that the configuration reads
+CONFIG_FIELDS: tuple[str, ...] = (
+    "beta",
+    "delta",
+    "epsilon",
+    "epsilon_high",
+    "generation_batch_size",
+    "importance_sampling_level",
+    "loss_type",
+    "max_completion_length",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "off_policy_mask_threshold",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "scale_rewards",
+    "steps_per_generation",
+    "use_bias_correction_kl",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_importance_sampling_correction",
+    "vllm_mode",
+    "vllm_tensor_parallel_size",
+)
+# attributes of TRL's trainer that the package reads after it is built
+ATTRIBUTES: tuple[str, ...] = (
+    "_dist",
+    "_entropy_bonus_enabled",
+    "_is_vlm",
+    "_logs",
+    "_metrics",
+    "_tokenizer",
+    "accelerator",
+    "args",
+    "aux_loss_enabled",
+    "beta",
+    "control",
+    "environment_factories",
+    "eos_token_ids",
+    "eval_dataset",
+    "is_deepspeed_enabled",
+    "log_completions",
+    "lr_scheduler",
+    "max_completion_length",
+    "model",
+    "model_wrapped",
+    "multi_objective_aggregation",
+    "num_generations",
+    "num_generations_eval",
+    "optimizer",
+    "pad_to_multiple_of",
+    "processing_class",
+    "ref_model",
+    "reward_func_names",
+    "reward_weights",
+    "rollout_func",
+    "router_aux_loss_coef",
+    "scale_rewards",
+    "shuffle_dataset",
+    "state",
+    "temperature",
+    "top_entropy_quantile",
+    "train_dataset",
+    "use_adaptive_entropy",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+)
+
+SAMPLING_ATTRIBUTES = {True: ("vllm_generation",), False: ("generation_config", "generation_kwargs")}  # by use_vllm
+
+
+def parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters, without `self` and without those that take any number."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind not in variable and p.name != "self"]
+
+
+def _place(owner: Any, name: str) -> str:
+    module = getattr(owner, "__module__", None)
+    return f"{owner.__name__}.{name}" if module is None else f"{module}.{owner.__name__}.{name}"
+
+
+def broken_point(point: Point) -> str | None:
+    """Why a function is not as the contract says, as a sentence; None if it is."""
+    if point.owner is None:
+        return f"the module of {point.name} is missing"
+    where, function = _place(point.owner, point.name), getattr(point.owner, point.name, None)
+    if function is None:
+        return f"{where} is missing"
+    found, expected = parameters_of(function), list(point.parameters)
+    if (found if point.closed else found[: len(expected)]) == expected:
+        return None
+    more = "" if point.closed else ", ..."
+    return f"{where} takes ({', '.join(found)}), not ({', '.join(expected)}{more})"
+
+
+def broken_body(body: Body) -> str | None:
+    """Why the lines of a method are not as the contract says, as a sentence; None if they are."""
+    where, method = _place(body.owner, body.name), getattr(body.owner, body.name, None)
+    if method is None:
+        return f"{where} is missing"
+    try:
+        source = inspect.getsource(method)
+    except OSError:  # installed without sources: nothing can be read, and nothing is known to be wrong
+        return None
+    position = 0
+    for piece in body.pieces:
+        position = source.find(piece, position)
+        if position < 0:
+            order = f", after `{body.pieces[0]}`" if piece != body.pieces[0] else ""
+            return f"{where} has no `{piece}`{order}"
+    return None
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "?"
+
+
+def _explain(broken: Sequence[str]) -> str:
+    versions = ", ".join(f"{name} {_installed(name)}" for name in ("trl", "transformers", "accelerate"))
+    return (
+        f"grpo_ext does not fit the installed {versions}: {'; '.join(broken)}. TRL {' and '.join(TESTED_TRL)} are "
+        f"tested and work: pip install 'trl=={TESTED_TRL[-1]}'; or install a newer grpo_ext."
+    )
+
+
+@functools.cache
+def verify() -> None:
+    """Hold the installed TRL, transformers and Accelerate against the contract; some 30 milliseconds, once.
+
+    Raises:
+        ContractError: names every point that does not hold, the installed versions, and the versions that work.
+    """
+    broken = [broken_point(point) for point in (*OVERRIDES.values(), *CALLED)]
+    broken += [broken_body(body) for body in BODIES]
+    fields = {spec.name for spec in dataclasses.fields(_CONFIG)}
+    broken += [f"trl.GRPOConfig has no field {name}" for name in CONFIG_FIELDS if name not in fields]
+    found = [sentence for sentence in broken if sentence is not None]
+    if found:
+        raise ContractError(_explain(found))
+
+
+def verify_built(trainer: Any) -> None:
+    """Check that TRL's constructor has set what the package reads.
+
+    Raises:
+        ContractError: names the attributes.
+    """
+    expected = (*ATTRIBUTES, *SAMPLING_ATTRIBUTES[bool(trainer.use_vllm)])
+    missing = [name for name in expected if not hasattr(trainer, name)]
+    if missing:
+        raise ContractError(_explain([f"trl.GRPOTrainer sets no {', '.join(missing)}"]))
+
+
+def untested() -> str | None:
+    """A sentence where the installed TRL is newer than the newest tested one; None where it is not."""
+    installed = _installed("trl")
+    if installed == "?" or Version(installed) <= Version(TESTED_TRL[-1]):
+        return None
+    return (
+        f"TRL {installed} is newer than {TESTED_TRL[-1]}, the newest one that grpo_ext was tested beside. All that it "
+        "relies on is in place; `grpo-ext check` shows on this machine that the split does not matter."
+    )

@@ -1,0 +1,185 @@
+"""The contract with TRL, transformers and Accelerate holds, and one that does not is an error that says where."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+
+from grpo_ext import GRPOConfig, GRPOTrainer, compat
+from grpo_ext.compat import Body, Point, broken_body, broken_point
+from grpo_ext.errors import ContractError
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def verify_anew():
+    compat.verify.cache_clear()
+    yield compat.verify
+    compat.verify.cache_clear()
+
+
+def test_the_contract_holds_beside_the_installed_versions(verify_anew):
+    verify_anew()
+    assert compat.untested() is None
+
+
+POINTS = [*compat.OVERRIDES.values(), *compat.CALLED]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda p: p.name)
+def test_each_point_holds(point):
+    assert broken_point(point) is None
+
+
+@pytest.mark.parametrize("body", compat.BODIES, ids=lambda b: f"{b.name}-{b.pieces[0]}")
+def test_each_line_that_is_relied_on_is_there(body):
+    assert broken_body(body) is None
+
+
+# ---- A broken contract ----------------------------------------------------------------------------------------------
+
+
+def moved(self, model, inputs, extra):
+    """TRL's `_compute_loss` with a parameter more."""
+
+
+def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, verify_anew, tmp_path):
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", moved)
+    with pytest.raises(ContractError) as caught:
+        GRPOConfig(str(tmp_path))
+    text = str(caught.value)
+    assert "GRPOTrainer._compute_loss takes (model, inputs, extra), not (model, inputs)" in text
+    assert f"trl {trl.__version__}" in text
+    assert "1.15.0 and 1.16.0" in text
+
+
+def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
+    monkeypatch.delattr(transformers.Trainer, "_finalize_training")
+    with pytest.raises(ContractError, match=r"GRPOTrainer\._finalize_training is missing"):
+        verify_anew()
+
+
+def test_a_field_that_is_gone_is_named(monkeypatch, verify_anew):
+    monkeypatch.setattr(compat, "CONFIG_FIELDS", ("beta", "gone"))
+    with pytest.raises(ContractError, match=r"trl\.GRPOConfig has no field gone"):
+        verify_anew()
+
+
+def test_an_attribute_that_trl_no_longer_sets_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "ATTRIBUTES", (*compat.ATTRIBUTES, "_gone"))
+    with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _gone"):
+        trainer(tmp_path)
+
+
+def trainer(folder: Path) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(**config_kwargs(folder)),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+class Lines:
+    def method(self):
+        first = 1
+        return first + 2
+
+
+@pytest.mark.parametrize(
+    ("pieces", "reason"),
+    [
+        (("first = 1", "return first"), None),
+        (("second = 1",), "Lines.method has no `second = 1`"),
+        (("return first", "first = 1"), "Lines.method has no `first = 1`, after `return first`"),
+    ],
+)
+def test_lines_are_found_in_their_order(pieces, reason):
+    found = broken_body(Body(Lines, "method", pieces))
+    assert found is None if reason is None else found.endswith(reason)
+
+
+def test_parameters_may_follow_where_the_override_passes_them_on():
+    assert broken_point(Point(Lines, "method", ())) is None
+    assert broken_point(Point(trl.GRPOTrainer, "_compute_loss", ("model",))) is None
+    assert broken_point(Point(trl.GRPOTrainer, "_compute_loss", ("model",), closed=True)) is not None
+
+
+def test_a_function_that_trl_has_no_more_fails_by_name_when_it_is_called():
+    gone = compat._function("trl.gone", "thing")
+    with pytest.raises(ContractError, match=r"trl\.gone\.thing is missing"):
+        gone(1)
+
+
+# ---- A newer TRL ----------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_trl_whose_contract_holds_trains_and_is_said_once_to_be_untested(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(compat, "_installed", lambda package: "1.99.0")
+    run = trainer(tmp_path)
+    with caplog.at_level("WARNING"):
+        run.train()
+    said = [r.getMessage() for r in caplog.records if "1.99.0" in r.getMessage()]
+    assert len(said) == 1
+    assert "grpo-ext check" in said[0]
+    assert run.state.global_step == 2
+
+
+def test_a_tested_trl_is_not_said_to_be_untested(monkeypatch):
+    for tested in compat.TESTED_TRL:
+        monkeypatch.setattr(compat, "_installed", lambda package, tested=tested: tested)
+        assert compat.untested() is None
+
+
+# ---- The contract says what the package does ------------------------------------------------------------------------
+
+
+def own_classes() -> list[type]:
+    return [c for c in GRPOTrainer.__mro__ if c.__module__.startswith("grpo_ext")]
+
+
+def test_every_override_is_in_the_contract():
+    ours = {name for c in own_classes() for name, value in vars(c).items() if inspect.isfunction(value)}
+    assert {name for name in ours if hasattr(trl.GRPOTrainer, name)} == set(compat.OVERRIDES)
+
+
+@pytest.mark.parametrize("name", [n for n, p in compat.OVERRIDES.items() if not p.closed])
+def test_an_override_whose_contract_is_open_passes_on_what_follows(name):
+    kinds = {p.kind for p in inspect.signature(getattr(GRPOTrainer, name)).parameters.values()}
+    assert {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+
+
+def reads(tree: ast.AST, context: type = ast.Load) -> set[str]:
+    """Names X of `self.X` in a tree."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+        and isinstance(node.ctx, context)
+    }
+
+
+def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
+    trees = [ast.parse(inspect.getsource(inspect.getmodule(c))) for c in own_classes()]
+    read, own = set().union(*map(reads, trees)), set().union(*(reads(tree, ast.Store) for tree in trees))
+    theirs = read - own - set(dir(GRPOTrainer))
+    assert theirs == set(compat.ATTRIBUTES).union(*compat.SAMPLING_ATTRIBUTES.values())
+
+
+def test_the_fields_that_the_configuration_reads_of_trls_are_in_the_contract():
+    from grpo_ext import config
+
+    own = set(vars(GRPOConfig)["__annotations__"])
+    read = reads(ast.parse(inspect.getsource(config))) - own - set(vars(GRPOConfig)) - {"geometry"}
+    inherited = set(dir(transformers.TrainingArguments)) | {"__post_init__"}
+    from_trl = {name for name in read if name in trl.GRPOConfig.__dataclass_fields__ and name not in inherited}
+    assert from_trl == set(compat.CONFIG_FIELDS)
+    assert read <= from_trl | inherited
