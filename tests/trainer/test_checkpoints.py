@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import Trainer
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine import checkpoint
@@ -480,3 +481,15 @@ def test_a_gradient_out_of_range_is_an_error_and_never_a_wrong_sum(tmp_path):
     with pytest.raises(PrecisionError, match="bitwise_fraction_bits lower"):
         trainer.train()
     assert torch.equal(parameters(trainer), before)
+
+
+def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path, monkeypatch):
+    pushed = []
+
+    def push(self, folder):
+        pushed.append((Path(folder).name, why_broken(folder)))
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, token=None: None)
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    make(tmp_path / "out", push_to_hub=True, max_steps=2, **SAVE).train()
+    assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]

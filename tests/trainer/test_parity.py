@@ -61,13 +61,17 @@ def loss_and_gradient(trainer, batch) -> tuple[float, torch.Tensor]:
 SETTINGS = {
     "grpo": {"loss_type": "grpo"},
     "bnpo": {"loss_type": "bnpo"},
-    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "epsilon": 0.1},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
-    "sapo": {"loss_type": "sapo"},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.2, "sapo_temperature_pos": 0.8},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "luspo_token": {"loss_type": "luspo"},
     "vespo": {"loss_type": "vespo"},
+    "vespo_other": {
+        "loss_type": "vespo",
+        **{"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+    },
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "delta": {"loss_type": "grpo", "delta": 1.2},
     "kl": {"beta": 0.1},
@@ -78,6 +82,7 @@ SETTINGS = {
     "quantile_bonus": {"top_entropy_quantile": 0.5, "entropy_coef": 0.05},
     "off_policy": {"off_policy_mask_threshold": 0.05},
     "moe": {"kind": "moe"},
+    "moe_coefficient": {"kind": "moe", "router_aux_loss_coef": 0.05},
 }
 
 
