@@ -23,7 +23,9 @@ from packaging.version import Version
 
 from .errors import ContractError
 
-TESTED_TRL = ("1.15.0", "1.16.0")  # the whole suite ran beside each: docs/versions.md
+# beside these the tests passed: docs/versions.md
+TESTED_TRL = ("1.15.0", "1.16.0")
+_NEWEST_TESTED = {"trl": TESTED_TRL[-1], "transformers": "5.23.0", "accelerate": "1.15.0"}
 
 
 def _module(name: str) -> Any:
@@ -171,7 +173,7 @@ BODIES = (
     # what a resumed run restores is reset before it is told that training begins
     *(
         Body(_TRAINER, "_inner_training_loop", (f"self.{name} =", _BEGINS))
-        for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+        for name in ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
     ),
     # after a resume the epoch reaches the prompt order
     Body(_TRAINER, "_run_epoch", ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
@@ -317,10 +319,11 @@ def _installed(package: str) -> str:
 
 
 def _explain(broken: Sequence[str]) -> str:
-    versions = ", ".join(f"{name} {_installed(name)}" for name in ("trl", "transformers", "accelerate"))
+    versions = ", ".join(f"{name} {_installed(name)}" for name in _NEWEST_TESTED)
+    remedy = " ".join(f"'{name}=={tested}'" for name, tested in _NEWEST_TESTED.items())
     return (
         f"grpo_ext does not fit the installed {versions}: {'; '.join(broken)}. TRL {' and '.join(TESTED_TRL)} are "
-        f"tested and work: pip install 'trl=={TESTED_TRL[-1]}'; or install a newer grpo_ext."
+        f"tested and work: pip install {remedy}; or install a newer grpo_ext."
     )
 
 
