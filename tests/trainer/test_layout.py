@@ -203,9 +203,9 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     rollout = trainer._rollout
-    assert rollout.sizes(4).num_generations == 4
+    assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
     rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
     rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])
-    sizes = rollout.sizes(4)
-    assert sizes.num_generations == 1
-    assert sizes.prompts_G[1] == sizes.prompts_G[0] + 1
+    sizes = rollout.sizes()
+    assert list(sizes.groups_B) == list(range(16))
+    assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1
