@@ -88,6 +88,16 @@ def test_a_switch_does_not_change_the_update(tmp_path, kind, switch):
     assert error(plain, switched) <= UPDATE
 
 
+def test_packs_and_padded_batches_learn_the_same_from_steps_that_cut_groups(tmp_path):
+    # a router counts a prompt once for each of the rows that are there
+    cut = {"kind": "moe", "global_batch_size": 6, "rollout_batch_size": 12, "per_device_train_batch_size": 6}
+    plain, _ = update(tmp_path / "plain", **PLAIN, **cut)
+    packed, _ = update(tmp_path / "packed", **cut)
+    assert error(plain, packed) <= UPDATE
+    other, _ = update(tmp_path / "other", **{**cut, "global_batch_size": 4})
+    assert error(plain, other) > DIFFERENT
+
+
 def test_another_seed_is_another_update(tmp_path):
     first, _ = update(tmp_path / "a", reward=sparse)
     second, _ = update(tmp_path / "b", reward=sparse, seed=4)

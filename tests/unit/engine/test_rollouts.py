@@ -30,6 +30,8 @@ from grpo_ext.engine.rollouts import (
     sample_chunk,
     sampling_filters,
 )
+from grpo_ext.engine.statistics import measure_step
+from grpo_ext.engine.window import StepMeter
 from tests.tolerances import P_VALUE
 
 PROPERTY = settings(max_examples=80, deadline=None, derandomize=True, print_blob=True, database=None)
@@ -549,6 +551,19 @@ def test_selecting_keeps_every_field_and_the_order():
     assert chosen.groups == [1, 0]
     assert [int(v) for v in chosen.fields["completion_ids"]] == [3, 1]
     assert torch.equal(torch.stack(chosen.fields["advantages"]), torch.eye(4)[[3, 1]])
+
+
+def test_a_step_counts_the_tokens_that_a_group_has_in_it():
+    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
+    ids = [torch.arange(n) for n in lengths]
+    masks = [torch.ones(n, dtype=torch.long) for n in lengths]
+    prompts = [torch.arange(1 + row // 4) for row in range(8)]
+    fields = {"completion_ids": ids, "completion_mask": masks, "prompt_ids": prompts, "prompt_mask": prompts}
+    step = Rollout.of_groups(fields, 4).select(range(3, 6))
+    assert list(step.sizes().groups_B) == [0, 1, 1]
+    counts = measure_step(step, [], None, StepMeter(torch.device("cpu")), 1.0, False, 1).counts
+    assert counts.group_tokens == {0: 5, 1: 10}
+    assert (counts.completions, counts.tokens) == (3, 15)
 
 
 def test_advantages_per_token_survive_gathering():
