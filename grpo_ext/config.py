@@ -38,8 +38,9 @@ class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
 
     What the run means (changes what is learned):
-        global_batch_size: completions per optimizer step, over all processes; a multiple of `num_generations`.
-        rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size`.
+        global_batch_size: completions per optimizer step, over all processes.
+        rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size` and
+            of `num_generations`.
         advantage_estimator: how rewards become advantages, by name; None: TRL's `scale_rewards` says.
         loss_aggregation: how the losses of tokens add up; None: `loss_type` says.
         dynamic_sampling: groups without variance are replaced by further prompts.
@@ -87,15 +88,16 @@ class GRPOConfig(trl.GRPOConfig):
     global_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Completions per optimizer step, over all processes; a multiple of num_generations. Default: "
-            "per_device_train_batch_size * gradient_accumulation_steps * processes, as in TRL."
+            "help": "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
+            "gradient_accumulation_steps * processes, as in TRL. A size that is no multiple of num_generations cuts "
+            "groups (their advantages stay those of the whole group) and needs a rollout_batch_size."
         },
     )
     rollout_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Completions per generation phase, over all processes; a multiple of global_batch_size. Default: "
-            "one optimizer step (or TRL's generation_batch_size / steps_per_generation)."
+            "help": "Completions per generation phase, over all processes; a multiple of global_batch_size and of "
+            "num_generations. Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation)."
         },
     )
     advantage_estimator: str | None = field(
@@ -110,8 +112,8 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={
             "help": "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
-            "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike), or verl's names of "
-            "the first four. Default: what loss_type says, as in TRL."
+            "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike, by the tokens that "
+            "its group has in the step), or verl's names of the first four. Default: what loss_type says, as in TRL."
         },
     )
     dynamic_sampling: bool = field(

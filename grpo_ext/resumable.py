@@ -305,7 +305,7 @@ class ResumableTrainer(SamplingTrainer):
             logger.warning(f"{advice} {self._where_it_goes_on(checkpoint, allowed['global_batch_size'][0])}")
         self._changed = frozenset(allowed)
         self._refuse_changes_without_effect()
-        state = RunState.load(checkpoint)
+        state = RunState.load(checkpoint, self.num_generations)
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
         elif others := sorted(allowed.keys() - KEEPS_ROLLOUT):

@@ -256,7 +256,7 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _score_round(self, rows: StepRows) -> Rollout:
         """Sample and score these rows of every process."""
         scored = self._generate_and_score_completions(rows)
-        return gather_rollout(scored, 0 if rows.request.ghost else len(rows))
+        return gather_rollout(scored, 0 if rows.request.ghost else len(rows), rows.request.num_generations)
 
     def _sample_rollout(self, rows: StepRows) -> Rollout:
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
@@ -354,5 +354,4 @@ class SamplingTrainer(trl.GRPOTrainer):
         if not self.model.training:
             return rollout
         self._rollout, self._rollout_name = rollout, name
-        prompts, group = request.layout.step_prompts, request.num_generations
-        return rollout.select(range(prompts.start * group, prompts.stop * group))
+        return rollout.select(request.layout.step_rows)

@@ -425,7 +425,7 @@ class GRPOTrainer(ResumableTrainer):
         return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
 
     def _shrink(self, rollout: Rollout, micro_batches: list[MicroBatch], reason: str, attempt: int) -> None:
-        sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
+        sizes = rollout.sizes(self.pad_to_multiple_of)
         if self.args.unit_rows is not None and attempt:
             raise MemoryShortageError(
                 f"the window ran out of memory twice in one step ({reason}) with canonical units of "
@@ -466,12 +466,14 @@ class GRPOTrainer(ResumableTrainer):
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
-        """This process's micro-batches; before the first pack, both forms are compared on the first group."""
-        sizes = rollout.sizes(self._group_size, self.pad_to_multiple_of)
+        """This process's micro-batches; before the first pack, both forms are compared on a group."""
+        sizes = rollout.sizes(self.pad_to_multiple_of)
         packed = self._forms.packs(self._policy, self.model)
 
         def first_group() -> tuple[torch.Tensor, torch.Tensor, int]:
-            batch = self._collate(rollout, MicroBatch(tuple(range(min(sizes.num_generations, len(rollout))))))
+            # the first one that is whole: of a group that the step cuts, one completion may be all there is
+            largest = max(sizes.pieces(range(len(rollout))), key=len)
+            batch = self._collate(rollout, MicroBatch(tuple(largest)))
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             return ids, batch["attention_mask"], batch["completion_ids"].size(1)
 
@@ -529,7 +531,6 @@ class GRPOTrainer(ResumableTrainer):
             self.top_entropy_quantile,
             self.aux_loss_enabled,
             self._router_top_k(),
-            self._group_size,
             guard,
         )
 
@@ -546,7 +547,7 @@ class GRPOTrainer(ResumableTrainer):
     def _micro_batch_loss(self, model: Any, rollout: Rollout, context: StepContext, part: MicroBatch) -> torch.Tensor:
         inputs = self._collate(rollout, part)
         inputs["step"], inputs["weight"] = context, part.weight
-        inputs["groups"] = [row // self._group_size for row in part.rows]
+        inputs["groups"] = [rollout.groups[row] for row in part.rows]
         if context.entropy_keep is not None:
             width = inputs["completion_mask"].size(1)
             inputs["entropy_keep"] = context.keep_mask(part.rows, width, self.accelerator.device)

@@ -7,6 +7,7 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, window.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -26,6 +27,11 @@ def even_share(total: int, parts: int, index: int) -> range:
     return range(start, start + base + (1 if index < extra else 0))
 
 
+def group_numbers(rows: int, num_generations: int) -> list[int]:
+    """The group of each of `rows` completions in prompt order, where the first one begins a group."""
+    return [row // num_generations for row in range(rows)]
+
+
 def _multiples_around(value: int, unit: int) -> str:
     below, above = value // unit * unit, ceil_div(value, unit) * unit
     return f"{above}" if below == 0 else f"{below} or {above}"
@@ -43,8 +49,8 @@ class BatchGeometry:
 
     Attributes:
         num_generations: completions per prompt (one group).
-        global_batch_size: completions per optimizer step.
-        rollout_batch_size: completions per generation phase.
+        global_batch_size: completions per optimizer step; may cut groups.
+        rollout_batch_size: completions per generation phase: whole groups and whole steps.
         num_iterations: times a rollout batch is trained on (mu in the GRPO paper).
         micro_batch_size: completions per forward on one device.
         num_processes: processes the run is laid onto.
@@ -58,11 +64,6 @@ class BatchGeometry:
     micro_batch_size: int
     num_processes: int
     rollout_chunk_size: int
-
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts (groups) per optimizer step."""
-        return self.global_batch_size // self.num_generations
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -127,7 +128,7 @@ def resolve_geometry(
         steps_per_generation=steps_per_generation,
         rollout_chunk_size=rollout_chunk_size,
     )
-    full_step = _global_batch(num_generations, num_processes, micro_batch_size, accumulation_steps, global_batch_size)
+    full_step = _global_batch(num_processes, micro_batch_size, accumulation_steps, global_batch_size)
     if rollout_batch_size is not None and generation_batch_size not in (None, rollout_batch_size):
         raise ConfigError(
             f"rollout_batch_size={rollout_batch_size} and generation_batch_size={generation_batch_size} are two names "
@@ -144,18 +145,15 @@ def resolve_geometry(
             raise ConfigError(
                 f"steps_per_generation={steps_per_generation} counts micro-batches, so with global_batch_size="
                 f"{global_batch_size} the rollout batch would depend on the hardware; set rollout_batch_size (a "
-                f"multiple of {global_batch_size}) instead."
+                f"multiple of {math.lcm(full_step, num_generations)}) instead."
             )
         rollout = micro_batch_size * num_processes * steps_per_generation
     if rollout is None or (rollout_batch_size is None and full_step % rollout == 0):
         # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
         rollout = full_step
-    if rollout % full_step:
-        raise ConfigError(
-            f"{_rollout_name(rollout_batch_size, steps_per_generation)}={rollout} is not a multiple of "
-            f"global_batch_size={full_step}; a generation phase "
-            f"feeds whole optimizer steps; use {_multiples_around(rollout, full_step)}."
-        )
+    product = None if global_batch_size else (micro_batch_size, accumulation_steps, num_processes)
+    name = _rollout_name(rollout_batch_size, steps_per_generation)
+    _check_multiples(rollout, full_step, num_generations, name, product)
     return BatchGeometry(
         num_generations=num_generations,
         global_batch_size=full_step,
@@ -167,6 +165,42 @@ def resolve_geometry(
     )
 
 
+def _check_multiples(
+    rollout: int, full_step: int, num_generations: int, name: str, product: tuple[int, int, int] | None
+) -> None:
+    """A rollout batch holds whole steps, or one would train samples of two policies, and whole groups.
+
+    Args:
+        name: the field that the rollout batch was set with.
+        product: micro-batch size, accumulation steps and processes, where the step follows from them.
+    """
+    unit = math.lcm(full_step, num_generations)
+    if rollout % full_step:
+        raise ConfigError(
+            f"{name}={rollout} is not a multiple of global_batch_size={full_step}; a generation phase feeds whole "
+            f"optimizer steps; use {_multiples_around(rollout, unit)}."
+        )
+    if rollout % num_generations == 0:
+        return
+    if rollout > full_step:
+        raise ConfigError(
+            f"{name}={rollout} is not a multiple of num_generations={num_generations}; a rollout batch holds whole "
+            f"groups; use {_multiples_around(rollout, unit)}."
+        )
+    step = f"global_batch_size={full_step}"
+    if product is not None:
+        micro_batch_size, accumulation_steps, num_processes = product
+        step = (
+            f"per_device_train_batch_size={micro_batch_size} * gradient_accumulation_steps={accumulation_steps} * "
+            f"{num_processes} process(es) = {full_step} completions per optimizer step, which"
+        )
+    raise ConfigError(
+        f"{step} is not a multiple of num_generations={num_generations}; a rollout batch, here one step, holds whole "
+        f"groups; set global_batch_size to {_multiples_around(full_step, num_generations)} (any "
+        f"per_device_train_batch_size is then allowed), or rollout_batch_size to {unit}, whose steps cut groups."
+    )
+
+
 def _rollout_name(rollout_batch_size: int | None, steps_per_generation: int | None) -> str:
     """The field a user set the rollout batch with."""
     if steps_per_generation is not None:
@@ -174,24 +208,9 @@ def _rollout_name(rollout_batch_size: int | None, steps_per_generation: int | No
     return "generation_batch_size" if rollout_batch_size is None else "rollout_batch_size"
 
 
-def _global_batch(
-    num_generations: int, num_processes: int, micro_batch_size: int, accumulation_steps: int, requested: int | None
-) -> int:
+def _global_batch(num_processes: int, micro_batch_size: int, accumulation_steps: int, requested: int | None) -> int:
     if requested is None:
-        product = micro_batch_size * accumulation_steps * num_processes
-        if product % num_generations:
-            raise ConfigError(
-                f"per_device_train_batch_size={micro_batch_size} * gradient_accumulation_steps={accumulation_steps} * "
-                f"{num_processes} process(es) = {product} completions per optimizer step, which is not a multiple of "
-                f"num_generations={num_generations}; groups stay whole; set global_batch_size to "
-                f"{_multiples_around(product, num_generations)} (any per_device_train_batch_size is then allowed)."
-            )
-        return product
-    if requested % num_generations:
-        raise ConfigError(
-            f"global_batch_size={requested} is not a multiple of num_generations={num_generations}; groups stay whole; "
-            f"use {_multiples_around(requested, num_generations)}."
-        )
+        return micro_batch_size * accumulation_steps * num_processes
     derived = ceil_div(ceil_div(requested, num_processes), micro_batch_size)
     if accumulation_steps not in (1, derived):
         raise ConfigError(
@@ -217,19 +236,22 @@ def _chunk_size(requested: int | None, num_generations: int) -> int:
 class StepLayout:
     """Where one optimizer step stands in its epoch. Prompt positions count along the epoch's prompt order.
 
+    The completions of a rollout batch, in the order of its prompts, are cut into steps; a step may begin and end within
+    a group.
+
     Attributes:
         rollout: index of the generation phase in the epoch.
         iteration: which reuse of the rollout batch this is, from 0.
         step: which optimizer step of the rollout batch this is, from 0.
         rollout_prompts: positions of the rollout batch's prompts in the epoch's order.
-        step_prompts: positions of this step's prompts, relative to the rollout batch.
+        step_rows: this step's completions, as rows of the rollout batch.
     """
 
     rollout: int
     iteration: int
     step: int
     rollout_prompts: range
-    step_prompts: range
+    step_rows: range
 
     @property
     def starts_rollout(self) -> bool:
@@ -241,7 +263,7 @@ class StepLayout:
 class EpochLayout:
     """The optimizer steps of one epoch over `num_prompts` prompts: every prompt once, the last step smaller.
 
-    With `drop_last` a smaller last step is left out (its prompts are not sampled either).
+    With `drop_last` a smaller last step is left out (prompts that it alone would train are not sampled either).
     """
 
     geometry: BatchGeometry
@@ -249,38 +271,39 @@ class EpochLayout:
     drop_last: bool = False
 
     @property
+    def trained_completions(self) -> int:
+        """Completions that are trained in the epoch."""
+        unit, total = self.geometry.global_batch_size, self.num_prompts * self.geometry.num_generations
+        return total // unit * unit if self.drop_last else total
+
+    @property
     def trained_prompts(self) -> int:
-        """Prompts that are trained in the epoch."""
-        unit = self.geometry.prompts_per_step
-        return self.num_prompts // unit * unit if self.drop_last else self.num_prompts
+        """Prompts that are trained in the epoch, the last one perhaps with some of its completions only."""
+        return ceil_div(self.trained_completions, self.geometry.num_generations)
 
     def __len__(self) -> int:
-        full, tail = divmod(self.trained_prompts, self.geometry.prompts_per_rollout)
-        steps = full * self.geometry.steps_per_rollout + ceil_div(tail, self.geometry.prompts_per_step)
-        return steps * self.geometry.num_iterations
+        return ceil_div(self.trained_completions, self.geometry.global_batch_size) * self.geometry.num_iterations
 
     def __getitem__(self, index: int) -> StepLayout:
         if not 0 <= index < len(self):
             raise IndexError(f"step {index} of an epoch of {len(self)} steps")
         g = self.geometry
         rollout, inside = divmod(index, g.steps_per_rollout * g.num_iterations)
-        start = rollout * g.prompts_per_rollout
-        stop = min(start + g.prompts_per_rollout, self.trained_prompts)
-        return step_layout(g, rollout, inside, range(start, stop))
+        rows = min(g.rollout_batch_size, self.trained_completions - rollout * g.rollout_batch_size)
+        return step_layout(g, rollout, inside, rows)
 
     @property
-    def last_step_prompts(self) -> int:
-        """Prompts in the last optimizer step of the epoch."""
-        return len(self[len(self) - 1].step_prompts) if len(self) else 0
+    def last_step_rows(self) -> int:
+        """Completions in the last optimizer step of the epoch."""
+        return len(self[len(self) - 1].step_rows) if len(self) else 0
 
 
-def step_layout(geometry: BatchGeometry, rollout: int, inside: int, prompts: range) -> StepLayout:
-    """Step number `inside` of a rollout batch over `prompts`; the iterations walk the same steps again."""
-    steps = ceil_div(len(prompts), geometry.prompts_per_step)
-    iteration, step = divmod(inside, steps)
-    first = step * geometry.prompts_per_step
-    last = min(first + geometry.prompts_per_step, len(prompts))
-    return StepLayout(rollout, iteration, step, prompts, range(first, last))
+def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -> StepLayout:
+    """Step number `inside` of a rollout batch that trains `rows` completions; iterations walk the same steps again."""
+    start, size = rollout * geometry.prompts_per_rollout, geometry.global_batch_size
+    prompts = range(start, start + ceil_div(rows, geometry.num_generations))
+    iteration, step = divmod(inside, ceil_div(rows, size))
+    return StepLayout(rollout, iteration, step, prompts, range(step * size, min((step + 1) * size, rows)))
 
 
 def rollout_share(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
@@ -324,19 +347,21 @@ def describe_plan(
         epochs: passes over the training set, or None when the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
     """
-    g = geometry
+    g, own = geometry, geometry.num_generations
     per_process = g.micro_batches_per_process()
     spread = f"{per_process[0]}" if len(set(per_process)) == 1 else f"{min(per_process)} to {max(per_process)}"
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
     budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
     rows = [
-        ("optimizer step", f"{g.global_batch_size} completions = {g.prompts_per_step} prompts x {g.num_generations}"),
+        ("optimizer step", f"{g.global_batch_size} completions = {g.global_batch_size / own:g} prompts x {own}"),
         ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
         ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
         ("processes", f"{g.num_processes}"),
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
     ]
+    if g.global_batch_size % own:
+        rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:
         fitting = max(1, g.prompts_per_rollout // g.num_processes) * g.num_generations
         spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
@@ -345,11 +370,12 @@ def describe_plan(
         rows.append(("epoch", "a stream of unknown length"))
     else:
         layout = EpochLayout(g, num_prompts, drop_last)
-        dropped = num_prompts - layout.trained_prompts
-        note = f", {dropped} prompt(s) dropped" if dropped else ""
+        dropped = num_prompts * own - layout.trained_completions
+        what = f"{dropped} completion(s)" if dropped % own else f"{dropped // own} prompt(s)"
+        note = f", {what} dropped" if dropped else ""
         rows.append(("epoch", f"{num_prompts} prompts = {len(layout)} optimizer steps{note}"))
-        last = layout.last_step_prompts
-        rows.append(("last step of an epoch", f"{last} prompts = {last * g.num_generations} completions"))
+        last = layout.last_step_rows
+        rows.append(("last step of an epoch", f"{last / own:g} prompts = {last} completions"))
         if epochs is not None:
             rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * len(layout) + 0.999)} optimizer steps"))
     width = max(len(name) for name, _ in rows)

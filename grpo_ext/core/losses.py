@@ -8,8 +8,8 @@ Called by the trainer for every micro-batch. Shapes: B completions, T completion
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -87,13 +87,13 @@ class StepCounts:
         completions: completions of the step.
         tokens: completion tokens of the step that carry loss.
         entropy_tokens: tokens the entropy bonus acts on (those above the entropy quantile, or all).
-        group_tokens: completion tokens that carry loss of each group of the step; for "prompt_mean".
+        group_tokens: by group, the tokens of its completions in the step that carry loss; for "prompt_mean".
     """
 
     completions: int
     tokens: int
     entropy_tokens: int
-    group_tokens: tuple[int, ...] = ()
+    group_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -223,8 +223,8 @@ def token_weights(
     """Weight of every token in the loss of the step, (B, T): the aggregation, with its denominators given.
 
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
-    `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over a group's
-    tokens, then over groups, so that a prompt with long answers counts no more than others.
+    `max_completion_length`) weight completions alike or by their tokens; "prompt_mean" takes the mean over
+    the tokens that a group has in the step, then over groups, so that a prompt with long answers counts like others.
 
     Args:
         groups_B: which group of the step each completion belongs to; for "prompt_mean".

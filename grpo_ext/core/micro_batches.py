@@ -2,13 +2,14 @@
 
 Differs from TRL: work is dealt by its cost, not by count, and cut by tokens where a budget is set. The plan follows
 from the lengths alone, so every process makes it for all without talking. Runs once per optimizer step, before the
-window. A row is a completion with its prompt; rows of one group are neighbours and share their prompt.
+window. A row is a completion with its prompt; rows of one group are neighbours and share their prompt. A step may hold
+a part of a group.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .geometry import ceil_div, even_share
@@ -22,14 +23,14 @@ class StepSizes:
     """Tokens of the completions of a step.
 
     Attributes:
-        num_generations: completions per group.
-        prompts_G: tokens of each group's prompt.
-        completions_B: tokens of each completion; row b belongs to group b // num_generations.
+        groups_B: number of the group of each completion.
+        prompts_B: tokens of the prompt of each completion, alike within a group.
+        completions_B: tokens of each completion.
         multiple: packs, and the widths of padded batches, are filled up to a multiple of this.
     """
 
-    num_generations: int
-    prompts_G: Sequence[int]
+    groups_B: Sequence[int]
+    prompts_B: Sequence[int]
     completions_B: Sequence[int]
     multiple: int = 1
 
@@ -37,15 +38,11 @@ class StepSizes:
         """Filled up to the multiple."""
         return ceil_div(tokens, self.multiple) * self.multiple
 
-    def group(self, row: int) -> int:
-        """The group of a row."""
-        return row // self.num_generations
-
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, in order, cut where the group changes."""
         result: list[list[int]] = []
         for row in sorted(rows):
-            if result and self.group(result[-1][0]) == self.group(row):
+            if result and self.groups_B[result[-1][0]] == self.groups_B[row]:
                 result[-1].append(row)
             else:
                 result.append([row])
@@ -57,9 +54,9 @@ class StepSizes:
         if not rows:
             return 0
         if packed:
-            groups = {self.group(row) for row in rows}
-            return self.up(sum(self.prompts_G[g] for g in groups) + sum(self.completions_B[row] for row in rows))
-        prompt = max(self.prompts_G[self.group(row)] for row in rows)
+            prompts = {self.groups_B[row]: self.prompts_B[row] for row in rows}
+            return self.up(sum(prompts.values()) + sum(self.completions_B[row] for row in rows))
+        prompt = max(self.prompts_B[row] for row in rows)
         return len(rows) * (self.up(prompt) + self.up(max(self.completions_B[row] for row in rows)))
 
 
@@ -106,16 +103,16 @@ def deal_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Token
     Returns:
         For each process, its rows in order. Every row is dealt once; a process may get none.
     """
-    group_cost = [cost.prompt(p) for p in sizes.prompts_G]
-    row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_G[sizes.group(r)]) for r in rows}
+    group_cost = {sizes.groups_B[r]: cost.prompt(sizes.prompts_B[r]) for r in rows}
+    row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
-    whole = [group_cost[sizes.group(p[0])] + sum(row_cost[r] for r in p) for p in pieces]
+    whole = [group_cost[sizes.groups_B[p[0]]] + sum(row_cost[r] for r in p) for p in pieces]
     heap = [(0.0, process) for process in range(processes)]
     dealt: list[dict[int, list[int]]] = [{} for _ in range(processes)]
     loads = [0.0] * processes
     for index in sorted(range(len(pieces)), key=lambda i: (-whole[i], i)):
         load, process = heapq.heappop(heap)
-        dealt[process][sizes.group(pieces[index][0])] = list(pieces[index])
+        dealt[process][sizes.groups_B[pieces[index][0]]] = list(pieces[index])
         loads[process] = load + whole[index]
         heapq.heappush(heap, (loads[process], process))
     for _ in range(8 * processes):
@@ -125,7 +122,7 @@ def deal_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Token
 
 
 def _level(
-    dealt: list[dict[int, list[int]]], loads: list[float], group_cost: Sequence[float], row_cost: dict[int, float]
+    dealt: list[dict[int, list[int]]], loads: list[float], group_cost: Mapping[int, float], row_cost: dict[int, float]
 ) -> bool:
     """Move completions of one group from the most to the least loaded process; False if nothing helps."""
     high, low = loads.index(max(loads)), loads.index(min(loads))
@@ -179,7 +176,7 @@ def deal_units(
     dealt: list[list[int]] = [[] for _ in range(processes)]
     prices = []
     for unit in units:
-        prompt = sizes.prompts_G[sizes.group(unit[0])]
+        prompt = sizes.prompts_B[unit[0]]
         prices.append(cost.prompt(prompt) + sum(cost.completion(sizes.completions_B[row], prompt) for row in unit))
     for index in sorted(range(len(units)), key=lambda i: (-prices[i], i)):
         load, process = heapq.heappop(loads)
@@ -205,7 +202,7 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
 
 
 def _ends_group(sizes: StepSizes, rows: Sequence[int], stop: int) -> bool:
-    return stop == len(rows) or sizes.group(rows[stop - 1]) != sizes.group(rows[stop])
+    return stop == len(rows) or sizes.groups_B[rows[stop - 1]] != sizes.groups_B[rows[stop]]
 
 
 def cut_by_tokens(
@@ -230,7 +227,7 @@ def cut_by_tokens(
 
 def _cut_piece(sizes: StepSizes, piece: list[int], max_rows: int, max_tokens: int) -> list[list[int]]:
     """Cut the rows of one group so that each part, prompt included, is within the limits; even parts."""
-    prompt = sizes.prompts_G[sizes.group(piece[0])]
+    prompt = sizes.prompts_B[piece[0]]
     room = max(max_tokens - prompt, 1)
     order = sorted(piece, key=lambda row: (-sizes.completions_B[row], row))
     lengths = [sizes.completions_B[row] for row in order]
@@ -274,7 +271,7 @@ def _cut_padded(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens
     """For padded batches: rows of like length together, each batch filled as far as it goes."""
 
     def length(row: int) -> int:
-        return sizes.prompts_G[sizes.group(row)] + sizes.completions_B[row]
+        return sizes.prompts_B[row] + sizes.completions_B[row]
 
     result: list[list[int]] = []
     for row in sorted(rows, key=lambda r: (-length(r), r)):

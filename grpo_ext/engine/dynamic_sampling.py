@@ -40,7 +40,8 @@ def assemble(rounds: Sequence[Round], places: Sequence[Source], num_generations:
     ]
     names = rounds[0].rollout.fields
     fields = {name: [rounds[number].rollout.fields[name][row] for number, row in rows] for name in names}
-    return Rollout(fields), torch.stack([rounds[number].rewards_BF[row] for number, row in rows])
+    rewards_BF = torch.stack([rounds[number].rewards_BF[row] for number, row in rows])
+    return Rollout.of_groups(fields, num_generations), rewards_BF
 
 
 def log_values(

@@ -151,14 +151,13 @@ class StepStream(IterableDataset):
         g, rows = self.geometry, iter(self.stream)
         for rollout in itertools.count():
             batch = list(itertools.islice(rows, g.prompts_per_rollout))
+            completions = len(batch) * g.num_generations
             if self.drop_last:
-                batch = batch[: len(batch) // g.prompts_per_step * g.prompts_per_step]
-            if not batch:
+                completions -= completions % g.global_batch_size
+            if not completions:
                 return
-            start = rollout * g.prompts_per_rollout
-            prompts = range(start, start + len(batch))
-            for inside in range(ceil_div(len(batch), g.prompts_per_step) * g.num_iterations):
-                request = self.rule.request(epoch, step_layout(g, rollout, inside, prompts))
+            for inside in range(ceil_div(completions, g.global_batch_size) * g.num_iterations):
+                request = self.rule.request(epoch, step_layout(g, rollout, inside, completions))
                 yield self.rule.rows(request, batch.__getitem__)
 
 
@@ -237,7 +236,7 @@ def make_loader(
 def make_eval_loader(prompts: Any, rule: ShareRule) -> StepLoader:
     """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means."""
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
-    layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows)))
+    layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = _EvalSet(rows, rule, layout)
     return StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
 

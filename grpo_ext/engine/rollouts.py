@@ -27,6 +27,7 @@ from transformers.generation import (
 )
 from trl.trainer.utils import pad
 
+from ..core.geometry import group_numbers
 from ..core.keyed_random import choose, completion_keys, uniform
 from ..core.micro_batches import StepSizes
 from ..errors import PrecisionError
@@ -256,38 +257,42 @@ class ShareSampling:
 
 @dataclass
 class Rollout:
-    """A scored rollout batch in global order, the same on every process; every row without padding.
+    """Scored completions (a rollout batch, or a step of it) in global order, the same on every process, unpadded.
 
-    `fields` maps TRL's names (`prompt_ids`, `completion_ids`, `completion_mask`, `advantages`, ...) to one 1-D tensor
-    per completion. `completion_mask` is 0 on a truncated completion that `mask_truncated_completions` leaves out.
+    Attributes:
+        fields: from TRL's names (`prompt_ids`, `completion_ids`, `completion_mask`, `advantages`, ...) to one 1-D
+            tensor per completion. `completion_mask` is 0 on a truncated completion that `mask_truncated_completions`
+            leaves out.
+        groups: which group of the rollout batch each completion belongs to.
     """
 
     fields: dict[str, list[torch.Tensor]]
+    groups: Sequence[int]
+
+    @classmethod
+    def of_groups(cls, fields: dict[str, list[torch.Tensor]], num_generations: int) -> Rollout:
+        """A rollout batch, which is whole groups."""
+        return cls(fields, group_numbers(len(fields["completion_ids"]), num_generations))
 
     def __len__(self) -> int:
         return len(self.fields["completion_ids"])
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """The completions at `rows`."""
-        return Rollout({name: [values[i] for i in rows] for name, values in self.fields.items()})
+        fields = {name: [values[i] for i in rows] for name, values in self.fields.items()}
+        return Rollout(fields, [self.groups[i] for i in rows])
 
-    def sizes(self, num_generations: int, multiple: int | None = None) -> StepSizes:
+    def sizes(self, multiple: int | None = None) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
 
         Where an environment has given the rows of a group different prompts, every row counts as a group of its own.
         """
-        ids, masks = self.fields["prompt_ids"], self.fields["prompt_mask"]
-        group = range(num_generations)
-        shared = all(
-            torch.equal(ids[first], ids[first + i])
-            for first in range(0, len(self), num_generations)
-            for i in group
-            if first + i < len(self)
+        ids, rows, groups = self.fields["prompt_ids"], range(len(self)), self.groups
+        shared = all(torch.equal(ids[row - 1], ids[row]) for row in rows[1:] if groups[row - 1] == groups[row])
+        prompts, completions = (
+            [int(mask.sum()) for mask in self.fields[name]] for name in ("prompt_mask", "completion_mask")
         )
-        size = num_generations if shared else 1
-        prompts = [int(mask.sum()) for mask in masks[::size]]
-        completions = [int(mask.sum()) for mask in self.fields["completion_mask"]]
-        return StepSizes(size, prompts, completions, multiple or 1)
+        return StepSizes(groups if shared else rows, prompts, completions, multiple or 1)
 
     def loss_mask(self, row: int) -> torch.Tensor:
         """1 on the tokens of completion `row` that carry loss."""
@@ -322,13 +327,13 @@ def contributing_rows(rollout: Rollout) -> list[int]:
     ]
 
 
-def gather_rollout(scored: dict[str, Any], rows: int) -> Rollout:
+def gather_rollout(scored: dict[str, Any], rows: int, num_generations: int) -> Rollout:
     """Collect the shares of all processes into the rollout batch every process holds.
 
     Args:
         scored: what `_generate_and_score_completions` returned for this process's share, padded; tensors with one row
             per completion are kept, (B,), (B, 1) or (B, T).
-        rows: rows of this process that count (0 on a ghost).
+        rows: rows of this process that count (0 on a ghost), whole groups.
     """
     prompt_lengths = scored["prompt_mask"].sum(1)
     # a completion that is masked out keeps one column, because a scored width of zero is no slice
@@ -345,7 +350,7 @@ def gather_rollout(scored: dict[str, Any], rows: int) -> Rollout:
         else:
             parts = [row[:n] for row, n in zip(value, lengths.tolist())]
         fields[name] = _gather_parts(parts, rows)
-    return Rollout(fields)
+    return Rollout.of_groups(fields, num_generations)
 
 
 def _gather_parts(parts: list[torch.Tensor], rows: int) -> list[torch.Tensor]:

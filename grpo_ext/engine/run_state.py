@@ -58,8 +58,11 @@ class RunState:
         save_file(tensors, Path(folder) / TENSORS)
 
     @classmethod
-    def load(cls, folder: str | Path) -> RunState | None:
+    def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
         """Read from a checkpoint's folder; None if it is one of another trainer.
+
+        Args:
+            num_generations: completions per group of the rollout batch.
 
         Raises:
             CheckpointError: it is there and cannot be read.
@@ -77,7 +80,7 @@ class RunState:
             state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
             names = sorted({key.rsplit("/", 1)[0] for key in tensors})
             rows = {n: list(tensors[f"{n}/values"].split(tensors[f"{n}/lengths"].tolist())) for n in names}
-            state.rollout = Rollout(rows)
+            state.rollout = Rollout.of_groups(rows, num_generations)
         return state
 
 

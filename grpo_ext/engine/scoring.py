@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import group_numbers
 from ..core.micro_batches import StepSizes, canonical_units, cut_in_order
 from .attention import LAYOUT
 from .checks import position_ids
@@ -99,7 +100,7 @@ class Chunking:
         if self.units is None:
             return cut_in_order(*lengths, batch_size, self.max_tokens, self.packed, self.multiple or 1)
         group, unit = self.units
-        sizes = StepSizes(group, [], [])
+        sizes = StepSizes(group_numbers(rows, group), [], [])
         return [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(rows), unit)]
 
 

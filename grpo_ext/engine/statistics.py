@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..core.geometry import group_numbers
 from ..core.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
 from .collectives import ragged_gather, sum_over_processes
 from .rollouts import Rollout
@@ -50,9 +51,11 @@ class StepContext:
         return mask
 
 
-def _counts(tokens_B: Sequence[int], num_generations: int) -> StepCounts:
-    groups = [sum(tokens_B[first : first + num_generations]) for first in range(0, len(tokens_B), num_generations)]
-    return StepCounts(len(tokens_B), sum(tokens_B), sum(tokens_B), tuple(groups))
+def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+    by_group = dict.fromkeys(groups_B, 0)
+    for group, tokens in zip(groups_B, tokens_B):
+        by_group[group] += tokens
+    return StepCounts(len(tokens_B), sum(tokens_B), sum(tokens_B), by_group)
 
 
 Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
@@ -66,7 +69,6 @@ def measure_step(
     top_entropy_quantile: float,
     has_router: bool,
     top_k: int,
-    num_generations: int,
     guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepContext:
     """Count the step and, where a term asks for it, run the statistics pass.
@@ -75,11 +77,10 @@ def measure_step(
 
     Args:
         score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
-        num_generations: completions per group; groups are contiguous.
         guard: around the forwards of the pass, which hold no collective.
     """
     tokens = [int(rollout.loss_mask(row).sum()) for row in range(len(rollout))]
-    context = StepContext(_counts(tokens, num_generations), meter, top_k=top_k)
+    context = StepContext(_counts(tokens, rollout.groups), meter, top_k=top_k)
     if top_entropy_quantile >= 1.0 and not has_router:
         return context
     entropies: dict[int, torch.Tensor] = {}
@@ -132,12 +133,12 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
 
 
 def batch_context(inputs: dict[str, Any], device: torch.device, top_k: int, num_generations: int) -> dict[str, Any]:
-    """The inputs with a context that takes this one batch for the whole step."""
+    """The inputs with a context that takes this one batch for the whole step; without "groups" it begins with one."""
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    counts = _counts(mask.sum(1).tolist(), num_generations)
+    groups = inputs.get("groups") or group_numbers(mask.size(0), num_generations)
+    counts = _counts(mask.sum(1).tolist(), groups)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     context = StepContext(counts, StepMeter(device), top_k=top_k)
-    groups = [row // num_generations for row in range(mask.size(0))]
     return {**inputs, "attention_mask": attention_mask, "step": context, "weight": 1.0, "groups": groups}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..core.geometry import even_share
+from ..core.geometry import even_share, group_numbers
 from ..core.micro_batches import StepSizes, TokenCost, deal_rows
 from ..errors import ConfigError
 
@@ -355,8 +355,9 @@ def run_part(
 def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
     """Largest load over the mean, when groups are dealt by cost and by count (planned, not run)."""
     lengths = shape.lengths()
-    sizes = StepSizes(shape.group, [shape.prompt] * shape.groups, [n for group in lengths for n in group])
     rows = range(shape.groups * shape.group)
+    numbers, completions = group_numbers(len(rows), shape.group), [n for group in lengths for n in group]
+    sizes = StepSizes(numbers, [shape.prompt] * len(rows), completions)
     by_count = [list(even_share(len(rows), processes, rank)) for rank in range(processes)]
 
     def spread(shares: Sequence[Sequence[int]]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..core.geometry import BatchGeometry
+from ..core.geometry import BatchGeometry, group_numbers
 from ..core.keyed_random import uniform
 from ..core.memory_model import Layout, ModelSizes, memory_of
 from ..core.micro_batches import StepSizes, TokenCost, deal_rows
@@ -118,11 +118,11 @@ def measure(
 
 
 def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> StepSizes:
-    """Lengths of one step: prompts of one length, completions of exponential length, cut at the longest."""
+    """Lengths of a first step: prompts of one length, completions of exponential length, cut at the longest."""
     rows = geometry.global_batch_size
     numbers = uniform(torch.arange(rows), 0)
     lengths = (-mean * torch.log1p(-numbers)).clamp(1, longest).long().tolist()
-    return StepSizes(geometry.num_generations, [prompt] * (rows // geometry.num_generations), lengths)
+    return StepSizes(group_numbers(rows, geometry.num_generations), [prompt] * rows, lengths)
 
 
 def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
@@ -132,11 +132,10 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
     rows = range(len(sizes.completions_B))
     loads = []
     for share in deal_rows(sizes, rows, geometry.num_processes, cost):
-        groups = {sizes.group(row) for row in share}
-        work = sum(cost.prompt(sizes.prompts_G[g]) for g in groups)
-        work += sum(cost.completion(sizes.completions_B[r], sizes.prompts_G[sizes.group(r)]) for r in share)
+        work = sum(cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
+        work += sum(cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
         loads.append(work)
-    tokens = (sum(sizes.prompts_G) + sum(sizes.completions_B)) / geometry.num_processes
+    tokens = sizes.tokens(rows, packed=True) / geometry.num_processes
     return tokens, max(loads) / (sum(loads) / len(loads))
 
 

@@ -17,6 +17,7 @@ from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
+CUT = {"global_batch_size": 9, "rollout_batch_size": 36}  # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
@@ -77,6 +78,11 @@ CASES = {
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
     "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
+    "cut": Case({"global_batch_size": 10, "rollout_batch_size": 20, "max_steps": 7}, prompts=8, evaluate=True),
+    "cut_prompt_mean": Case({"loss_aggregation": "prompt_mean", "mask_truncated_completions": True, **CUT}),
+    "cut_moe": Case(CUT, model="moe"),
+    "cut_reused": Case({"beta": 0.1, **REUSED, "global_batch_size": 6, "rollout_batch_size": 12}),
+    "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
 }
 
 SETTINGS = {

@@ -22,6 +22,9 @@ LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "m
 STEPS = 24
 
 
+# one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
+CUT = {"global_batch_size": 18, "rollout_batch_size": 36, "num_train_epochs": 1, "bitwise_invariant": True}
+CUT_STEPS = 10
 DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
 
 
@@ -43,6 +46,7 @@ def whole(bench) -> dict[str, RunResult]:
         long_run(bench, bench.folder, "exact", bitwise_invariant=True),
         long_run(bench, bench.folder, "adaptive", use_adaptive_entropy=True, entropy_target=5.0),
         long_run(bench, bench.folder, "dynamic", **DYNAMIC),
+        long_run(bench, bench.folder, "cut", **CUT),
     ]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
@@ -56,10 +60,10 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
 STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
 
 
-def assert_same_run(one: RunResult, other: RunResult, step: int) -> None:
+def assert_same_run(one: RunResult, other: RunResult, step: int, steps: int = STEPS) -> None:
     assert one.error is None, one.error
     assert other.error is None, other.error
-    assert len(one.trace) == STEPS
+    assert len(one.trace) == steps
     assert other.trace == one.trace[step:]
     lines = [line for line in one.log if line["step"] > step]
     later = [line for line in other.log if line["step"] > step]
@@ -94,6 +98,17 @@ def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
     runs = [resumed(bench, "dynamic", step, 3, **DYNAMIC) for step in steps]
     for step, result in zip(steps, run_all(runs, processes=2)):
         assert_same_run(whole["dynamic"], result, step)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole, processes):
+    # after the first step of a rollout, between its iterations, in the smaller last one
+    runs = [
+        dataclasses.replace(run, name=f"{run.name}-on-{processes}")
+        for run in (resumed(bench, "cut", step, 5, **CUT) for step in (1, 2, 9))
+    ]
+    for step, result in zip((1, 2, 9), run_all(runs, processes)):
+        assert_same_run(whole["cut"], result, step, CUT_STEPS)
 
 
 def test_another_layout_goes_on_to_rounding(bench, whole):

@@ -25,7 +25,8 @@ def build(tmp_path, model=None, dataset=None, extra=None, **settings):
 
 
 SIZES = [
-    ({"global_batch_size": 15}, ["global_batch_size=15", "num_generations=4", "use 12 or 16"]),
+    ({"global_batch_size": 15}, ["global_batch_size=15", "num_generations=4", "to 12 or 16", "to 60"]),
+    ({"global_batch_size": 18, "rollout_batch_size": 54}, ["rollout_batch_size=54", "whole groups", "use 36 or 72"]),
     ({"rollout_batch_size": 24}, ["rollout_batch_size=24", "global_batch_size=16", "use 16 or 32"]),
     ({"rollout_chunk_size": 6}, ["rollout_chunk_size=6", "use 4 or 8"]),
     ({"num_generations": 1}, ["num_generations=1", "at least 2"]),

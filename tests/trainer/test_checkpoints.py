@@ -293,6 +293,20 @@ def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path,
     assert trainer.optimizer.param_groups[0]["initial_lr"] == 1e-3
 
 
+@pytest.mark.parametrize(("old", "new"), [((8, 8), (18, 36)), ((18, 36), (16, 32))], ids=["to cut", "from cut"])
+def test_a_run_goes_on_with_another_way_of_cutting_groups(tmp_path, caplog, old, new):
+    names = ("global_batch_size", "rollout_batch_size")
+    other(tmp_path, **dict(zip(names, old)), max_steps=1).train()
+    allowed = [*names, "max_steps"]
+    trainer = other(tmp_path, **dict(zip(names, new)), max_steps=2, allow_changed_on_resume=allowed)
+    trainer.train("latest")
+    assert trainer.state.global_step == 2
+    assert len(trainer._rollout) == new[1]  # sampled whole, although the run goes on in the middle of it
+    seen, first = old[0] // 4, new[0] // 4
+    fate = f"{first - seen} are skipped" if first > seen else f"{seen - first} come again"
+    assert f"step 2 of 2: about {seen} prompts were trained, about {fate}" in caplog.text
+
+
 def test_a_larger_global_batch_that_leaves_no_steps_is_refused(tmp_path):
     other(tmp_path, global_batch_size=8, max_steps=-1, num_train_epochs=1).train()  # 12 prompts in 6 steps
     allowed = ["global_batch_size", "rollout_batch_size"]

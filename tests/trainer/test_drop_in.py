@@ -430,7 +430,7 @@ def test_sizes_changed_after_construction_count(tmp_path):
     args = GRPOConfig(**config_kwargs(tmp_path))
     args.global_batch_size, args.num_generations = 8, 2
     trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
-    assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_step) == (8, 4)
+    assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_rollout) == (8, 4)
 
 
 def test_predict_scores_a_data_set(tmp_path):

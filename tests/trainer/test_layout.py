@@ -88,6 +88,16 @@ def test_a_switch_does_not_change_the_update(tmp_path, kind, switch):
     assert error(plain, switched) <= UPDATE
 
 
+def test_packs_and_padded_batches_learn_the_same_from_steps_that_cut_groups(tmp_path):
+    # a router counts a prompt once for each of the rows that are there
+    cut = {"kind": "moe", "global_batch_size": 6, "rollout_batch_size": 12, "per_device_train_batch_size": 6}
+    plain, _ = update(tmp_path / "plain", **PLAIN, **cut)
+    packed, _ = update(tmp_path / "packed", **cut)
+    assert error(plain, packed) <= UPDATE
+    other, _ = update(tmp_path / "other", **{**cut, "global_batch_size": 4})
+    assert error(plain, other) > DIFFERENT
+
+
 def test_another_seed_is_another_update(tmp_path):
     first, _ = update(tmp_path / "a", reward=sparse)
     second, _ = update(tmp_path / "b", reward=sparse, seed=4)
@@ -203,9 +213,9 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     rollout = trainer._rollout
-    assert rollout.sizes(4).num_generations == 4
+    assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
     rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
     rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])
-    sizes = rollout.sizes(4)
-    assert sizes.num_generations == 1
-    assert sizes.prompts_G[1] == sizes.prompts_G[0] + 1
+    sizes = rollout.sizes()
+    assert list(sizes.groups_B) == list(range(16))
+    assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 import trl
 
 import grpo_ext
@@ -115,6 +116,71 @@ def last_metrics(trainer, batch) -> dict[str, float]:
     trainer._compute_loss(trainer.model, inputs)
     trainer._finish_step(inputs["step"])
     return {key: values[-1] for key, values in trainer._metrics["train"].items()}
+
+
+class Steps(transformers.TrainerCallback):
+    """Keeps the completions, the weights and the gradient of every step."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.found = trainer, []
+        prepare = trainer._prepare_inputs
+
+        def keep(rows):
+            rollout = prepare(rows)
+            self.found.append([rollout, {k: v.clone() for k, v in trainer.model.state_dict().items()}])
+            return rollout
+
+        trainer._prepare_inputs = keep
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, *args, **kwargs) -> None:
+        gradients = [p.grad.flatten().double() for p in self.trainer.model.parameters() if p.grad is not None]
+        self.found[-1].append(torch.cat(gradients))
+
+
+def stock_gradient(stock, step, parts: int) -> torch.Tensor:
+    """Stock TRL's gradient of a step's completions, accumulated over equal parts."""
+    rows, tokens = len(step) // parts, sum(int(step.loss_mask(row).sum()) for row in range(len(step)))
+    # it counts the tokens of the generation batch and takes the step's part of that
+    items = torch.tensor(tokens * stock.args.steps_per_generation // parts)
+    stock.model.train()
+    stock.model.zero_grad()
+    stock.current_gradient_accumulation_steps = parts
+    for first in range(0, len(step), rows):
+        batch = step.select(range(first, first + rows)).collate(0)
+        stock.compute_loss(stock.model, batch | {"num_items_in_batch": items}).backward()
+    return torch.cat([p.grad.flatten().double() for p in stock.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("phase", [{"generation_batch_size": 36}, {"steps_per_generation": 6}], ids=str)
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_type, phase):
+    """6 x 3 completions with 4 generations: the second step begins within a group."""
+    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "num_generations": 4, **phase}
+    settings = {"loss_type": loss_type, "max_grad_norm": 0.0, "max_steps": 2, **sizes}
+    stock = trainer_of(trl, tmp_path, "qwen2", **settings)
+    ours = grpo_ext.GRPOTrainer(
+        tiny_model(), letter_reward, stock.args, prompts(), processing_class=tiny_tokenizer()
+    )  # a plain trl.GRPOConfig
+    steps = Steps(ours)
+    ours.train()
+    assert [len(step) for step, _, _ in steps.found] == [18, 18]
+    assert list(steps.found[1][0].groups[:3]) == [4, 4, 5]
+    for step, weights, gradient in steps.found:
+        stock.model.load_state_dict(weights)
+        theirs = stock_gradient(stock, step, parts=3)
+        error = float((gradient - theirs).norm() / theirs.norm())
+        assert error <= PARITY, f"gradient differs by {error:.2e}"
+    # the negative control: advantages of what a step has of its first group are not those of the whole group
+    whole = torch.cat(ours._rollout.fields["advantages"]).view(-1, 4)
+    assert whole.sum(1).abs().max() < 1e-5
+    assert whole.any(1).all()
+    assert abs(sum(float(a) for a in steps.found[1][0].fields["advantages"][:2])) > 0.01
+    step, weights, gradient = steps.found[1]
+    step.fields["advantages"][:2] = [a - sum(step.fields["advantages"][:2]) / 2 for a in step.fields["advantages"][:2]]
+    stock.model.load_state_dict(weights)
+    theirs = stock_gradient(stock, step, parts=3)
+    assert float((gradient - theirs).norm() / theirs.norm()) > DIFFERENT
 
 
 def test_parity_notices_a_wrong_denominator(tmp_path):

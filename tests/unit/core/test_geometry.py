@@ -11,6 +11,7 @@ import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ext.config import GRPOConfig
 from grpo_ext.core.geometry import (
     DEFAULT_ROLLOUT_CHUNK,
     BatchGeometry,
@@ -83,13 +84,21 @@ def test_a_size_that_is_no_positive_integer_is_refused_under_the_users_name(argu
 
 
 @pytest.mark.parametrize("value", [15, 3, 17])
-def test_a_global_batch_that_cuts_a_group_is_refused_with_multiples_that_work(value):
+def test_a_rollout_of_one_step_that_cuts_a_group_is_refused_with_sizes_that_work(value):
     message = refusal(global_batch_size=value, num_generations=4)
     assert f"global_batch_size={value}" in message
     assert "num_generations=4" in message
     for remedy in multiples_offered(message):
         assert resolve(global_batch_size=remedy, num_generations=4).global_batch_size == remedy
         assert abs(remedy - value) < 4
+    assert resolve(global_batch_size=value, rollout_batch_size=rollout_offered(message)).global_batch_size == value
+
+
+def rollout_offered(message: str) -> int:
+    """The rollout batch that a message offers beside other global batches."""
+    found = re.search(r"rollout_batch_size to (\d+)", message)
+    assert found is not None, f"no remedy in {message!r}"
+    return int(found.group(1))
 
 
 def multiples_offered(message: str) -> list[int]:
@@ -112,6 +121,25 @@ def test_trls_product_that_cuts_a_group_is_refused_with_all_three_factors():
     for remedy in multiples_offered(message):
         sizes = {"micro_batch_size": 3, "num_processes": 2, "num_generations": 8, "global_batch_size": remedy}
         assert resolve(**sizes).global_batch_size == remedy
+    sizes = {"micro_batch_size": 3, "accumulation_steps": 5, "num_processes": 2, "num_generations": 8}
+    assert resolve(**sizes, rollout_batch_size=rollout_offered(message)).global_batch_size == 30
+
+
+@pytest.mark.parametrize(
+    "phase", [{"rollout_batch_size": 18 * 3}, {"generation_batch_size": 18 * 3}, {"steps_per_generation": 9}]
+)
+def test_a_rollout_that_cuts_a_group_is_refused_with_multiples_that_work(phase):
+    sizes = {"micro_batch_size": 6, "accumulation_steps": 3}
+    message = refusal(**sizes, **phase)
+    assert "=54 is not a multiple of num_generations=4; a rollout batch holds whole groups" in message
+    assert multiples_offered(message) == [36, 72]
+    for remedy in multiples_offered(message):
+        assert resolve(**sizes, rollout_batch_size=remedy).rollout_batch_size == remedy
+
+
+def test_the_remedy_for_a_rollout_that_cuts_steps_cuts_no_group_either():
+    assert multiples_offered(refusal(global_batch_size=18, rollout_batch_size=40)) == [36, 72]
+    assert "a multiple of 36" in refusal(global_batch_size=18, steps_per_generation=2)
 
 
 @pytest.mark.parametrize("field", ["rollout_batch_size", "generation_batch_size"])
@@ -202,6 +230,19 @@ def test_trls_product_counts_every_process(processes):
     assert phases.steps_per_rollout == 2
 
 
+@pytest.mark.parametrize("phase", [{"steps_per_generation": 6}, {"generation_batch_size": 36}])
+def test_a_step_may_cut_groups_as_in_trl(phase):
+    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "num_generations": 4}
+    theirs = trl.GRPOConfig(use_cpu=True, report_to="none", **sizes, **phase)
+    for g in (
+        resolve(micro_batch_size=6, accumulation_steps=3, **phase),
+        GRPOConfig(use_cpu=True, report_to="none", **sizes, **phase).geometry,
+        GRPOConfig.from_trl(theirs).geometry,
+    ):
+        assert (g.global_batch_size, g.rollout_batch_size) == (18, theirs.generation_batch_size) == (18, 36)
+        assert (g.steps_per_rollout, g.prompts_per_rollout, g.accumulation_steps) == (2, 9, 3)
+
+
 @pytest.mark.parametrize(
     "phase", [{"steps_per_generation": 1}, {"steps_per_generation": 2}, {"generation_batch_size": 4}]
 )
@@ -212,7 +253,7 @@ def test_several_phases_within_a_step_are_one_phase(phase):
 
 def test_without_a_rollout_size_a_rollout_is_one_step():
     g = resolve(global_batch_size=24)
-    assert (g.rollout_batch_size, g.steps_per_rollout, g.prompts_per_step, g.prompts_per_rollout) == (24, 1, 6, 6)
+    assert (g.rollout_batch_size, g.steps_per_rollout, g.prompts_per_rollout) == (24, 1, 6)
 
 
 @PROPERTY
@@ -230,7 +271,7 @@ def test_the_derived_accumulation_is_rounded_up_never_floored(generations, promp
     assert g.accumulation_steps == math.ceil(Fraction(busiest, micro))
     assert g.accumulation_steps * micro * processes >= total
     assert g.global_batch_size == total  # whatever the layout
-    assert (g.prompts_per_step, g.steps_per_rollout) == (prompts, steps)
+    assert (g.prompts_per_rollout, g.steps_per_rollout) == (prompts * steps, steps)
 
 
 @PROPERTY
@@ -308,15 +349,23 @@ def test_a_chunk_smaller_than_a_group_still_holds_one_group():
 
 # ---- Epochs ---------------------------------------------------------------------------------------------------------
 
+
+def cutting(generations: int, rows_per_step: int, multiples: int, iterations: int) -> BatchGeometry:
+    """Steps of any number of completions, rollouts of whole groups."""
+    return BatchGeometry(
+        num_generations=generations,
+        global_batch_size=rows_per_step,
+        rollout_batch_size=math.lcm(generations, rows_per_step) * multiples,
+        num_iterations=iterations,
+        micro_batch_size=4,
+        num_processes=1,
+        rollout_chunk_size=generations,
+    )
+
+
 LAYOUTS = st.builds(
     EpochLayout,
-    st.builds(
-        geometry,
-        generations=st.integers(2, 4),
-        prompts_per_step=st.integers(1, 6),
-        steps_per_rollout=st.integers(1, 4),
-        iterations=st.integers(1, 3),
-    ),
+    st.builds(cutting, st.integers(2, 4), st.integers(1, 18), st.integers(1, 3), st.integers(1, 3)),
     st.integers(0, 50),
     st.booleans(),
 )
@@ -326,28 +375,29 @@ def steps_of(layout: EpochLayout):
     return [layout[i] for i in range(len(layout))]
 
 
-def prompts_of(step) -> list[int]:
-    """Positions of a step's prompts along the epoch's order."""
-    return [step.rollout_prompts[p] for p in step.step_prompts]
+def rows_of(layout: EpochLayout, step) -> list[int]:
+    """A step's completions, counted along the epoch's order."""
+    first = step.rollout_prompts.start * layout.geometry.num_generations
+    return [first + row for row in step.step_rows]
 
 
 @PROPERTY
 @given(LAYOUTS)
-def test_every_prompt_is_in_exactly_num_iterations_steps(layout):
-    counts = dict.fromkeys(range(layout.num_prompts), 0)
+def test_every_completion_is_in_exactly_num_iterations_steps(layout):
+    counts = dict.fromkeys(range(layout.num_prompts * layout.geometry.num_generations), 0)
     for step in steps_of(layout):
-        for prompt in prompts_of(step):
-            counts[prompt] += 1
+        for row in rows_of(layout, step):
+            counts[row] += 1
     expected = layout.geometry.num_iterations
-    assert all(counts[p] == (expected if p < layout.trained_prompts else 0) for p in counts)
+    assert all(counts[row] == (expected if row < layout.trained_completions else 0) for row in counts)
 
 
 @PROPERTY
 @given(LAYOUTS)
-def test_each_iteration_visits_the_prompts_in_order(layout):
+def test_each_iteration_visits_the_completions_in_order(layout):
     for iteration in range(layout.geometry.num_iterations):
-        visited = [p for step in steps_of(layout) if step.iteration == iteration for p in prompts_of(step)]
-        assert visited == list(range(layout.trained_prompts))
+        visited = [row for step in steps_of(layout) if step.iteration == iteration for row in rows_of(layout, step)]
+        assert visited == list(range(layout.trained_completions))
 
 
 @PROPERTY
@@ -361,24 +411,27 @@ def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
         assert len({step.rollout_prompts for step in steps}) == 1
         assert [step.starts_rollout for step in steps] == [True] + [False] * (len(steps) - 1)
         assert [(s.iteration, s.step) for s in steps] == sorted((s.iteration, s.step) for s in steps)
+        sampled = len(steps[0].rollout_prompts) * layout.geometry.num_generations
         for iteration in range(layout.geometry.num_iterations):
-            tiled = [p for s in steps if s.iteration == iteration for p in s.step_prompts]
-            assert tiled == list(range(len(steps[0].rollout_prompts)))
+            tiled = [row for s in steps if s.iteration == iteration for row in s.step_rows]
+            assert tiled == list(range(len(tiled)))
+            # all that is sampled is trained, but for the end of a group that drop_last cuts off
+            assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
 
 
 @PROPERTY
 @given(LAYOUTS)
 def test_only_the_last_step_of_the_last_rollout_may_be_smaller(layout):
-    full, steps = layout.geometry.prompts_per_step, steps_of(layout)
-    sizes = [len(step.step_prompts) for step in steps]
-    tail = layout.trained_prompts % full
+    full, steps = layout.geometry.global_batch_size, steps_of(layout)
+    sizes = [len(step.step_rows) for step in steps]
+    tail = layout.trained_completions % full
     smaller = [step for step, size in zip(steps, sizes) if size != full]
     assert [(s.rollout, s.iteration) for s in smaller] == (
         [(steps[-1].rollout, i) for i in range(layout.geometry.num_iterations)] if tail else []
     )
-    assert all(len(s.step_prompts) == tail for s in smaller)
+    assert all(len(s.step_rows) == tail for s in smaller)
     assert all(size > 0 for size in sizes)
-    assert layout.last_step_prompts == (sizes[-1] if sizes else 0)
+    assert layout.last_step_rows == (sizes[-1] if sizes else 0)
 
 
 @PROPERTY
@@ -386,20 +439,31 @@ def test_only_the_last_step_of_the_last_rollout_may_be_smaller(layout):
 def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
     kept = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
     dropping = EpochLayout(layout.geometry, layout.num_prompts, drop_last=True)
-    unit = layout.geometry.prompts_per_step
-    assert 0 <= layout.num_prompts - dropping.trained_prompts < unit
-    full = [s for s in steps_of(kept) if len(s.step_prompts) == unit]
-    places = [(s.rollout, s.iteration, s.step, s.step_prompts) for s in full]
-    assert [(s.rollout, s.iteration, s.step, s.step_prompts) for s in steps_of(dropping)] == places
-    # dropped prompts are not sampled either
+    unit = layout.geometry.global_batch_size
+    assert 0 <= kept.trained_completions - dropping.trained_completions < unit
+    full = [s for s in steps_of(kept) if len(s.step_rows) == unit]
+    places = [(s.rollout, s.iteration, s.step, s.step_rows) for s in full]
+    assert [(s.rollout, s.iteration, s.step, s.step_rows) for s in steps_of(dropping)] == places
+    # prompts that are dropped are not sampled either
     assert all(s.rollout_prompts.stop <= dropping.trained_prompts for s in steps_of(dropping))
+    assert dropping.trained_prompts == ceil_div(dropping.trained_completions, layout.geometry.num_generations)
+
+
+def test_a_step_takes_up_the_group_that_the_one_before_has_cut():
+    g = resolve(global_batch_size=18, rollout_batch_size=36)
+    steps = steps_of(EpochLayout(g, 11))  # rollouts of 9 and 2 prompts
+    assert [s.step_rows for s in steps] == [range(0, 18), range(18, 36), range(0, 8)]
+    assert [s.rollout_prompts for s in steps] == [range(0, 9), range(0, 9), range(9, 11)]
+    cut = EpochLayout(g, 5, drop_last=True)  # 20 completions: the last two of the fifth prompt are left out
+    assert (len(cut), cut.trained_prompts, cut.trained_completions, cut.last_step_rows) == (1, 5, 18, 18)
 
 
 def test_a_data_set_smaller_than_a_step_is_one_step():
     g = geometry(prompts_per_step=8, steps_per_rollout=3, iterations=2)
-    steps = steps_of(EpochLayout(g, 5))
+    layout = EpochLayout(g, 5)
+    steps = steps_of(layout)
     assert [(s.rollout, s.iteration, s.step) for s in steps] == [(0, 0, 0), (0, 1, 0)]
-    assert all(prompts_of(s) == [0, 1, 2, 3, 4] for s in steps)
+    assert all(rows_of(layout, s) == list(range(10)) for s in steps)
     assert len(EpochLayout(g, 5, drop_last=True)) == 0
 
 
@@ -413,11 +477,10 @@ def test_a_step_outside_the_epoch_is_an_index_error(index):
 @given(LAYOUTS)
 def test_a_stream_cut_into_rollouts_has_the_steps_of_the_map_style_epoch(layout):
     g, streamed = layout.geometry, []
-    for rollout in range(ceil_div(layout.trained_prompts, g.prompts_per_rollout)):
-        start = rollout * g.prompts_per_rollout
-        prompts = range(start, min(start + g.prompts_per_rollout, layout.trained_prompts))
-        for inside in range(ceil_div(len(prompts), g.prompts_per_step) * g.num_iterations):
-            streamed.append(step_layout(g, rollout, inside, prompts))
+    for rollout in range(ceil_div(layout.trained_completions, g.rollout_batch_size)):
+        rows = min(g.rollout_batch_size, layout.trained_completions - rollout * g.rollout_batch_size)
+        for inside in range(ceil_div(rows, g.global_batch_size) * g.num_iterations):
+            streamed.append(step_layout(g, rollout, inside, rows))
     assert streamed == steps_of(layout)
 
 
@@ -438,6 +501,15 @@ def test_the_plan_states_the_sizes_and_what_is_dropped():
     ):
         assert part in text, f"{part!r} is not in\n{text}"
     assert "dropped" not in describe_plan(g, num_prompts=9, drop_last=True, epochs=None)
+
+
+def test_the_plan_says_that_steps_cut_groups():
+    g = resolve(global_batch_size=18, rollout_batch_size=36)
+    text = describe_plan(g, num_prompts=5, drop_last=True, epochs=None)
+    for part in ("18 completions = 4.5 prompts x 4", "steps cut groups", "1 optimizer steps, 2 completion(s) dropped"):
+        assert part in text, f"{part!r} is not in\n{text}"
+    assert "2 completions" in describe_plan(g, num_prompts=5, drop_last=False, epochs=None)
+    assert "cut groups" not in describe_plan(resolve(global_batch_size=16), 5, False, None)
 
 
 def test_the_plan_says_when_processes_have_nothing_to_sample():

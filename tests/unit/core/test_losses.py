@@ -364,7 +364,7 @@ def test_an_aggregation_is_that_of_its_loss_type_with_any_other(name, same):
 
 def test_the_prompt_mean_by_hand():
     # rows 0 and 1 are a group with 6 tokens that sum to 21, rows 2 and 3 one with 1 token, 9
-    cfg, counts = LossConfig(aggregation="prompt_mean"), StepCounts(4, 7, 7, (6, 1))
+    cfg, counts = LossConfig(aggregation="prompt_mean"), StepCounts(4, 7, 7, {0: 6, 1: 1})
     by_hand = (21 / 6 + 9 / 1) / 2
     assert (PER_TOKEN * token_weights(cfg, MASK, counts, [0, 0, 1, 1])).sum().item() == pytest.approx(by_hand)
     # any partition adds up to it, whatever order the rows come in

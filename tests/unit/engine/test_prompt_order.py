@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 
 import pytest
@@ -19,12 +20,12 @@ PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, print_blob
 GENERATIONS = 3
 
 
-def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups=1, generations=GENERATIONS):
-    step = generations * prompts_per_step
+def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups=1, generations=GENERATIONS, cut=0):
+    step = generations * prompts_per_step - cut
     return BatchGeometry(
         num_generations=generations,
         global_batch_size=step,
-        rollout_batch_size=step * steps_per_rollout,
+        rollout_batch_size=math.lcm(step, generations) * steps_per_rollout,
         num_iterations=iterations,
         micro_batch_size=4,
         num_processes=1,
@@ -127,6 +128,7 @@ SPLITS = st.tuples(
         iterations=st.integers(1, 2),
         chunk_groups=st.integers(1, 3),
         generations=st.integers(2, 3),
+        cut=st.integers(0, 1),
     ),
     st.integers(1, 6),  # processes
     st.booleans(),  # drop_last
@@ -389,7 +391,7 @@ def test_an_empty_evaluation_set_has_no_item():
 def test_what_a_reward_writes_into_a_row_does_not_reach_the_data():
     rule = ShareRule(num_generations=2, chunk_size=2, num_processes=1, rank=0)
     data = [{"prompt": "a", "x": 0}]
-    layout = StepLayout(0, 0, 0, range(1), range(1))
+    layout = StepLayout(0, 0, 0, range(1), range(2))
     rows = rule.rows(rule.request(0, layout), data.__getitem__)
     rows[0]["x"] = 9
     assert [row["x"] for row in rule.rows(rule.request(0, layout), data.__getitem__)] == [0, 0]

@@ -30,6 +30,8 @@ from grpo_ext.engine.rollouts import (
     sample_chunk,
     sampling_filters,
 )
+from grpo_ext.engine.statistics import measure_step
+from grpo_ext.engine.window import StepMeter
 from tests.tolerances import P_VALUE
 
 PROPERTY = settings(max_examples=80, deadline=None, derandomize=True, print_blob=True, database=None)
@@ -445,7 +447,7 @@ ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
 @pytest.mark.parametrize("ratio", [None, "sequence"])
 def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
     scored = scored_batch(tools=tools, ratio=ratio)
-    batch = gather_rollout(dict(scored), rows=4).collate(PAD)
+    batch = gather_rollout(dict(scored), rows=4, num_generations=2).collate(PAD)
     assert set(batch) == set(scored) - {"num_items_in_batch"}
     for name, value in batch.items():
         expected = scored[name]
@@ -454,7 +456,7 @@ def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
 
 
 def test_a_stored_row_has_no_padding():
-    rollout = gather_rollout(scored_batch(tools=True, ratio="sequence"), rows=4)
+    rollout = gather_rollout(scored_batch(tools=True, ratio="sequence"), rows=4, num_generations=2)
     assert len(rollout) == 4
     assert [len(row) for row in rollout.fields["prompt_ids"]] == list(PROMPT_LENGTHS)
     for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
@@ -465,7 +467,7 @@ def test_a_stored_row_has_no_padding():
 
 @pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [2, 2]])
 def test_some_rows_are_padded_to_their_own_longest(rows):
-    rollout = gather_rollout(scored_batch(), rows=4)
+    rollout = gather_rollout(scored_batch(), rows=4, num_generations=2)
     batch = rollout.select(rows).collate(PAD)
     assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
     assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
@@ -479,7 +481,7 @@ def test_some_rows_are_padded_to_their_own_longest(rows):
 
 
 def test_padding_to_a_multiple_widens_both_sides():
-    batch = gather_rollout(scored_batch(), rows=4).collate(PAD, pad_to_multiple_of=8)
+    batch = gather_rollout(scored_batch(), rows=4, num_generations=2).collate(PAD, pad_to_multiple_of=8)
     assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
     assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
     assert batch["prompt_mask"][:, -1].all()
@@ -487,30 +489,30 @@ def test_padding_to_a_multiple_widens_both_sides():
 
 
 def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
-    rollout = gather_rollout(scored_batch(masked=(1,)), rows=4)
+    rollout = gather_rollout(scored_batch(masked=(1,)), rows=4, num_generations=2)
     assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
     assert len(rollout.fields["completion_ids"][1]) == 1
     alone = rollout.select([1]).collate(PAD)
     assert alone["completion_ids"].shape == (1, 1)
     assert alone["completion_mask"].tolist() == [[0]]
-    everything = gather_rollout(scored_batch(masked=(0, 1, 2, 3)), rows=4).collate(PAD)
+    everything = gather_rollout(scored_batch(masked=(0, 1, 2, 3)), rows=4, num_generations=2).collate(PAD)
     assert everything["completion_ids"].shape == (4, 1)
 
 
 def test_tokens_of_a_tool_carry_no_loss():
-    rollout = gather_rollout(scored_batch(tools=True), rows=4)
+    rollout = gather_rollout(scored_batch(tools=True), rows=4, num_generations=2)
     assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
 
 
 def test_a_ghosts_rows_do_not_count():
-    rollout = gather_rollout(scored_batch(ratio="sequence"), rows=0)
+    rollout = gather_rollout(scored_batch(ratio="sequence"), rows=0, num_generations=2)
     assert len(rollout) == 0
     assert all(values == [] for values in rollout.fields.values())
 
 
 def test_a_ratio_per_token_survives_gathering():
     scored = scored_batch(ratio="token")
-    rollout = gather_rollout(dict(scored), rows=4)
+    rollout = gather_rollout(dict(scored), rows=4, num_generations=2)
     for row, n in enumerate(COMPLETION_LENGTHS):
         assert torch.equal(
             rollout.fields["importance_sampling_ratio"][row], scored["importance_sampling_ratio"][row, :n]
@@ -518,7 +520,7 @@ def test_a_ratio_per_token_survives_gathering():
 
 
 def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
-    rollout = gather_rollout(scored_batch(ratio="token"), rows=4)
+    rollout = gather_rollout(scored_batch(ratio="token"), rows=4, num_generations=2)
     cfg = LossConfig(loss_type="vespo", correct_sampling=True)
 
     def weights(rows: list[int]) -> list[float]:
@@ -539,20 +541,34 @@ def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
 
 def test_a_field_that_is_no_batch_of_rows_is_left_out():
     scored = scored_batch() | {"num_images": [1, 1, 1, 1], "pixel_values": torch.zeros(2, 3, 4)}
-    rollout = gather_rollout(scored, rows=4)
+    rollout = gather_rollout(scored, rows=4, num_generations=2)
     assert not {"num_images", "pixel_values", "num_items_in_batch"} & set(rollout.fields)
 
 
 def test_selecting_keeps_every_field_and_the_order():
-    rollout = Rollout({"completion_ids": [torch.tensor([i]) for i in range(4)], "advantages": list(torch.eye(4))})
-    chosen = rollout.select([3, 1])
+    fields = {"completion_ids": [torch.tensor([i]) for i in range(4)], "advantages": list(torch.eye(4))}
+    chosen = Rollout.of_groups(fields, 2).select([3, 1])
+    assert chosen.groups == [1, 0]
     assert [int(v) for v in chosen.fields["completion_ids"]] == [3, 1]
     assert torch.equal(torch.stack(chosen.fields["advantages"]), torch.eye(4)[[3, 1]])
 
 
+def test_a_step_counts_the_tokens_that_a_group_has_in_it():
+    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
+    ids = [torch.arange(n) for n in lengths]
+    masks = [torch.ones(n, dtype=torch.long) for n in lengths]
+    prompts = [torch.arange(1 + row // 4) for row in range(8)]
+    fields = {"completion_ids": ids, "completion_mask": masks, "prompt_ids": prompts, "prompt_mask": prompts}
+    step = Rollout.of_groups(fields, 4).select(range(3, 6))
+    assert list(step.sizes().groups_B) == [0, 1, 1]
+    counts = measure_step(step, [], None, StepMeter(torch.device("cpu")), 1.0, False, 1).counts
+    assert counts.group_tokens == {0: 5, 1: 10}
+    assert (counts.completions, counts.tokens) == (3, 15)
+
+
 def test_advantages_per_token_survive_gathering():
     per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
-    rollout = gather_rollout(scored_batch() | {"advantages": per_token}, rows=4)
+    rollout = gather_rollout(scored_batch() | {"advantages": per_token}, rows=4, num_generations=2)
     batch = rollout.collate(PAD)
     mask = batch["completion_mask"].bool()
     assert torch.equal(batch["advantages"][mask], per_token[mask])

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ext.core.geometry import group_numbers
 from grpo_ext.core.micro_batches import StepSizes, TokenCost, cut_by_count
 from grpo_ext.engine.gradients import FixedPointGradients, NativeGradients
 from grpo_ext.engine.memory import WindowOutOfMemory
@@ -38,7 +39,7 @@ def _state(accelerator):
 
 def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     """Rows 0, 1, ... cut by count, and filled up."""
-    sizes = StepSizes(max(rows, 1), [1], [1] * max(rows, 1))
+    sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
     return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
 
 
@@ -63,7 +64,8 @@ def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, a
         assert filler == MicroBatch((0,), weight=0.0)
 
 
-SIZES = StepSizes(4, [30, 5, 12, 7], [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1])
+LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
+SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
 COST = TokenCost(1e-3, 0.2)
 
 
