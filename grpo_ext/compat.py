@@ -74,6 +74,17 @@ def unwrapped_for_generation(
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
 
+@functools.cache
+def triton_head() -> Callable[..., Any] | None:
+    """TRL's head for accelerators, where an installed TRL brings the one that is known here. Not run on a GPU."""
+    function = getattr(_module("trl.kernels.chunked_logprob"), "ChunkedLogProbFunction", None)
+    if function is None:  # without Triton, TRL 1.15 has none
+        return None
+    known = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
+    known += ["final_logit_softcapping", "logit_scale", "outputs"]
+    return function.apply if parameters_of(function.forward)[1:] == known else None
+
+
 # ---- The contract ---------------------------------------------------------------------------------------------------
 
 

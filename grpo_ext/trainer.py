@@ -37,6 +37,7 @@ from .engine.collectives import (
 )
 from .engine.forms import Forms, token_cost
 from .engine.gradients import FixedPointGradients, NativeGradients
+from .engine.lm_head import RouterOutput, RouterRequest, install, refuse_unknown_head
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.loss_scaler import (
     DeepSpeedScale,
@@ -47,7 +48,6 @@ from .engine.loss_scaler import (
 )
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory, is_out_of_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
-from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
@@ -57,7 +57,7 @@ from .engine.rollouts import (
     contributing_rows,
 )
 from .engine.samples import Samples, record
-from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks, without_checkpointing
+from .engine.scoring import Chunking, score_in_chunks, without_checkpointing
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 from .engine.window import (
     Layout,
@@ -175,7 +175,12 @@ class GRPOTrainer(ResumableTrainer):
             self.add_callback(self._clock)
         self._watch_run()
         checks.check_causal_lm(policy)
+        for module in (policy, self.ref_model):
+            if module is not None:
+                causal_lm = base_model_of(self.accelerator.unwrap_model(module))
+                install(causal_lm, self.temperature, self.args.cast_lm_head_to_fp32)
         if not self._stock:
+            refuse_unknown_head(base_model_of(policy))
             checks.check_overrides(type(self), GRPOTrainer)
             checks.check_parallelism(self.get_tp_size())
             if self.use_vllm:
@@ -364,10 +369,9 @@ class GRPOTrainer(ResumableTrainer):
 
     @contextlib.contextmanager
     def _in_window(self) -> Iterator[None]:
-        """Inside, forwards run packs where the model takes them, and the head works in small tiles on the CPU."""
+        """Inside, forwards run packs where the model takes them."""
         policy = self._policy
-        packs = packed_attention(policy, self._forms.packs(policy, self.model))
-        with packs, small_tiles(policy, self.accelerator.device):
+        with packed_attention(policy, self._forms.packs(policy, self.model)):
             yield
 
     def _survive(self, model: Any, rollout: Rollout) -> tuple[StepContext, StepWork]:
@@ -556,17 +560,16 @@ class GRPOTrainer(ResumableTrainer):
 
     def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""
-        unwrapped = base_model_of(self.accelerator.unwrap_model(model))
-        with capture_router(unwrapped, self.aux_loss_enabled) as router:
-            logps, entropies, _ = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                batch["attention_mask"],
-                batch["completion_ids"].size(1),
-                compute_entropy=True,
-                compute_aux_loss=self.aux_loss_enabled,
-            )
-        return logps, entropies, router[0] if router else None
+        router = RouterRequest() if self.aux_loss_enabled else None
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            batch["attention_mask"],
+            batch["completion_ids"].size(1),
+            compute_entropy=True,
+            compute_aux_loss=router or False,
+        )
+        return logps, entropies, router.output if router else None
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any

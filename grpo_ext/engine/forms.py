@@ -14,8 +14,9 @@ from accelerate.logging import get_logger
 
 from ..core.micro_batches import TokenCost
 from .checks import accepts_positions
+from .lm_head import RouterRequest
 from .packed_forward import check_packing, score_packed, score_padded, why_not_packed
-from .scoring import with_positions
+from .scoring import with_positions, with_router
 
 logger = get_logger(__name__)
 
@@ -81,7 +82,7 @@ class Forms:
             return partial(_as_trl, partial(score_packed, multiple=self.multiple), policy)
         if self.score_completions_only and not _is_prompt_learning(wrapped):
             return partial(_as_trl, score_padded, policy)
-        return partial(_positioned, stock) if accepts_positions(policy) else stock
+        return partial(_through_trl, stock, accepts_positions(policy))
 
     def check(self, model: Any, policy: Any, wrapped: Any, batch: Callable[[], tuple[Any, Any, int]]) -> None:
         """Before the first pack of a model, compare both forms on a real group.
@@ -106,12 +107,28 @@ def _as_trl(
     attention_mask: torch.Tensor,
     logits_to_keep: int,
     compute_entropy: bool = False,
-    compute_aux_loss: bool = False,
+    compute_aux_loss: bool | RouterRequest = False,
     **nothing: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    logps, entropies, aux_loss = score(model, policy, input_ids, attention_mask, logits_to_keep, compute_aux_loss)
-    return logps, entropies if compute_entropy else None, aux_loss
+    batch = (input_ids, attention_mask, logits_to_keep)
+    asked = {"with_router": bool(compute_aux_loss), "with_entropy": compute_entropy}
+    logps, entropies, router = score(model, policy, *batch, **asked)
+    if isinstance(compute_aux_loss, RouterRequest):
+        compute_aux_loss.output, router = router, None
+    top_k = getattr(policy.config.get_text_config(), "num_experts_per_tok", 1)
+    return logps, entropies, None if router is None else router.aux_loss(top_k)
 
 
-def _positioned(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    return stock(with_positions(model), *args, **kwargs)
+def _through_trl(
+    stock: Callable[..., Any],
+    positions: bool,
+    model: Any,
+    *args: Any,
+    compute_aux_loss: bool | RouterRequest = False,
+    **kwargs: Any,
+) -> Any:
+    if isinstance(compute_aux_loss, RouterRequest):
+        model = with_router(model, compute_aux_loss)
+    return stock(
+        with_positions(model) if positions else model, *args, compute_aux_loss=bool(compute_aux_loss), **kwargs
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
-from .scoring import RouterOutput
+from .lm_head import RouterOutput
 from .statistics import StepContext, router_term
 
 

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
-from trl.kernels import chunked_logprob
 
 from ..core.geometry import ceil_div
 from ..core.packing import build_pack, group_runs
 from ..errors import ModelError
 from .attention import LAYOUT, PACKED, SUPPORTED, packed_attention
 from .checks import accepts_positions, position_ids
+from .lm_head import SCORE, RouterOutput, Wanted
 
-_VOCABULARY_CHUNK = 32768  # TRL's head takes no more of the vocabulary at a time
-_TILE_ELEMENTS = 2**20  # of logits at a time on the CPU: 4 MiB in float32 (measured: 16 MiB take 6% more time)
 _ROUNDING, _HALF_ROUNDING = 1e-5, 2e-3  # mean error of log-probabilities (nats) that needs no explanation
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+# log-probabilities (B, T), entropies (B, T) or None, router's output or None
+Scores = tuple[torch.Tensor, torch.Tensor | None, RouterOutput | None]
 
 
 def why_not_packed(policy: Any) -> str | None:
@@ -84,54 +83,27 @@ def trim(
     return input_ids[:, columns], attention_mask[:, columns], width
 
 
-@contextmanager
-def scored_positions(policy: Any, index_S: torch.Tensor) -> Iterator[None]:
-    """Inside, the head of `policy` sees the hidden states at `index_S` of the flattened batch only, as (1, S, H)."""
-
-    def keep(module: Any, args: Any, output: Any) -> Any:
-        hidden = output.last_hidden_state
-        output.last_hidden_state = hidden.reshape(-1, hidden.size(-1))[index_S.to(hidden.device)].unsqueeze(0)
-        return output
-
-    handle = policy.base_model.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def small_tiles(policy: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, TRL's head works on the CPU in tiles small enough for the allocator to keep (elsewhere: no change).
-
-    Tiles of over 32 MiB are mapped and unmapped by the C library each time, which costs more than the arithmetic.
-    """
-    if device.type != "cpu":
-        return nullcontext()
-    vocabulary = min(policy.config.get_text_config().vocab_size, _VOCABULARY_CHUNK)
-    return mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", max(64, _TILE_ELEMENTS // vocabulary))
-
-
 def _score(
     model: Callable[..., Any],
-    policy: Any,
     inputs: dict[str, Any],
     predictor_S: torch.Tensor,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    batch: tuple[torch.Tensor, torch.Tensor, int],
+    with_entropy: bool,
+    router_counts_BL: torch.Tensor | None,
+) -> Scores:
     """Run `model`; the log-probabilities come from the hidden states at `predictor_S` of the flattened inputs."""
+    input_ids, attention_mask, completion_width = batch
     mask_BT = attention_mask[:, -completion_width:].bool()
-    labels = input_ids[:, -completion_width:][mask_BT].unsqueeze(0)
-    device = input_ids.device
-    with scored_positions(policy, predictor_S), small_tiles(policy, device):
-        output = model(**inputs, shift_labels=labels, fused_lm_head=True)
+    targets_S = input_ids[:, -completion_width:][mask_BT]
+    wanted = Wanted(predictor_S, targets_S, with_entropy, router_counts_BL is not None)
+    output = model(**inputs, **{SCORE: wanted})
 
-    def rows(values_1S: torch.Tensor) -> torch.Tensor:
+    def rows(values_S: torch.Tensor) -> torch.Tensor:
         # connected to the model also where nothing is scored, so that every process can run its backward pass
-        return values_1S.new_zeros(mask_BT.shape).masked_scatter(mask_BT.to(values_1S.device), values_1S.reshape(-1))
+        return values_S.new_zeros(mask_BT.shape).masked_scatter(mask_BT.to(values_S.device), values_S)
 
-    return rows(output.log_probs), None if output.entropy is None else rows(output.entropy), output.aux_loss
+    router = None if router_counts_BL is None else RouterOutput(output.router_logits, router_counts_BL)
+    return rows(output.log_probs), rows(output.entropy) if with_entropy else None, router
 
 
 def score_packed(
@@ -141,21 +113,23 @@ def score_packed(
     attention_mask: torch.Tensor,
     completion_width: int,
     with_router: bool = False,
+    with_entropy: bool = True,
     multiple: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> Scores:
     """Score the completions of a padded batch through a pack.
 
     Args:
         model: the model as the loop calls it (wrapped by DDP, PEFT, ...).
-        policy: the causal language model inside it, with TRL's fused head.
+        policy: the causal language model inside it, with the head of engine.lm_head.
         input_ids, attention_mask: (B, L) in TRL's layout, prompts padded on the left, completions on the right.
         completion_width: columns of the completions, T.
         with_router: whether to ask a MoE model for its router's output.
+        with_entropy: whether to compute entropies.
         multiple: the pack is filled up to a multiple of this many tokens.
 
     Returns:
-        As TRL's `_get_per_token_logps_and_entropies`: log-probabilities and entropies (B, T), zero where there is no
-        token, and the auxiliary loss.
+        Log-probabilities and entropies (B, T), zero where there is no token, and the router's output; None for what
+        was not asked for.
 
     Raises:
         ModelError: the model does not read the layout of the pack.
@@ -171,11 +145,11 @@ def score_packed(
         "position_ids": torch.tensor(pack.positions_N, device=device).unsqueeze(0),
         LAYOUT: pack.layout,
     }
-    if with_router:
-        inputs["output_router_logits"] = True
+    counts = torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0) if with_router else None
     predictor = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
     with packed_attention(policy):
-        result = _score(model, policy, inputs, predictor, input_ids, attention_mask, completion_width)
+        batch = (input_ids, attention_mask, completion_width)
+        result = _score(model, inputs, predictor, batch, with_entropy, counts)
     if pack.layout.calls == 0:
         raise ModelError(
             f"{type(policy).__name__} does not attend through transformers' attention interface, so completions would "
@@ -191,17 +165,17 @@ def score_padded(
     attention_mask: torch.Tensor,
     completion_width: int,
     with_router: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    with_entropy: bool = True,
+) -> Scores:
     """As `score_packed`, through the padded batch itself; only the scored positions go through the head."""
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
     if accepts_positions(policy):
         inputs["position_ids"] = position_ids(attention_mask)
-    if with_router:
-        inputs["output_router_logits"] = True
     scored = torch.zeros_like(attention_mask, dtype=torch.bool)
     scored[:, -completion_width:] = attention_mask[:, -completion_width:].bool()
     predictor = scored.reshape(-1).nonzero().squeeze(1) - 1
-    return _score(model, policy, inputs, predictor, input_ids, attention_mask, completion_width)
+    batch = (input_ids, attention_mask, completion_width)
+    return _score(model, inputs, predictor, batch, with_entropy, attention_mask if with_router else None)
 
 
 def check_packing(

@@ -1,4 +1,4 @@
-"""Scoring: log-probabilities of completions through TRL's fused head, with positions and without needless padding.
+"""Scoring: log-probabilities of completions in chunks, with positions and without needless padding.
 
 Differs from TRL: `position_ids` are passed (absolute-position models are right under left padding), and chunks are
 trimmed to their own longest row. One place serves the policy, the old and the reference log-probabilities.
@@ -15,8 +15,8 @@ import torch
 
 from ..core.geometry import group_numbers
 from ..core.micro_batches import StepSizes, canonical_units, cut_in_order
-from .attention import LAYOUT
 from .checks import position_ids
+from .lm_head import RouterOutput, RouterRequest
 from .memory import Halving
 from .packed_forward import read_batch, trim
 
@@ -43,36 +43,15 @@ def without_checkpointing(model: Any, checkpointing_kwargs: dict[str, Any] | Non
             model.gradient_checkpointing_enable(checkpointing_kwargs)
 
 
-@dataclass(frozen=True)
-class RouterOutput:
-    """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).
+def with_router(model: Callable[..., Any], request: RouterRequest) -> Callable[..., Any]:
+    """`model` as a function that keeps its router's output; TRL's scoring keeps only the loss made of it."""
 
-    That is the attention mask of a padded batch; in a pack a prompt counts once for each of its completions.
-    """
+    def forward(**inputs: Any) -> Any:
+        output = model(**inputs)
+        request.output = RouterOutput(output.router_logits, inputs["attention_mask"])
+        return output
 
-    logits: tuple[torch.Tensor, ...]
-    counts_BL: torch.Tensor
-
-
-@contextmanager
-def capture_router(model: Any, enabled: bool) -> Iterator[list[RouterOutput]]:
-    """Collect the router logits of each forward of a MoE model; TRL's output keeps only the loss made of them."""
-    captured: list[RouterOutput] = []
-    if not enabled:
-        yield captured
-        return
-
-    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        counts = kwargs["attention_mask"]
-        if LAYOUT in kwargs:
-            counts = torch.tensor(kwargs[LAYOUT].counts_N, device=counts.device).unsqueeze(0)
-        captured.append(RouterOutput(output.router_logits, counts))
-
-    handle = model.base_model.register_forward_hook(keep, with_kwargs=True)
-    try:
-        yield captured
-    finally:
-        handle.remove()
+    return forward
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from ..core.geometry import group_numbers
 from ..core.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
 from .collectives import ragged_gather, sum_over_processes
+from .lm_head import RouterOutput
 from .rollouts import Rollout
-from .scoring import RouterOutput
 from .window import MicroBatch, StepMeter
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
-from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.engine import attention
+from grpo_ext.engine.lm_head import install
 from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded
 from tests.trainer.test_layout import make, parameters
 from tests.unit.engine.test_packed_forward import batch_of, gradient
@@ -31,7 +31,7 @@ def model_on(device: str, implementation: str, window: bool, dtype: torch.dtype)
     torch.manual_seed(1)
     config = MistralConfig(**SIZES, sliding_window=50) if window else Qwen2Config(**SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(device, dtype)
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     return model
 
 

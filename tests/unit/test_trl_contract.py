@@ -466,20 +466,6 @@ def test_the_package_is_the_one_of_this_checkout():
 # ---- The packed forward and the decoding loop -----------------------------------------------------------------------
 
 
-def test_the_fused_head_takes_shifted_labels_and_runs_the_backbone_by_its_base_model():
-    source = inspect.getsource(trl.trainer.utils.add_fused_lm_head)
-    for piece in ("shift_labels is None", "backbone_outputs.last_hidden_state", 'backbone_attr = "base_model"'):
-        assert piece in source, f"seam add_fused_lm_head: `{piece}` is gone"
-
-
-def test_the_heads_kernel_reads_its_tile_height_from_the_module():
-    from trl.kernels import chunked_logprob
-
-    assert isinstance(chunked_logprob.TOKEN_CHUNK_SIZE, int)
-    for method in (chunked_logprob.ChunkedLogProbFunction.forward, chunked_logprob.ChunkedLogProbFunction.backward):
-        assert "range(0, N, TOKEN_CHUNK_SIZE)" in inspect.getsource(method), "seam TOKEN_CHUNK_SIZE moved"
-
-
 def test_the_cpu_flash_kernel_has_the_arguments_the_packed_attention_passes():
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._schema

@@ -18,14 +18,13 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
 )
-from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.core.losses import router_statistics
 from grpo_ext.core.packing import PackedGroup, PackLayout
-from grpo_ext.engine import attention, packed_forward
+from grpo_ext.engine import attention, lm_head
 from grpo_ext.engine.attention import PACKED, packed_attention
+from grpo_ext.engine.lm_head import install
 from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded, why_not_packed
-from grpo_ext.engine.scoring import capture_router
 from grpo_ext.errors import ModelError
 from tests.helpers import tiny_model
 from tests.tolerances import SAME_ALGEBRA, UPDATE
@@ -65,7 +64,7 @@ def model_of(kind: str, implementation: str = "sdpa") -> Any:
         model = tiny_model(kind)
         model.set_attn_implementation(implementation)
     model = model if kind in FLOAT32 else model.double()
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     return model
 
 
@@ -151,7 +150,7 @@ def test_a_window_that_is_in_the_mask_alone_survives():
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     assert "sliding_attention" in config.layer_types
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     batch = batch_of(*SHAPES["long"])
     assert same(score_packed(model, model, *batch)[0], score_padded(model, model, *batch)[0], UPDATE)
 
@@ -244,9 +243,8 @@ def test_the_router_counts_what_the_padded_batch_counts():
     model, batch = model_of("moe"), batch_of(*SHAPES["masked_out"])
     found = []
     for score in (score_padded, score_packed):
-        with capture_router(model, True) as router:
-            score(model, model, *batch, with_router=True)
-        found.append(router_statistics(router[0].logits, router[0].counts_BL, 2))
+        router = score(model, model, *batch, with_router=True)[2]
+        found.append(router_statistics(router.logits, router.counts_BL, 2))
     (chosen, probs, rows), (packed_chosen, packed_probs, packed_rows) = found
     assert rows == packed_rows
     assert torch.equal(chosen, packed_chosen)
@@ -298,13 +296,13 @@ def test_a_model_is_left_as_it_was():
 def test_the_head_sees_scored_positions_only(monkeypatch):
     model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
     seen = []
-    apply = packed_forward.chunked_logprob.ChunkedLogProbFunction.apply
+    score = lm_head.log_probs
 
     def spy(hidden: torch.Tensor, *args: Any) -> Any:
         seen.append(hidden.size(0))
-        return apply(hidden, *args)
+        return score(hidden, *args)
 
-    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction.apply", spy)
+    monkeypatch.setattr(lm_head, "log_probs", spy)
     scored = int(batch[1][:, -batch[2] :].sum())
     score_packed(model, model, *batch)
     score_padded(model, model, *batch)
