@@ -529,9 +529,10 @@ class GRPOConfig(trl.GRPOConfig):
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
-        accelerator = args.accelerator_config = copy.copy(self.accelerator_config)
+        accelerator: Any = copy.copy(self.accelerator_config)
         given = accelerator.gradient_accumulation_kwargs or {}
         accelerator.gradient_accumulation_kwargs = {**given, "sync_with_dataloader": False}
+        args.accelerator_config = accelerator
         return args
 
     def for_trl(self, onto: GRPOConfig | None = None) -> GRPOConfig:
