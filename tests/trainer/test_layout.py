@@ -98,6 +98,28 @@ def test_packs_and_padded_batches_learn_the_same_from_steps_that_cut_groups(tmp_
     assert error(plain, other) > DIFFERENT
 
 
+def prompt_mean(rollout: Any, rows: range, groups: list[int]) -> float:
+    """The loss of on-policy rows: minus the mean over groups of the mean advantage of the group's tokens."""
+    tokens, weighted = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0.0)
+    for row, group in zip(rows, groups):
+        count = int(rollout.loss_mask(row).sum())
+        tokens[group] += count
+        weighted[group] += count * float(rollout.fields["advantages"][row])
+    return -sum(weighted[group] / tokens[group] for group in tokens) / len(tokens)
+
+
+def test_the_prompt_mean_counts_the_tokens_that_a_group_has_in_the_step(tmp_path):
+    cut = {"global_batch_size": 18, "rollout_batch_size": 36, "max_steps": 2, "learning_rate": 0.0}
+    trainer = make(tmp_path, loss_aggregation="prompt_mean", **cut)
+    trainer.train()
+    first, second = log_of(trainer, "loss")
+    rows, later, rollout = range(18), range(18, 36), trainer._rollout
+    assert first == pytest.approx(prompt_mean(rollout, rows, [row // 4 for row in rows]), abs=1e-5)
+    assert second == pytest.approx(prompt_mean(rollout, later, [row // 4 for row in later]), abs=1e-5)
+    # the negative control: groups counted from the first row of the step
+    assert abs(second - prompt_mean(rollout, later, [row // 4 for row in rows])) > DIFFERENT
+
+
 def test_another_seed_is_another_update(tmp_path):
     first, _ = update(tmp_path / "a", reward=sparse)
     second, _ = update(tmp_path / "b", reward=sparse, seed=4)

@@ -45,7 +45,7 @@ def test_plan_shows_a_token_budget(tmp_path):
 def test_an_error_is_one_message_and_status_2():
     done = run("plan", "--global_batch_size", "15", "--num_generations", "4")
     assert done.returncode == 2
-    assert "use 12 or 16" in done.stderr.replace("\n", " ")
+    assert "set global_batch_size to 12 or 16" in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
 
 

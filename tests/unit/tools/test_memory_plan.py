@@ -164,6 +164,16 @@ def test_a_step_is_dealt_evenly_over_a_thousand_processes():
     assert 1.0 <= imbalance < 1.2
 
 
+def test_the_plan_of_a_step_that_cuts_a_group_counts_the_prompt_of_the_part():
+    geometry = resolve_geometry(
+        num_generations=4, num_processes=1, micro_batch_size=6, global_batch_size=18, rollout_batch_size=36
+    )
+    lengths = simulated(geometry, 256, 1024, 512)
+    tokens, imbalance = balance(geometry, lengths, SIZES)
+    assert tokens == 5 * 256 + sum(lengths.completions_B)
+    assert imbalance == 1.0
+
+
 def test_the_command_shows_it(tmp_path):
     path = tmp_path / "model.json"
     path.write_text(json.dumps(SMALL))
