@@ -19,7 +19,7 @@ from grpo_ext.engine import lm_head
 from grpo_ext.engine.lm_head import SCORE, LogitTransform, Wanted, install, log_probs, refuse_unknown_head
 from grpo_ext.errors import ModelError
 from tests.helpers import tiny_model
-from tests.tolerances import FLOAT32_SUMS, PARITY, SAME_ALGEBRA
+from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS, PARITY, SAME_ALGEBRA
 
 TEMPERATURE = 0.9
 TRANSFORMS = {
@@ -84,7 +84,7 @@ def test_the_backward_pass_is_the_derivative_of_the_forward(kind, with_bias):
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, SAME_ALGEBRA), (torch.float32, FLOAT32_SUMS)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FLOAT64_SUMS), (torch.float32, FLOAT32_SUMS)])
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_scores_and_gradients_are_those_of_all_logits(kind, dtype, tolerance):
     inputs, transform = case(dtype), TRANSFORMS[kind]
@@ -249,6 +249,7 @@ NOT_BUILT = {
         "CohereCompassForCausalLM",
         "CohereCompassForConditionalGeneration",
         "DbrxForCausalLM",
+        "Dots1ForCausalLM",
         "DeepseekOcr2ForConditionalGeneration",
         "Emu3ForConditionalGeneration",
         "Granite4VisionForConditionalGeneration",
