@@ -33,6 +33,7 @@ _MOST_COLUMNS = 8192
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that leave these settings of their configuration unread
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class LogitTransform:
 
 def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
     """What the model of this configuration does to its logits, by the names that transformers' models use."""
+    if config.model_type in _UNREAD:
+        return LogitTransform(temperature=temperature)
     config = config.get_text_config()
 
     def first(names: tuple[str, ...]) -> float | None:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
     scale, divisor = first(_FACTORS), first(_DIVISORS)
-    if config.model_type == "mpt":  # carries a logit_scale that its model does not read
-        scale = None
     if scale is None and divisor is not None:
         scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
     vocabulary = getattr(config, "unpadded_vocab_size", None)
@@ -342,18 +343,24 @@ class ScoredOutput(ModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-def backbone_of(model: Any) -> Any:
-    """The part of a causal language model that comes before its head."""
-    return model.base_model if model.base_model is not model else model.model
+def _backbone(model: Any) -> Any:
+    """The part of a causal language model that comes before its head; the model itself where it has none."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 def refuse_unknown_head(model: Any) -> None:
-    """Refuse a model with further layers between its backbone and its last linear layer.
+    """Refuse a model whose logits are not made of its backbone's hidden states by one linear layer.
 
     Raises:
-        ModelError: names them.
+        ModelError: names what else there is.
     """
-    known = {id(p) for part in (backbone_of(model), model.get_output_embeddings()) for p in part.parameters()}
+    backbone, head = _backbone(model), model.get_output_embeddings()
+    if backbone is model or head is None:
+        raise ModelError(
+            f"{type(model).__name__} has no backbone with a linear language-model head after it; such a model cannot "
+            "be scored. Use a causal language model of transformers."
+        )
+    known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if further:
         raise ModelError(
@@ -401,7 +408,7 @@ def _run(
 ) -> ScoredOutput:
     if wanted.router:
         kwargs["output_router_logits"] = True
-    output = backbone_of(model)(*args, **{**kwargs, "use_cache": False})
+    output = _backbone(model)(*args, **{**kwargs, "use_cache": False})
     hidden, head = output.last_hidden_state, model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden.reshape(-1, hidden.size(-1))[wanted.predictor_S.to(hidden.device)]
     weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))

@@ -9,7 +9,7 @@ import pytest
 from grpo_ext.tools.check import describe_difference, metric_difference, update_error
 from grpo_ext.tools.runs import OURS, STOCK, Run, RunResult, run_all
 from tests.invariance.cases import CASES, Bench
-from tests.tolerances import DIFFERENT, METRIC, UPDATE, UPDATE_FLOAT64
+from tests.tolerances import DIFFERENT, METRIC, UPDATE, UPDATE_FLOAT64, UPDATE_FLOAT64_THROUGHOUT
 
 REFERENCE = 16  # the whole step in one forward
 NAMES = list(CASES)
@@ -128,7 +128,8 @@ def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
     for name, a, b in zip(names, results[: len(names)], results[len(names) :]):
         assert a.error is None, a.error
         error = update_error(a.delta, b.delta)
-        assert error <= UPDATE_FLOAT64, f"{name}: {error:.2e}, {describe_difference(a.delta, b.delta)}"
+        limit = UPDATE_FLOAT64_THROUGHOUT if name == "gpt2" else UPDATE_FLOAT64
+        assert error <= limit, f"{name}: {error:.2e}, {describe_difference(a.delta, b.delta)}"
 
 
 def test_another_seed_learns_something_else(launches):

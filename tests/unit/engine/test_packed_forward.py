@@ -27,7 +27,7 @@ from grpo_ext.engine.lm_head import install
 from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded, why_not_packed
 from grpo_ext.errors import ModelError
 from tests.helpers import tiny_model
-from tests.tolerances import SAME_ALGEBRA, UPDATE
+from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 60,
@@ -124,7 +124,7 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     model = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
     assert why_not_packed(model) is None
     batch = batch_of(*SHAPES[shape])
-    tolerance = UPDATE if kind in FLOAT32 else SAME_ALGEBRA
+    tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
     for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(model, model, *batch)[:2]):
         assert same(ours, theirs, tolerance)
     assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
