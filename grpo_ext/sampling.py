@@ -31,6 +31,8 @@ from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock
 from .engine.prompt_order import Reserve, RolloutRequest, ShareRule, StepRows
+from .engine.reward_log import ShareCalls, add_columns, columns_of, exact_mean, gather_calls, metrics_of
+from .engine.rewards import STRICT, check_reward_functions
 from .engine.rollouts import (
     Rollout,
     RowIdentity,
@@ -68,6 +70,9 @@ class SamplingTrainer(trl.GRPOTrainer):
         self._identity: RowIdentity | None = None
         self._rewards_BF = torch.zeros(0)  # of the rollout batch that was scored last, all processes
         self._reserve: Reserve | None = None
+        self._faults = STRICT
+        self._logged: dict[str, list[float]] = {}  # what the reward functions logged of it, every value
+        self._said_columns: set[tuple[str, str]] = set()
 
     @property
     def _sharded(self) -> bool:
@@ -218,8 +223,11 @@ class SamplingTrainer(trl.GRPOTrainer):
         The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
         """
         if self._stock or not isinstance(inputs, StepRows):
-            return super()._generate_and_score_completions(inputs)
+            with self._checked_rewards(None):
+                return super()._generate_and_score_completions(inputs)
         request, rewards = inputs.request, []
+        first = request.share.start * request.num_generations
+        calls = self._share_calls(request, first)
         calculate = self._calculate_rewards
 
         def remember(*args: Any) -> torch.Tensor:
@@ -231,11 +239,14 @@ class SamplingTrainer(trl.GRPOTrainer):
             with (
                 ragged_scoring(self.accelerator, request.ghost),
                 mock.patch.object(self, "_calculate_rewards", remember),
+                self._checked_rewards(calls),
+                self._columns_apart() as columns,
             ):
                 scored = super()._generate_and_score_completions(list(inputs))
         finally:
             self._request, self._identity = None, None
         self._rewards_BF = rewards[-1]
+        self._log_calls(calls, columns, len(self._rewards_BF))
         advantages = self._advantages(rewards[-1], request.num_generations)
         if self.args.advantage_estimator is not None:
             shown: Any = self._logs["advantages"]  # TRL's own, as far as the table holds them
@@ -243,9 +254,45 @@ class SamplingTrainer(trl.GRPOTrainer):
                 shown.pop()
             shown.extend(advantages.tolist())
         # TRL cuts its slice as if all shares were equal
-        first = request.share.start * request.num_generations
         scored["advantages"] = advantages[first : first + len(inputs)]
         return scored
+
+    def _share_calls(self, request: RolloutRequest, first: int) -> ShareCalls:
+        # vLLM's shares are as many for every process, and no whole chunks
+        group = request.num_generations
+        chunk = None if self.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
+        return ShareCalls(first, chunk)
+
+    @contextlib.contextmanager
+    def _checked_rewards(self, calls: ShareCalls | None) -> Iterator[None]:
+        """Inside, reward functions are checked and called by chunks; outside they are the user's own objects."""
+        functions = self.reward_funcs
+        self.reward_funcs = check_reward_functions(functions, self.reward_func_names, self._faults, calls)
+        try:
+            yield
+        finally:
+            self.reward_funcs = functions
+
+    @contextlib.contextmanager
+    def _columns_apart(self) -> Iterator[dict[str, list[Any]]]:
+        """What is added to the completions table inside, besides what the reward functions' calls keep."""
+        kept: Any = self._logs["extra"]
+        inside: collections.defaultdict[str, list[Any]] = collections.defaultdict(list)
+        self._logs["extra"] = inside
+        try:
+            yield inside
+        finally:
+            self._logs["extra"] = kept
+
+    def _log_calls(self, calls: ShareCalls, columns: dict[str, list[Any]], rows: int) -> None:
+        """Put what the reward functions of all processes logged where TRL's log and table look for it."""
+        made = gather_calls(calls.made)
+        self._logged = metrics_of(made)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, values in self._logged.items():
+            metrics[name].append(exact_mean(values))
+        table: Any = self._logs
+        add_columns(table["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(table["prompt"]))
 
     def _advantages(self, rewards_BF: torch.Tensor, num_generations: int) -> torch.Tensor:
         weights_F = self.reward_weights.to(rewards_BF.device)
@@ -275,7 +322,8 @@ class SamplingTrainer(trl.GRPOTrainer):
         while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             with self._metrics_apart() as metrics:
                 rollout = self._score_round(more)
-            rounds.append(Round(rollout, self._rewards_BF, {name: values[-1] for name, values in metrics.items()}))
+            logged = {name: values[-1] for name, values in metrics.items()}
+            rounds.append(Round(rollout, self._rewards_BF, logged, self._logged))
             dull = groups_without_variance(self._rewards_BF, weights_F, group, self.multi_objective_aggregation)
             teaches.append([not value for value in dull.tolist()])
             taken += len(dull) if len(rounds) > 1 else 0

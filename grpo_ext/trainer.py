@@ -51,7 +51,7 @@ from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
-from .engine.rewards import Faults, check_reward_functions
+from .engine.rewards import Faults
 from .engine.rollouts import (
     Rollout,
     contributing_rows,
@@ -212,8 +212,7 @@ class GRPOTrainer(ResumableTrainer):
             self._refuse_for_stock(config)
         if config.dynamic_sampling:
             self._check_dynamic_sampling()
-        faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
-        self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
+        self._faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
         if self._stock:

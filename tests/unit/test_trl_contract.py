@@ -213,6 +213,8 @@ CALLED = [
     (trl.GRPOTrainer, "compute_loss", ["model", "inputs", "return_outputs", "num_items_in_batch"]),
     (trl.GRPOTrainer, "compute_loss_context_manager", []),
     (trl.GRPOTrainer, "_tokenize_prompts", ["prompts"]),
+    (trl.GRPOTrainer, "_log_metric", ["name", "value"]),
+    (trl.GRPOTrainer, "_log_completion_extra", ["column", "values"]),
     (trl.GRPOTrainer, "_remove_unused_columns", ["dataset", "description"]),
     (accelerate.Accelerator, "accumulate", []),
     (accelerate.Accelerator, "backward", ["loss"]),
