@@ -42,7 +42,7 @@ from .engine.rollouts import (
     request_keys,
     sample_chunk,
 )
-from .engine.vllm_sampling import completion_seeds, seeded
+from .engine.vllm_sampling import completion_seeds, sampling_metrics, seeded
 from .engine.window import shards_parameters
 from .errors import ConfigError, PrecisionError
 
@@ -304,7 +304,16 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _score_round(self, rows: StepRows) -> Rollout:
         """Sample and score these rows of every process."""
         scored = self._generate_and_score_completions(rows)
-        return gather_rollout(scored, 0 if rows.request.ghost else len(rows))
+        rollout = gather_rollout(scored, 0 if rows.request.ghost else len(rows))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self._sampling_metrics([rollout]).items():
+            metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
+        return rollout
+
+    def _sampling_metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
+        if not self.use_vllm:
+            return {}
+        return sampling_metrics(rollouts, self.vllm_importance_sampling_mode.startswith("sequence"))
 
     def _sample_rollout(self, rows: StepRows) -> Rollout:
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
@@ -330,6 +339,7 @@ class SamplingTrainer(trl.GRPOTrainer):
             places, free = fill_places(teaches)
             more = reserve.rows(request, taken, free) if free else None
         values = log_values(rounds, places, free, weights_F, self.reward_func_names, group)
+        values |= self._sampling_metrics([part.rollout for part in rounds])
         for name, value in values.items():
             if name == "num_tokens":
                 self._metrics["train"][name] = [value]
