@@ -25,7 +25,7 @@ from .core.advantages import depends_on_the_batch, estimated_advantages, group_a
 from .core.dynamic_sampling import fill_places
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
-from .engine.decoding import why_not_compact
+from .engine.decoding import own_generate, why_not_compact
 from .engine.dynamic_sampling import Round, assemble, log_values
 from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
@@ -85,7 +85,12 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _samples_by_key(self) -> bool:
         if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
             return False
-        return can_sample_by_key(self.generation_config)
+        return self._own_generate is None and can_sample_by_key(self.generation_config)
+
+    @property
+    def _own_generate(self) -> str | None:
+        """The name of a `generate` of the model's own, which may be replaced at any time."""
+        return own_generate(self.accelerator.unwrap_model(self.model))
 
     @property
     def _checkpointing_kwargs(self) -> Any:
@@ -102,10 +107,9 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> tuple[list[list[int]], Any]:
-        stock = functools.partial(
-            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-        )
-        if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
+        turn = super()._generate_single_turn
+        stock = functools.partial(turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+        if self._request is None or self.use_transformers_continuous_batching:
             return stock()
         request, identity = self._request, self._identity
         rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
@@ -119,8 +123,19 @@ class SamplingTrainer(trl.GRPOTrainer):
                 seeds = completion_seeds(keys, offsets, request.num_generations)
                 with seeded(self.vllm_generation, seeds, num_generations):
                     completions, logps = stock()
-            else:
+            elif self._samples_by_key():
                 completions, logps = self._sample_rows(request, prompt_ids, rows), None
+            else:
+
+                def sample(part: list[int]) -> list[list[int]]:
+                    fields = {
+                        name: values[part] if isinstance(values, torch.Tensor) else [values[i] for i in part]
+                        for name, values in multimodal_fields.items()
+                    }
+                    return turn([prompt_ids[i] for i in part], images, fields, num_generations, has_tool_images)[0]
+
+                share, logps = self._share_sampling(request), None
+                completions = share.chunk_by_chunk(sample, rows, self._tokenizer.eos_token_id)
         if identity is None:
             self._identity = RowIdentity(prompt_ids, completions)
         else:
@@ -149,6 +164,12 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _keys(self, request: RolloutRequest) -> torch.Tensor:
         return request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
 
+    def _share_sampling(self, request: RolloutRequest) -> ShareSampling:
+        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
+            return max_over_processes(own, self.accelerator.device) if self._sharded else own
+
+        return ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
@@ -167,10 +188,7 @@ class SamplingTrainer(trl.GRPOTrainer):
                     f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}."
                 ) from None
 
-        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
-            return max_over_processes(own, self.accelerator.device) if self._sharded else own
-
-        share = ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+        share = self._share_sampling(request)
 
         def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             def work(part: Sequence[int]) -> list[list[int]]:

@@ -218,13 +218,19 @@ class GRPOTrainer(ResumableTrainer):
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
-        elif self._seeds_vllm():
-            self._uncovered.append(
+
+    def _uncovered_sampling(self) -> str | None:
+        """What the promise does not cover of how completions are sampled, as a sentence."""
+        if self._stock or self._samples_by_key():
+            return None
+        if self._seeds_vllm():
+            return (
                 "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
                 "completion differs"
             )
-        elif not self._samples_by_key():
-            self._uncovered.append("this way of generating does not sample by key; only the update is covered")
+        if self._own_generate is not None and not self.use_transformers_continuous_batching:
+            return f"{self._own_generate} samples, and not by key; only the update is covered"
+        return "this way of generating does not sample by key; only the update is covered"
 
     @staticmethod
     def _refuse_for_stock(config: GRPOConfig) -> None:
@@ -242,7 +248,9 @@ class GRPOTrainer(ResumableTrainer):
         if self._stock or not self._samples_by_key():
             raise ConfigError(
                 "bitwise_invariant=True needs this trainer's own sampling and window; images, rollout_func, beam "
-                "search and do_sample=False go through other code. Turn one of the two off."
+                "search, do_sample=False and a model with a generate of its own"
+                f"{'' if self._own_generate is None else f' ({self._own_generate})'} go through other code. Turn one "
+                "of the two off."
             )
 
     def _check_prompt_lengths(self) -> None:
@@ -277,7 +285,10 @@ class GRPOTrainer(ResumableTrainer):
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
 
     def _announce(self) -> None:
-        for sentence in self._uncovered:
+        if self.args.bitwise_invariant:
+            self._refuse_for_bitwise(self._sharded)  # a `generate` may have been replaced since
+        sampling = self._uncovered_sampling()
+        for sentence in [*self._uncovered, *([] if sampling is None else [sampling])]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
         if self._stock or not self.accelerator.is_main_process:
             return

@@ -9,12 +9,13 @@ import pytest
 
 from tests.distributed.launch import accelerate_launch
 from tests.distributed.two_processes import main
+from tests.tolerances import UPDATE
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
-def seen_by(folder: Path, groups: int) -> list[dict]:
-    done = accelerate_launch(SCRIPT, str(folder), str(groups))
+def seen_by(folder: Path, groups: int, *more: str) -> list[dict]:
+    done = accelerate_launch(SCRIPT, str(folder), str(groups), *more)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -73,6 +74,17 @@ def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(o
     for seen in one_group:
         assert seen["metrics"] == alone["metrics"]
         assert seen["table"] == alone["table"]
+
+
+def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tmp_path):
+    alone = main(tmp_path / "alone", 1, own=True)
+    both = seen_by(tmp_path, 1, "own")
+    assert alone["asked"] == [4] * 5  # two steps of one group, an evaluation of three
+    assert [seen["asked"] for seen in both] == [[4] * 4, [4]]  # the second process had no group to train on
+    for seen in both:
+        assert seen["metrics"] == alone["metrics"]
+        assert seen["table"] == alone["table"]
+        assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):

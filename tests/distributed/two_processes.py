@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.tools.run_worker import leave
@@ -32,7 +35,16 @@ async def judged(prompts, completions, log_metric, log_extra, **kwargs):
     return [0.01 * n for n in found]
 
 
-def main(folder: Path, groups: int, chunk: int = 4) -> dict[str, Any]:
+def answer(input_ids, attention_mask, generation_config):
+    """A `generate` of the user's own: answers follow from the prompt and the place in its group."""
+    rows = []
+    for row, (ids, mask) in enumerate(zip(input_ids, attention_mask)):
+        source = random.Random(str((ids[mask.bool()].tolist(), row % 4)))
+        rows.append([source.randint(1, 12) for _ in range(10)])
+    return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+
+def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[str, Any]:
     """Train and evaluate on this process; returns what it saw."""
     scored: list[tuple[str, str]] = []
 
@@ -41,8 +53,11 @@ def main(folder: Path, groups: int, chunk: int = 4) -> dict[str, Any]:
         return letter_reward(prompts, completions)
 
     sizes = {"global_batch_size": 4 * groups, "rollout_chunk_size": chunk, "per_device_train_batch_size": 3}
+    model, asked = tiny_model(), []
+    if own:
+        model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), answer(**kwargs))[1]
     trainer = GRPOTrainer(
-        model=tiny_model(),
+        model=model,
         reward_funcs=[reward, ranked, judged],
         args=GRPOConfig(**config_kwargs(folder / "out", **sizes)),
         train_dataset=prompts(),
@@ -55,6 +70,7 @@ def main(folder: Path, groups: int, chunk: int = 4) -> dict[str, Any]:
     seen = {
         "processes": trainer.accelerator.num_processes,
         "scored": training_scored,
+        "asked": asked,
         "evaluated": len(scored) - len(training_scored),
         "logged_prompts": len(trainer._logs["prompt"]),
         "eval_reward": metrics["eval_reward"],
@@ -70,5 +86,5 @@ def main(folder: Path, groups: int, chunk: int = 4) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), own="own" in sys.argv)
     leave(Path(sys.argv[1]))
