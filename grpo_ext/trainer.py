@@ -106,6 +106,7 @@ class GRPOTrainer(ResumableTrainer):
     num_generations_eval: int
     max_completion_length: int
     pad_to_multiple_of: Any
+    current_gradient_accumulation_steps: Any
 
     def __init__(
         self,
@@ -512,6 +513,7 @@ class GRPOTrainer(ResumableTrainer):
             or self.aux_loss_enabled
             or self.top_entropy_quantile < 1.0
             or self._loss_config.loss_type == "vespo"  # logs a weight of every sequence
+            or self._overrides("compute_loss", "_compute_loss")
         )
         return self.args.skip_zero_contribution and self.model.training and not other_terms
 
@@ -563,8 +565,38 @@ class GRPOTrainer(ResumableTrainer):
         if context.entropy_keep is not None:
             width = inputs["completion_mask"].size(1)
             inputs["entropy_keep"] = context.keep_mask(part.rows, width, self.accelerator.device)
-        with self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs)
+        inputs["num_items_in_batch"] = self._items_in_batch(context, part)
+        with self.compute_loss_context_manager(), self._scaled_by_rows(context, part):
+            options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
+            loss = self.compute_loss(model, inputs, **options)
+        loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
+        context.meter.add_total("loss", loss, 1.0)
+        return loss
+
+    @contextlib.contextmanager
+    def _scaled_by_rows(self, context: StepContext, part: MicroBatch) -> Iterator[None]:
+        """Inside, a loss that divides by the accumulation steps, as TRL wants of one, is divided for this micro-batch.
+
+        What comes out of the micro-batches is added up. So the divisor is the step's completions over those of the
+        micro-batch, which makes a mean over its completions a part of the mean over those of the step.
+        """
+        before = getattr(self, "current_gradient_accumulation_steps", 1)  # an evaluation may come before training
+        self.current_gradient_accumulation_steps = context.counts.completions / len(part.rows)
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
+
+    def _items_in_batch(self, context: StepContext, part: MicroBatch) -> torch.Tensor:
+        """What TRL calls by that name, such that its rescaling to one step gives the loss tokens of this step."""
+        items = float(context.counts.tokens * self.accelerator.num_processes)
+        if self.model.training:
+            items *= self.geometry.steps_per_rollout * len(part.rows) / context.counts.completions
+        return torch.tensor(items, device=self.accelerator.device)
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass overrides any of these methods."""
+        return any(getattr(type(self), name) is not getattr(GRPOTrainer, name) for name in names)
 
     def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""
@@ -677,14 +709,15 @@ class GRPOTrainer(ResumableTrainer):
         """Reduce what was metered, log it, move the entropy controller; returns the loss of the step."""
         mode = "train" if self.model.training else "eval"
         values = context.meter.reduce()
-        loss, policy_loss = values.pop("loss"), values.pop("policy_loss")
+        # a subclass's own loss may leave out what is metered with ours
+        loss, policy_loss = values.pop("loss", math.nan), values.pop("policy_loss", math.nan)
         if work is not None:
             seconds = self._clock.take()
             values |= work.shares(values, seconds.get("window", 0.0))
             values |= {f"time/{name}": value for name, value in seconds.items()}
         if self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(policy_loss)
-            entropy = values.pop("bonus_entropy")
+            entropy = values.pop("bonus_entropy", math.nan)
             if mode == "train":
                 if self.use_adaptive_entropy:
                     self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
