@@ -147,6 +147,8 @@ CALLED = (
     Point(_GRPO, "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
     Point(_GRPO, "compute_loss_context_manager", ()),
     Point(_GRPO, "_tokenize_prompts", ("prompts",)),
+    Point(_GRPO, "_log_metric", ("name", "value")),
+    Point(_GRPO, "_log_completion_extra", ("column", "values")),
     Point(_GRPO, "_remove_unused_columns", ("dataset", "description")),
     Point(_GRPO, "_get_output_dir", ("trial",)),
     Point(accelerate.Accelerator, "accumulate", ()),
@@ -247,6 +249,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "environment_factories",
     "eos_token_ids",
     "eval_dataset",
+    "generation_config",
+    "generation_kwargs",
     "is_deepspeed_enabled",
     "log_completions",
     "lr_scheduler",
@@ -273,6 +277,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "use_adaptive_entropy",
     "use_transformers_continuous_batching",
     "use_vllm",
+    "vllm_generation",
+    "vllm_importance_sampling_mode",
 )
 
 SAMPLING_ATTRIBUTES = {True: ("vllm_generation",), False: ("generation_config", "generation_kwargs")}  # by use_vllm

@@ -50,7 +50,8 @@ class GRPOConfig(trl.GRPOConfig):
         per_device_train_batch_size: completions per forward on one device; any positive integer.
         gradient_accumulation_steps: only without `global_batch_size`; otherwise derived.
         micro_batch_tokens: tokens per forward on one device; a cap beside the one on completions.
-        rollout_chunk_size: completions per `generate` call on one device; a multiple of `num_generations`.
+        rollout_chunk_size: completions per `generate` call on one device, and per call of a reward function; a multiple
+            of `num_generations`.
 
     What is not computed (each can be turned off; none changes the update):
         packed_forward: prompts once per group, no padding.
@@ -130,8 +131,9 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_chunk_size: int | None = field(
         default=None,
         metadata={
-            "help": "Completions per generate call on one device; a multiple of num_generations. The same chunks are "
-            "sampled for every number of processes. Default: 64, rounded down to whole groups (at least one)."
+            "help": "Completions per generate call on one device, and per call of a reward function; a multiple of "
+            "num_generations. The same chunks are sampled and scored for every number of processes, so a smaller chunk "
+            "means more calls. Default: 64, rounded down to whole groups (at least one)."
         },
     )
     micro_batch_tokens: int | None = field(

@@ -24,12 +24,14 @@ from .core.advantages import depends_on_the_batch, estimated_advantages, group_a
 from .core.dynamic_sampling import fill_places
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
-from .engine.decoding import why_not_compact
+from .engine.decoding import own_generate, why_not_compact
 from .engine.dynamic_sampling import Round, assemble, log_values
 from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock
 from .engine.prompt_order import Reserve, RolloutRequest, ShareRule, StepRows
+from .engine.reward_log import ShareCalls, add_columns, columns_of, exact_mean, gather_calls, metrics_of
+from .engine.rewards import STRICT, check_reward_functions
 from .engine.rollouts import (
     Rollout,
     RowIdentity,
@@ -39,7 +41,7 @@ from .engine.rollouts import (
     request_keys,
     sample_chunk,
 )
-from .engine.vllm_sampling import completion_seeds, seeded
+from .engine.vllm_sampling import completion_seeds, sampling_metrics, seeded
 from .engine.window import shards_parameters
 from .errors import ConfigError, PrecisionError
 
@@ -67,6 +69,9 @@ class SamplingTrainer(trl.GRPOTrainer):
         self._identity: RowIdentity | None = None
         self._rewards_BF = torch.zeros(0)  # of the rollout batch that was scored last, all processes
         self._reserve: Reserve | None = None
+        self._faults = STRICT
+        self._logged: dict[str, list[float]] = {}  # what the reward functions logged of it, every value
+        self._said_columns: set[tuple[str, str]] = set()
 
     @property
     def _sharded(self) -> bool:
@@ -79,7 +84,12 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _samples_by_key(self) -> bool:
         if self._stock or self.use_vllm or self.use_transformers_continuous_batching:
             return False
-        return can_sample_by_key(self.generation_config)
+        return self._own_generate is None and can_sample_by_key(self.generation_config)
+
+    @property
+    def _own_generate(self) -> str | None:
+        """The name of a `generate` of the model's own, which may be replaced at any time."""
+        return own_generate(self.accelerator.unwrap_model(self.model))
 
     @property
     def _checkpointing_kwargs(self) -> Any:
@@ -96,10 +106,9 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
-        stock = functools.partial(
-            super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-        )
-        if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
+        turn = super()._generate_single_turn
+        stock = functools.partial(turn, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
+        if self._request is None or self.use_transformers_continuous_batching:
             return stock()
         request, identity = self._request, self._identity
         rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
@@ -113,8 +122,19 @@ class SamplingTrainer(trl.GRPOTrainer):
                 seeds = completion_seeds(keys, offsets, request.num_generations)
                 with seeded(self.vllm_generation, seeds, num_generations):
                     completions, logps = stock()
-            else:
+            elif self._samples_by_key():
                 completions, logps = self._sample_rows(request, prompt_ids, rows), None
+            else:
+
+                def sample(part: list[int]) -> list[list[int]]:
+                    fields = {
+                        name: values[part] if isinstance(values, torch.Tensor) else [values[i] for i in part]
+                        for name, values in multimodal_fields.items()
+                    }
+                    return turn([prompt_ids[i] for i in part], images, fields, num_generations, *args, **kwargs)[0]
+
+                share, logps = self._share_sampling(request), None
+                completions = share.chunk_by_chunk(sample, rows, self._tokenizer.eos_token_id)
         if identity is None:
             self._identity = RowIdentity(prompt_ids, completions)
         else:
@@ -143,6 +163,12 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _keys(self, request: RolloutRequest) -> torch.Tensor:
         return request_keys(request, self.args.seed, TRAIN_STREAM if self.model.training else EVAL_STREAM)
 
+    def _share_sampling(self, request: RolloutRequest) -> ShareSampling:
+        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
+            return max_over_processes(own, self.accelerator.device) if self._sharded else own
+
+        return ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
@@ -161,10 +187,7 @@ class SamplingTrainer(trl.GRPOTrainer):
                     f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}."
                 ) from None
 
-        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
-            return max_over_processes(own, self.accelerator.device) if self._sharded else own
-
-        share = ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+        share = self._share_sampling(request)
 
         def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             def work(part: Sequence[int]) -> list[list[int]]:
@@ -217,8 +240,11 @@ class SamplingTrainer(trl.GRPOTrainer):
         The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
         """
         if self._stock or not isinstance(inputs, StepRows):
-            return super()._generate_and_score_completions(inputs)
+            with self._checked_rewards(None):
+                return super()._generate_and_score_completions(inputs)
         request, rewards = inputs.request, []
+        first = request.share.start * request.num_generations
+        calls = self._share_calls(request, first)
         calculate = self._calculate_rewards
 
         def remember(*args: Any) -> torch.Tensor:
@@ -230,11 +256,14 @@ class SamplingTrainer(trl.GRPOTrainer):
             with (
                 ragged_scoring(self.accelerator, request.ghost),
                 mock.patch.object(self, "_calculate_rewards", remember),
+                self._checked_rewards(calls),
+                self._columns_apart() as columns,
             ):
                 scored = super()._generate_and_score_completions(list(inputs))
         finally:
             self._request, self._identity = None, None
         self._rewards_BF = rewards[-1]
+        self._log_calls(calls, columns, len(self._rewards_BF))
         advantages = self._advantages(rewards[-1], request.num_generations)
         if self.args.advantage_estimator is not None:
             shown: Any = self._logs["advantages"]  # TRL's own, as far as the table holds them
@@ -242,9 +271,45 @@ class SamplingTrainer(trl.GRPOTrainer):
                 shown.pop()
             shown.extend(advantages.tolist())
         # TRL cuts its slice as if all shares were equal
-        first = request.share.start * request.num_generations
         scored["advantages"] = advantages[first : first + len(inputs)]
         return scored
+
+    def _share_calls(self, request: RolloutRequest, first: int) -> ShareCalls:
+        # vLLM's shares are as many for every process, and no whole chunks
+        group = request.num_generations
+        chunk = None if self.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
+        return ShareCalls(first, chunk)
+
+    @contextlib.contextmanager
+    def _checked_rewards(self, calls: ShareCalls | None) -> Iterator[None]:
+        """Inside, reward functions are checked and called by chunks; outside they are the user's own objects."""
+        functions = self.reward_funcs
+        self.reward_funcs = check_reward_functions(functions, self.reward_func_names, self._faults, calls)
+        try:
+            yield
+        finally:
+            self.reward_funcs = functions
+
+    @contextlib.contextmanager
+    def _columns_apart(self) -> Iterator[dict[str, list[Any]]]:
+        """What is added to the completions table inside, besides what the reward functions' calls keep."""
+        kept: Any = self._logs["extra"]
+        inside: collections.defaultdict[str, list[Any]] = collections.defaultdict(list)
+        self._logs["extra"] = inside
+        try:
+            yield inside
+        finally:
+            self._logs["extra"] = kept
+
+    def _log_calls(self, calls: ShareCalls, columns: dict[str, list[Any]], rows: int) -> None:
+        """Put what the reward functions of all processes logged where TRL's log and table look for it."""
+        made = gather_calls(calls.made)
+        self._logged = metrics_of(made)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, values in self._logged.items():
+            metrics[name].append(exact_mean(values))
+        table: Any = self._logs
+        add_columns(table["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(table["prompt"]))
 
     def _advantages(self, rewards_BF: torch.Tensor, num_generations: int) -> torch.Tensor:
         weights_F = self.reward_weights.to(rewards_BF.device)
@@ -256,7 +321,17 @@ class SamplingTrainer(trl.GRPOTrainer):
     def _score_round(self, rows: StepRows) -> Rollout:
         """Sample and score these rows of every process."""
         scored = self._generate_and_score_completions(rows)
-        return gather_rollout(scored, 0 if rows.request.ghost else len(rows), rows.request.num_generations)
+        own = 0 if rows.request.ghost else len(rows)
+        rollout = gather_rollout(scored, own, rows.request.num_generations)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self._sampling_metrics([rollout]).items():
+            metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
+        return rollout
+
+    def _sampling_metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
+        if not self.use_vllm:
+            return {}
+        return sampling_metrics(rollouts, self.vllm_importance_sampling_mode.startswith("sequence"))
 
     def _sample_rollout(self, rows: StepRows) -> Rollout:
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
@@ -274,13 +349,15 @@ class SamplingTrainer(trl.GRPOTrainer):
         while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             with self._metrics_apart() as metrics:
                 rollout = self._score_round(more)
-            rounds.append(Round(rollout, self._rewards_BF, {name: values[-1] for name, values in metrics.items()}))
+            logged = {name: values[-1] for name, values in metrics.items()}
+            rounds.append(Round(rollout, self._rewards_BF, logged, self._logged))
             dull = groups_without_variance(self._rewards_BF, weights_F, group, self.multi_objective_aggregation)
             teaches.append([not value for value in dull.tolist()])
             taken += len(dull) if len(rounds) > 1 else 0
             places, free = fill_places(teaches)
             more = reserve.rows(request, taken, free) if free else None
         values = log_values(rounds, places, free, weights_F, self.reward_func_names, group)
+        values |= self._sampling_metrics([part.rollout for part in rounds])
         for name, value in values.items():
             if name == "num_tokens":
                 self._metrics["train"][name] = [value]

@@ -51,7 +51,7 @@ from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
 from .engine.reference import base_model_of, reference_snapshot
-from .engine.rewards import Faults, check_reward_functions
+from .engine.rewards import Faults
 from .engine.rollouts import (
     Rollout,
     contributing_rows,
@@ -107,6 +107,7 @@ class GRPOTrainer(ResumableTrainer):
     num_generations_eval: int
     max_completion_length: int
     pad_to_multiple_of: Any
+    current_gradient_accumulation_steps: Any
 
     def __init__(
         self,
@@ -219,20 +220,25 @@ class GRPOTrainer(ResumableTrainer):
             self._refuse_for_stock(config)
         if config.dynamic_sampling:
             self._check_dynamic_sampling()
-        faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
-        self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
+        self._faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
-        elif self._seeds_vllm():
-            self._uncovered.append(
+
+    def _uncovered_sampling(self) -> str | None:
+        """What the promise does not cover of how completions are sampled, as a sentence."""
+        if self._stock or self._samples_by_key():
+            return None
+        if self._seeds_vllm():
+            return (
                 "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
                 "completion differs"
             )
-        elif not self._samples_by_key():
-            self._uncovered.append("this way of generating does not sample by key; only the update is covered")
+        if self._own_generate is not None and not self.use_transformers_continuous_batching:
+            return f"{self._own_generate} samples, and not by key; only the update is covered"
+        return "this way of generating does not sample by key; only the update is covered"
 
     @staticmethod
     def _refuse_for_stock(config: GRPOConfig) -> None:
@@ -250,7 +256,9 @@ class GRPOTrainer(ResumableTrainer):
         if self._stock or not self._samples_by_key():
             raise ConfigError(
                 "bitwise_invariant=True needs this trainer's own sampling and window; images, rollout_func, beam "
-                "search and do_sample=False go through other code. Turn one of the two off."
+                "search, do_sample=False and a model with a generate of its own"
+                f"{'' if self._own_generate is None else f' ({self._own_generate})'} go through other code. Turn one "
+                "of the two off."
             )
 
     def _check_prompt_lengths(self) -> None:
@@ -280,7 +288,10 @@ class GRPOTrainer(ResumableTrainer):
     def _announce(self) -> None:
         if (untested := compat.untested()) is not None:
             logger.warning(untested)
-        for sentence in self._uncovered:
+        if self.args.bitwise_invariant:
+            self._refuse_for_bitwise(self._sharded)  # a `generate` may have been replaced since
+        sampling = self._uncovered_sampling()
+        for sentence in [*self._uncovered, *([] if sampling is None else [sampling])]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
         if self._stock or not self.accelerator.is_main_process:
             return
@@ -505,6 +516,7 @@ class GRPOTrainer(ResumableTrainer):
             or self.aux_loss_enabled
             or self.top_entropy_quantile < 1.0
             or self._loss_config.loss_type == "vespo"  # logs a weight of every sequence
+            or self._overrides("compute_loss", "_compute_loss")
         )
         return self.args.skip_zero_contribution and self.model.training and not other_terms
 
@@ -555,8 +567,38 @@ class GRPOTrainer(ResumableTrainer):
         if context.entropy_keep is not None:
             width = inputs["completion_mask"].size(1)
             inputs["entropy_keep"] = context.keep_mask(part.rows, width, self.accelerator.device)
-        with self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs)
+        inputs["num_items_in_batch"] = self._items_in_batch(context, part)
+        with self.compute_loss_context_manager(), self._scaled_by_rows(context, part):
+            options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
+            loss = self.compute_loss(model, inputs, **options)
+        loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
+        context.meter.add_total("loss", loss, 1.0)
+        return loss
+
+    @contextlib.contextmanager
+    def _scaled_by_rows(self, context: StepContext, part: MicroBatch) -> Iterator[None]:
+        """Inside, a loss that divides by the accumulation steps, as TRL wants of one, is divided for this micro-batch.
+
+        What comes out of the micro-batches is added up. So the divisor is the step's completions over those of the
+        micro-batch, which makes a mean over its completions a part of the mean over those of the step.
+        """
+        before = getattr(self, "current_gradient_accumulation_steps", 1)  # an evaluation may come before training
+        self.current_gradient_accumulation_steps = context.counts.completions / len(part.rows)
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
+
+    def _items_in_batch(self, context: StepContext, part: MicroBatch) -> torch.Tensor:
+        """What TRL calls by that name, such that its rescaling to one step gives the loss tokens of this step."""
+        items = float(context.counts.tokens * self.accelerator.num_processes)
+        if self.model.training:
+            items *= self.geometry.steps_per_rollout * len(part.rows) / context.counts.completions
+        return torch.tensor(items, device=self.accelerator.device)
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass overrides any of these methods."""
+        return any(getattr(type(self), name) is not getattr(GRPOTrainer, name) for name in names)
 
     def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""
@@ -668,14 +710,15 @@ class GRPOTrainer(ResumableTrainer):
         """Reduce what was metered, log it, move the entropy controller; returns the loss of the step."""
         mode = "train" if self.model.training else "eval"
         values = context.meter.reduce()
-        loss, policy_loss = values.pop("loss"), values.pop("policy_loss")
+        # a subclass's own loss may leave out what is metered with ours
+        loss, policy_loss = values.pop("loss", math.nan), values.pop("policy_loss", math.nan)
         if work is not None:
             seconds = self._clock.take()
             values |= work.shares(values, seconds.get("window", 0.0))
             values |= {f"time/{name}": value for name, value in seconds.items()}
         if self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(policy_loss)
-            entropy = values.pop("bonus_entropy")
+            entropy = values.pop("bonus_entropy", math.nan)
             if mode == "train":
                 if self.use_adaptive_entropy:
                     self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy

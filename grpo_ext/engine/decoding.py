@@ -1,4 +1,5 @@
-"""The decoding loop of rollouts: prompts go through the model once per group, and finished rows leave the batch.
+"""The decoding loop of rollouts, where the model samples as transformers does: prompts go through the model once per
+group, and finished rows leave the batch.
 
 Differs from transformers' `GenerationMixin._sample`: that runs every copy of a prompt, keeps finished rows until the
 longest is done, and copies the whole cache for every token. Runs inside `generate(custom_generate=...)`, so what a
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
@@ -86,6 +87,25 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     if not all(hasattr(layer, "batch_select_indices") for layer in growing_cache(model).layers):
         return f"{type(model).__name__} has cache layers whose rows cannot be chosen"
     return None
+
+
+# `generate` of architectures that override transformers' without a say in what is sampled, with the reason
+PLAIN_GENERATE: dict[str, str] = {}
+
+
+def own_generate(model: Any) -> str | None:
+    """The name of a `generate` of the model's own (of its class, or replaced on it); None where it is transformers'.
+
+    PEFT's wrappers hand over to the model inside, so that one decides.
+    """
+    function = getattr(model.generate, "__func__", model.generate)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
+        return own_generate(model.get_base_model())
+    # the name too, because a library may have replaced the method of the class
+    stock = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
+    return None if stock or name in PLAIN_GENERATE else name
 
 
 def unique_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -7,12 +7,13 @@ which place; here completions, rewards and log values of the rounds are put toge
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..core.advantages import nan_std, weighted_sum
 from ..core.dynamic_sampling import Source, combine_metrics
+from .reward_log import exact_mean
 from .rollouts import Rollout
 
 
@@ -24,11 +25,13 @@ class Round:
         rollout: its completions.
         rewards_BF: their rewards.
         metrics: what TRL logged of it.
+        logged: what its reward functions logged, every value.
     """
 
     rollout: Rollout
     rewards_BF: torch.Tensor
     metrics: dict[str, float]
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
 
 def assemble(rounds: Sequence[Round], places: Sequence[Source], num_generations: int) -> tuple[Rollout, torch.Tensor]:
@@ -63,6 +66,8 @@ def log_values(
     for name, rewards in zip(reward_names, rewards_BF.unbind(1)):
         values[f"rewards/{name}/mean"] = rewards.nanmean().item()
         values[f"rewards/{name}/std"] = nan_std(rewards).item()
+    for name in sorted({name for part in rounds for name in part.logged}):
+        values[name] = exact_mean([value for part in rounds for value in part.logged.get(name, ())])
     total = weighted_sum(rewards_BF, weights_F)
     values["reward"], values["reward_std"] = total.nanmean().item(), nan_std(total).item()
     later = {source for source in places if source[0]}

@@ -74,7 +74,6 @@ def assemble_loss(
         aux = router_term(router, context)
         context.meter.add_total("aux_loss", aux, weight)
         loss = loss + terms.router_coefficient * aux
-    context.meter.add_total("loss", loss, weight)
     context.meter.add_tokens("entropy", entropies, mask, weight)
     _meter_policy(cfg, tokens, inputs["advantages"], mask, context, weight)
     return loss * weight

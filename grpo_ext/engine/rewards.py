@@ -1,8 +1,8 @@
 """Reward functions, checked: what they return must be rewards, and an error names the function, the row, the value.
 
 Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
-call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions once, when the trainer
-is built; called by TRL's `_calculate_rewards`.
+call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions while a rollout batch
+is scored, and cuts their calls by chunks (engine.reward_log); called by TRL's `_calculate_rewards`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from tenacity import (
 from trl.trainer.utils import is_async_callable
 
 from ..errors import RewardError
+from .reward_log import RewardCall, ShareCalls
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
+_SCORED = {"prompts", "completions"}  # what a call that scores a share names
 
 
 def _short(value: Any, limit: int = 120) -> str:
@@ -185,39 +187,94 @@ def _listed(rewards: Any) -> Any:
     return list(rewards) if isinstance(rewards, Iterator) else rewards
 
 
-def checked_reward(function: Callable[..., Any], name: str, faults: Faults = STRICT) -> Callable[..., Any]:
-    """`function` with its result checked; synchronous or asynchronous as it was."""
+def checked_reward(
+    function: Callable[..., Any], name: str, faults: Faults = STRICT, calls: ShareCalls | None = None, number: int = 0
+) -> Callable[..., Any]:
+    """`function` with its result checked; synchronous or asynchronous as it was.
+
+    A call that names prompts and completions, as TRL makes it, becomes one for each chunk of `calls`; chunks of an
+    asynchronous function run concurrently. Any other call goes to the function as it is.
+
+    Args:
+        calls: how the completions are cut, and where what is logged is kept; None: one call, recorders as they are.
+        number: the function's place among the reward functions.
+    """
+    one = _Scoring(function, name, faults, calls or ShareCalls(), number)
     if is_async_callable(function):
 
         @functools.wraps(function)
-        async def checked_async(*, prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
-            async def call() -> Any:
-                answer = function(prompts=prompts, completions=completions, **kwargs)
-                try:
-                    return await asyncio.wait_for(answer, faults.timeout)
-                except asyncio.TimeoutError as error:
-                    raise TimeoutError(str(error) or _too_late(faults.timeout)) from None
-
-            try:
-                rewards: Any = await AsyncRetrying(**faults.policy(name))(call)
-            except Exception as error:
-                return faults.after_the_last(name, error, completions)
-            return check_rewards(name, rewards, prompts, completions)
+        async def checked_async(*args: Any, **kwargs: Any) -> Any:
+            if args or not kwargs.keys() >= _SCORED:
+                return await function(*args, **kwargs)
+            parts = [one.later(start, keywords) for start, keywords in one.calls.cut(kwargs)]
+            return [reward for rewards in await asyncio.gather(*parts) for reward in rewards]
 
         return checked_async
 
     @functools.wraps(function)
-    def checked(*, prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
-        keywords = {"prompts": prompts, "completions": completions, **kwargs}
-        try:
-            rewards: Any = Retrying(**faults.policy(name))(_in_time, function, faults.timeout, keywords)
-        except Exception as error:
-            return faults.after_the_last(name, error, completions)
-        return check_rewards(name, rewards, prompts, completions)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args or not kwargs.keys() >= _SCORED:
+            return function(*args, **kwargs)
+        return [reward for start, keywords in one.calls.cut(kwargs) for reward in one.now(start, keywords)]
 
     return checked
 
 
-def check_reward_functions(functions: list[Any], names: list[str], faults: Faults = STRICT) -> list[Any]:
+@dataclass(frozen=True)
+class _Scoring:
+    """Calls a function for one chunk, as often as it may be tried, and checks what it returns."""
+
+    function: Callable[..., Any]
+    name: str
+    faults: Faults
+    calls: ShareCalls
+    number: int
+
+    def _begin(self, start: int, keywords: dict[str, Any]) -> tuple[RewardCall, dict[str, Any]]:
+        # every try has a record of its own, so that what a failed one logged does not count
+        call = self.calls.begin(self.name, self.number, start, len(keywords["completions"]))
+        return call, call.with_recorders(keywords)
+
+    def _end(self, call: RewardCall, rewards: Any, keywords: dict[str, Any]) -> list[float | None]:
+        checked = check_rewards(self.name, rewards, keywords["prompts"], keywords["completions"])
+        self.calls.made.append(call)
+        return checked
+
+    def now(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
+        """The rewards of a chunk of a synchronous function."""
+
+        def attempt() -> tuple[RewardCall, Any]:
+            call, given = self._begin(start, keywords)
+            return call, _in_time(self.function, self.faults.timeout, given)
+
+        try:
+            call, rewards = Retrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self.faults.after_the_last(self.name, error, keywords["completions"])
+        return self._end(call, rewards, keywords)
+
+    async def later(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
+        """The rewards of a chunk of an asynchronous function."""
+
+        async def attempt() -> tuple[RewardCall, Any]:
+            call, given = self._begin(start, keywords)
+            try:
+                return call, await asyncio.wait_for(self.function(**given), self.faults.timeout)
+            except asyncio.TimeoutError as error:
+                raise TimeoutError(str(error) or _too_late(self.faults.timeout)) from None
+
+        try:
+            found: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self.faults.after_the_last(self.name, error, keywords["completions"])
+        return self._end(*found, keywords)
+
+
+def check_reward_functions(
+    functions: list[Any], names: list[str], faults: Faults = STRICT, calls: ShareCalls | None = None
+) -> list[Any]:
     """Wrap the callables of a list; reward models (modules) are returned as they are."""
-    return [f if isinstance(f, torch.nn.Module) else checked_reward(f, n, faults) for f, n in zip(functions, names)]
+    return [
+        f if isinstance(f, torch.nn.Module) else checked_reward(f, name, faults, calls, number)
+        for number, (f, name) in enumerate(zip(functions, names))
+    ]

@@ -239,16 +239,26 @@ class ShareSampling:
             sample: from prompts, keys and token offsets of a chunk to its new token ids.
             prompt_ids: token ids so far of each of `rows`.
         """
+
+        def keyed(part: list[int]) -> list[list[int]]:
+            index = torch.tensor([rows[i] for i in part])
+            prompts = [prompt_ids[i] for i in part]
+            offsets = torch.zeros_like(index) if self.identity is None else self.identity.offsets(index, prompts)
+            return sample(prompts, self.keys_B[index], offsets)
+
+        return self.chunk_by_chunk(keyed, rows, filler)
+
+    def chunk_by_chunk(
+        self, sample: Callable[[list[int]], list[list[int]]], rows: list[int], filler: int
+    ) -> list[list[int]]:
+        """New token ids of each of `rows`, from a function of the positions in `rows` that make a chunk."""
         group = self.request.num_generations
         parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
         own = 0 if self.request.ghost else len(parts)
         result: list[list[int]] = [[filler] for _ in rows]
         for call in range(self.calls(own)):
             part = parts[call % len(parts)]
-            index = torch.tensor([rows[i] for i in part])
-            prompts = [prompt_ids[i] for i in part]
-            offsets = torch.zeros_like(index) if self.identity is None else self.identity.offsets(index, prompts)
-            tokens = sample(prompts, self.keys_B[index], offsets)
+            tokens = sample(part)
             if call < own:
                 for i, row in zip(part, tokens):
                     result[i] = row

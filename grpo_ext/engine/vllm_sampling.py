@@ -1,7 +1,7 @@
-"""vLLM rollouts with one seed per completion, from the same key as this package's own sampler.
+"""vLLM rollouts with one seed per completion, from the same key as this package's own sampler, and their statistics.
 
-Differs from TRL, which seeds an engine by the index of its process, so that completions follow from how many there are.
-With a seed of its own a completion follows from its key and the logits alone, up to the rounding of vLLM's batches.
+Differs from TRL, which seeds an engine by the index of its process, so that completions follow from how many there are,
+and logs means of the processes' means. Here statistics are those of all tokens of the rollout batch.
 Called by the trainer around TRL's `VLLMGeneration.generate`, in both of its modes.
 """
 
@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..core.keyed_random import mix
+from .rollouts import Rollout
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -86,3 +87,38 @@ def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Itera
 
     with mock.patch.object(generation.vllm_client, "generate", generate_each):
         yield
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], sequence_level: bool) -> dict[str, float]:
+    """TRL's log values of how far vLLM's log-probabilities are from the trainer's, over all completions.
+
+    Tokens that carry no loss, and differences that vLLM could not tell (NaN), do not count. A value is 0 where nothing
+    counts, as in TRL.
+
+    Args:
+        rollouts: the rollout batch, or the rounds it was sampled in, the same on every process.
+        sequence_level: whether there is one ratio for each completion, instead of one for each token.
+
+    Returns:
+        Nothing where the difference is not corrected, and so not known.
+    """
+    if not all("importance_sampling_ratio" in rollout.fields for rollout in rollouts):
+        return {}
+    deltas, ratios = [], []
+    for rollout in rollouts:
+        fields = rollout.fields
+        for row, ratio in enumerate(fields["importance_sampling_ratio"]):
+            mask = rollout.loss_mask(row).bool()
+            delta = (fields["old_per_token_logps"][row] - fields["sampling_per_token_logps"][row]).abs()[mask]
+            deltas.append(delta[~delta.isnan()])
+            ratios.append(ratio if sequence_level else ratio[mask])
+    delta, ratio = torch.cat(deltas).double(), torch.cat(ratios).double()
+    ratio = ratio[~ratio.isnan()]
+    delta, ratio = (values if len(values) else torch.zeros(1) for values in (delta, ratio))
+    return {
+        "sampling/sampling_logp_difference/mean": delta.mean().item(),
+        "sampling/sampling_logp_difference/max": delta.max().item(),
+        "sampling/importance_sampling_ratio/min": ratio.min().item(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean().item(),
+        "sampling/importance_sampling_ratio/max": ratio.max().item(),
+    }

@@ -264,7 +264,7 @@ class StepMeter:
             for which, total, count in ragged_gather(rows).tolist():
                 sums[names[int(which)]].append((total, count))
             for name, pairs in sums.items():
-                total, count = (_exact_sum(column) for column in zip(*pairs))
+                total, count = (exact_sum(column) for column in zip(*pairs))
                 result[name] = total if name in self.totals else total / count if count else math.nan
         if self.highs:
             names = sorted(self.highs)
@@ -274,7 +274,7 @@ class StepMeter:
         return result
 
 
-def _exact_sum(values: Sequence[float]) -> float:
+def exact_sum(values: Sequence[float]) -> float:
     """The sum, rounded once, so that the order does not matter; also where terms are not finite."""
     if all(math.isfinite(value) for value in values):
         return math.fsum(values)

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import accelerate_launch
+from tests.distributed.two_processes import main
+from tests.tolerances import UPDATE
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
-def seen_by(folder: Path, groups: int) -> list[dict]:
-    done = accelerate_launch(SCRIPT, str(folder), str(groups))
+def seen_by(folder: Path, groups: int, *more: str) -> list[dict]:
+    done = accelerate_launch(SCRIPT, str(folder), str(groups), *more)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -21,6 +23,11 @@ def seen_by(folder: Path, groups: int) -> list[dict]:
 @pytest.fixture(scope="module")
 def four_groups(tmp_path_factory):
     return seen_by(tmp_path_factory.mktemp("four"), groups=4)
+
+
+@pytest.fixture(scope="module")
+def one_group(tmp_path_factory):
+    return seen_by(tmp_path_factory.mktemp("one"), groups=1)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
@@ -43,10 +50,41 @@ def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
     assert four_groups[0]["eval_reward"] == four_groups[1]["eval_reward"]
 
 
-def test_a_process_without_a_group_scores_nothing_and_learns_the_same(tmp_path):
-    first, second = seen_by(tmp_path, groups=1)
+def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, tmp_path):
+    alone = main(tmp_path / "alone", 4)
+    for seen in four_groups:
+        assert seen["metrics"] == alone["metrics"]
+        assert seen["table"] == alone["table"]
+    logged = [line for line in alone["metrics"] if line.keys() & {"letters", "eval_letters"}]
+    assert len(logged) == 3  # two steps and an evaluation
+    rows = alone["logged_prompts"]
+    for column in ("a", "none"):
+        assert len(alone["table"][column]) == rows
+        assert 0 < alone["table"][column].count(None) < rows  # or the columns of some calls would be those of all
+    whole = main(tmp_path / "whole", 4, chunk=16)  # as when a share is one call
+    assert whole["metrics"] != alone["metrics"]
+    assert whole["table"] != alone["table"]
+
+
+def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(one_group, tmp_path):
+    first, second = one_group
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]
     assert first["parameters"] == second["parameters"]
+    alone = main(tmp_path, 1)
+    for seen in one_group:
+        assert seen["metrics"] == alone["metrics"]
+        assert seen["table"] == alone["table"]
+
+
+def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tmp_path):
+    alone = main(tmp_path / "alone", 1, own=True)
+    both = seen_by(tmp_path, 1, "own")
+    assert alone["asked"] == [4] * 5  # two steps of one group, an evaluation of three
+    assert [seen["asked"] for seen in both] == [[4] * 4, [4]]  # the second process had no group to train on
+    for seen in both:
+        assert seen["metrics"] == alone["metrics"]
+        assert seen["table"] == alone["table"]
+        assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):

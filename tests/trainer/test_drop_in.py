@@ -73,7 +73,7 @@ def test_reward_functions_get_the_columns_and_the_state(tmp_path):
 
     trainer = make(tmp_path, rewards=reward)
     trainer.train()
-    assert seen["count"] == len(seen["answer"]) == 16
+    assert seen["count"] == len(seen["answer"]) == 8  # one call for each rollout chunk
     assert log_of(trainer, "half") == [0.5, 0.5]
     assert len(trainer._logs["extra"]["answer"]) == 16
 
@@ -227,7 +227,13 @@ def test_rollouts_are_reused_and_renewed_on_time(tmp_path):
 
     # 22 prompts, rollouts of 8: 8, 8 and 6; two iterations of 2, 2 and 2 steps each
     trainer = make(
-        tmp_path, rewards=counting, rollout_batch_size=32, num_iterations=2, max_steps=-1, num_train_epochs=1
+        tmp_path,
+        rewards=counting,
+        rollout_batch_size=32,
+        rollout_chunk_size=32,
+        num_iterations=2,
+        max_steps=-1,
+        num_train_epochs=1,
     )
     trainer.train()
     assert trainer.state.global_step == 12
@@ -441,7 +447,8 @@ def test_predict_scores_a_data_set(tmp_path):
 
 def test_training_again_from_a_checkpoint_goes_on_with_the_rollout_it_holds(tmp_path):
     rows = prompts(22)
-    settings = {"dataset": rows, "rollout_batch_size": 32, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    sizes = {"rollout_batch_size": 32, "rollout_chunk_size": 32}
+    settings = {"dataset": rows, **sizes, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     trainer = make(tmp_path, **settings)
     trainer.train()
     first = {line["step"]: line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line}

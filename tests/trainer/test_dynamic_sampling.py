@@ -33,7 +33,8 @@ class Recorder:
 
 
 def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes: Any) -> tuple[Any, list[Any]]:
-    settings = {"dynamic_sampling": True, "max_steps": 3, "logging_steps": 1, **changes}
+    # a chunk holds a whole round, so that a round is one call of the reward
+    settings = {"dynamic_sampling": True, "rollout_chunk_size": 32, "max_steps": 3, "logging_steps": 1, **changes}
     args = GRPOConfig(**config_kwargs(folder, **settings))
     rows = prompts(count).add_column("number", list(range(count))) if dataset is None else dataset
     trainer = GRPOTrainer(

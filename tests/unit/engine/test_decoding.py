@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, Lfm2Config, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.core.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.engine.decoding import GrowingLayer, growing_cache, unique_prompts, why_not_compact
+from grpo_ext.engine.decoding import (
+    PLAIN_GENERATE,
+    GrowingLayer,
+    growing_cache,
+    own_generate,
+    unique_prompts,
+    why_not_compact,
+)
 from grpo_ext.engine.rollouts import sample_chunk
 from tests.helpers import tiny_model
 
@@ -161,3 +169,32 @@ def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers():
 
 def test_unique_prompts_are_numbered_by_first_sight():
     assert unique_prompts([[1], [2, 3], [1], [2, 3], [4]]) == ([0, 1, 4], [0, 1, 0, 1, 2])
+
+
+# ---- Architectures with a `generate` of their own -------------------------------------------------------------------
+
+SAMPLE_THEIR_OWN_WAY = {
+    "transformers.models.musicgen.modeling_musicgen.MusicgenForCausalLM.generate": "several codebooks at a time",
+    "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForCausalLM.generate": "the same",
+}
+
+
+def test_every_architecture_that_overrides_generate_is_known():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = set()
+    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names |= {value} if isinstance(value, str) else set(value)
+    found = set()
+    for name in names:
+        cls = getattr(transformers, name)
+        if (own := own_generate(cls.__new__(cls))) is not None:
+            found.add(own)
+        assert own is None or cls.generate is not transformers.GenerationMixin.generate
+    assert len(names) > 100
+    undecided = found - set(SAMPLE_THEIR_OWN_WAY)
+    assert not undecided, (
+        f"{undecided} override generate: if that has no say in what is sampled, they belong to PLAIN_GENERATE, with "
+        "the reason, and else to the list above"
+    )
+    assert not set(PLAIN_GENERATE) & set(SAMPLE_THEIR_OWN_WAY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import math
 import threading
@@ -11,16 +12,24 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
+import trl
 from trl.trainer.utils import is_async_callable
 
-from grpo_ext.engine.rewards import Faults, check_reward_functions, check_rewards, checked_reward
+from grpo_ext.engine.reward_log import RewardCall, ShareCalls, add_columns, columns_of, exact_mean, metrics_of
+from grpo_ext.engine.rewards import STRICT, Faults, check_reward_functions, check_rewards, checked_reward
 from grpo_ext.errors import RewardError
 
 PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
 COMPLETIONS = ["four", "seven", "eight"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state():
+    accelerate.PartialState()  # the logger asks it which process this is
 
 
 def synchronous(result) -> Callable:
@@ -261,6 +270,161 @@ def test_reward_models_are_left_as_they_are_and_functions_get_their_own_names():
     for function, name in ((checked[0], "first"), (checked[2], "third")):
         with pytest.raises(RewardError, match=f"'{name}'"):
             function(prompts=PROMPTS, completions=COMPLETIONS)
+
+
+def test_a_call_that_scores_nothing_goes_to_the_function_as_it_is():
+    def own(environments, _env_type=int, **kwargs):
+        return [e if type(e) is _env_type else None for e in environments]
+
+    async def own_async(environments, **kwargs):
+        return [None if e is None else e for e in environments]
+
+    def in_order(completions, prompts):
+        return [f"{c} of {p}" for c, p in zip(completions, prompts)]  # no rewards: nothing is checked
+
+    assert checked_reward(own, "own")(environments=[1, "x", 3]) == [1, None, 3]
+    assert asyncio.run(checked_reward(own_async, "own")(environments=[1, None])) == [1, None]
+    assert checked_reward(in_order, "in_order")(["a"], ["b"]) == ["a of b"]
+
+
+# ---- Calls by chunks, and what they log -----------------------------------------------------------------------------
+
+
+def three_kinds(function: Callable) -> list[Callable]:
+    """The function as it is, asynchronous, and as a generator."""
+
+    async def later(**kwargs):
+        await asyncio.sleep(0)
+        return function(**kwargs)
+
+    def yielding(**kwargs):
+        yield from function(**kwargs)
+
+    return [function, later, yielding]
+
+
+def score(function: Callable, calls: ShareCalls | None, faults: Faults = STRICT, **columns: Any) -> Any:
+    keywords = {"prompts": list("pqrst"), "completions": list("abcde"), "trainer_state": [0], **columns}
+    found = checked_reward(function, "graded", faults, calls, 1)(**keywords)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
+def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion(kind):
+    seen = []
+
+    def graded(completions, **kwargs):
+        seen.append({"completions": completions, **kwargs})
+        return [ord(c) for c in completions]
+
+    columns = {"answer": [1, 2, 3, 4, 5], "environments": list("vwxyz"), "name": "a list has no five entries"}
+    calls = ShareCalls(first=20, chunk=2)
+    assert score(three_kinds(graded)[kind], calls, **columns) == [97, 98, 99, 100, 101]
+    assert [call["completions"] for call in seen] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [call["answer"] for call in seen] == [[1, 2], [3, 4], [5]]
+    assert [call["environments"] for call in seen] == [["v", "w"], ["x", "y"], ["z"]]
+    assert all(call["trainer_state"] == [0] and call["name"] == columns["name"] for call in seen)
+    assert sorted((call.first, call.rows, call.number) for call in calls.made) == [(20, 2, 1), (22, 2, 1), (24, 1, 1)]
+
+
+def test_chunks_of_an_asynchronous_function_run_concurrently():
+    running, most = [0], [0]
+
+    async def graded(completions, **kwargs):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        return [1.0] * len(completions)
+
+    score(graded, ShareCalls(chunk=1))
+    assert most[0] == 5
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
+def test_what_a_failed_try_logged_does_not_count(kind):
+    tries: list[str] = []
+    recorder = trl.GRPOTrainer._log_metric.__get__(object())  # as TRL hands it over
+
+    def graded(completions, log_metric, **kwargs):
+        tries.append(completions[0])
+        log_metric("tries", len(tries))
+        if tries.count(completions[0]) == 1 and completions[0] == "c":
+            raise ConnectionError
+        return [0.0] * len(completions)
+
+    calls = ShareCalls(chunk=2)
+    function = three_kinds(graded)[kind]
+    score(function, calls, Faults(timeout=5.0 if kind != 1 else None, retries=1), log_metric=recorder)
+    assert len(tries) == 4
+    assert len([value for call in calls.made for _, value in call.metrics]) == 3
+
+
+def test_a_chunk_that_fails_for_good_gets_none_and_the_others_their_rewards():
+    def graded(completions, **kwargs):
+        if "c" in completions:
+            raise ConnectionError
+        return [1.0] * len(completions)
+
+    found = score(graded, ShareCalls(chunk=2), Faults(on_failure="none"))
+    assert found == [1.0, 1.0, None, None, 1.0]
+
+
+def test_recorders_of_the_users_own_are_handed_on():
+    logged: list[Any] = []
+
+    def graded(completions, log_metric, log_extra, **kwargs):
+        log_metric("n", len(completions))
+        log_extra("c", completions)
+        return [0.0] * len(completions)
+
+    own = {"log_metric": lambda *args: logged.append(args), "log_extra": lambda *args: logged.append(args)}
+    calls = ShareCalls(chunk=3)
+    score(graded, calls, **own)
+    assert logged == [("n", 3), ("c", ["a", "b", "c"]), ("n", 2), ("c", ["d", "e"])]
+    assert not any(call.metrics or call.columns for call in calls.made)
+
+
+def made(first: int, rows: int, number: int = 0, metrics: Any = (), **columns: list[Any]) -> RewardCall:
+    return RewardCall(f"function_{number}", number, first, rows, list(metrics), columns)
+
+
+def test_metrics_are_the_exact_mean_of_their_calls_in_any_order():
+    values = [0.1, 1e16, -1e16, 0.3, 1e-9]
+    calls = [made(i, 1, metrics=[("m", value)]) for i, value in enumerate(values)]
+    expected = math.fsum(values) / 5
+    assert expected != sum(values) / 5
+    for some in (calls, calls[::-1], calls[2:] + calls[:2]):
+        found = metrics_of(some)
+        assert exact_mean(found["m"]) == expected
+    assert math.isnan(exact_mean([1.0, math.nan]))
+
+
+def test_a_column_has_an_entry_for_each_completion_and_says_what_is_missing(caplog):
+    calls = [made(0, 2, x=[1, 2]), made(2, 2, y=["a"]), made(4, 2, x=[5, 6, 7]), made(4, 2, 1, y=["e", "f"])]
+    said: set[tuple[str, str]] = set()
+    table = columns_of(calls, 6, said)
+    assert table == {"x": [1, 2, None, None, 5, 6], "y": [None, None, "a", None, "e", "f"]}
+    assert "'function_0' logged 1 value(s) in the column 'y' for 2 completions" in caplog.text
+    assert "'function_0' logged 3 value(s) in the column 'x' for 2 completions" in caplog.text
+    caplog.clear()
+    columns_of(calls, 6, said)
+    assert caplog.text == ""
+
+
+def test_columns_stay_as_long_as_the_prompts():
+    table: Any = collections.defaultdict(lambda: collections.deque(maxlen=6))
+    prompts_kept: Any = collections.deque(maxlen=6)
+    shown = []
+    for columns in ({}, {"x": [1, 2, 3, 4]}, {"y": [5, 6, 7, 8]}):
+        prompts_kept.extend([0] * 4)
+        add_columns(table, columns, 4, len(prompts_kept))
+        shown.append({name: list(values) for name, values in table.items()})
+    assert shown == [
+        {},
+        {"x": [None, None, 1, 2, 3, 4]},
+        {"x": [3, 4, None, None, None, None], "y": [None, None, 5, 6, 7, 8]},
+    ]
 
 
 # ---- Calls that hang or fail ----------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from scipy import stats
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import pad
 
-from grpo_ext.core.geometry import BatchGeometry, EpochLayout
+from grpo_ext.core.geometry import BatchGeometry, EpochLayout, StepLayout
 from grpo_ext.core.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from grpo_ext.core.losses import LossConfig, TokenBatch, vespo_weight
-from grpo_ext.engine.prompt_order import ShareRule
+from grpo_ext.engine.prompt_order import RolloutRequest, ShareRule
 from grpo_ext.engine.rollouts import (
     Rollout,
     RowIdentity,
+    ShareSampling,
     _until_eos,
     can_sample_by_key,
     chunks_of,
@@ -578,3 +579,24 @@ def test_advantages_per_token_survive_gathering():
 @pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])
 def test_more_than_plain_sampling_is_not_keyed(option):
     assert not can_sample_by_key(sampling(**option))
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+def test_where_generate_is_a_collective_every_process_makes_as_many_calls(ghost):
+    layout = StepLayout(0, 0, 0, range(6), range(6))
+    request = RolloutRequest(0, layout, range(1) if ghost else range(3), ghost, 4)
+    rows, asked = list(range(4 if ghost else 12)), []
+
+    def sample(part):
+        asked.append(part)
+        return [[10 + i] for i in part]
+
+    def share(calls):
+        return ShareSampling(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(sample, rows, 1)
+
+    expected = [[1]] * 4 if ghost else [[10 + i] for i in rows]
+    assert share(lambda own: own) == expected
+    assert len(asked) == (0 if ghost else 2)
+    asked.clear()
+    assert share(lambda own: 5) == expected
+    assert len(asked) == 5

@@ -1,15 +1,22 @@
-"""Seeds of vLLM's completions: from the key alone, one each, the same in both modes of TRL."""
+"""vLLM without an engine: seeds from the key alone, the same in both modes of TRL, and step-wide statistics."""
 
 from __future__ import annotations
 
+import math
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import trl
 
+from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.core.keyed_random import completion_keys
-from grpo_ext.engine.vllm_sampling import completion_seeds, seeded
+from grpo_ext.engine.rollouts import Rollout
+from grpo_ext.engine.vllm_sampling import completion_seeds, sampling_metrics, seeded
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import METRIC
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -115,3 +122,119 @@ def test_a_failing_request_is_an_error():
     generation.vllm_client.generate = broken
     with seeded(generation, [1], 1), pytest.raises(ConnectionError):
         generation.vllm_client.generate(prompts=[[1]], n=1)
+
+
+# ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class Engine:
+    """Stands in for TRL's `VLLMGeneration`: completions and log-probabilities that follow from the prompt alone."""
+
+    mode, tensor_parallel_size = "colocate", 1
+
+    def __init__(self) -> None:
+        self.llm = SimpleNamespace(generate=None)
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
+        found, logps = [], []
+        for row, ids in enumerate(prompts):
+            source = random.Random(str((ids, row % num_generations)))
+            tokens = [source.randint(3, 20) for _ in range(source.randint(1, 11))]
+            found.append(tokens + [1] * (source.random() < 0.6))
+            logps.append([[None if source.random() < 0.1 else source.uniform(-6, -2)] for _ in found[-1]])
+        return None, found, logps, None
+
+
+def sampling_log(trainer: Any) -> list[dict[str, float]]:
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_one_process_the_statistics_are_those_of_stock_trl(tmp_path, mode):
+    settings = {"vllm_importance_sampling_mode": mode, "shuffle_dataset": False, "per_device_train_batch_size": 16}
+    settings |= {"mask_truncated_completions": True, "learning_rate": 0.0}
+    kwargs = config_kwargs(tmp_path, **settings)
+    ours = GRPOTrainer(tiny_model(), letter_reward, GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer())
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        del kwargs[name]
+    stock = trl.GRPOTrainer(
+        tiny_model(), letter_reward, trl.GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer()
+    )
+    found, expected = sampling_log(ours), sampling_log(stock)
+    assert len(found) == len(expected) == 2
+    assert len(found[0]) == 5
+    for line, other in zip(found, expected):
+        assert line == pytest.approx(other, rel=METRIC)
+
+
+def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
+    def graded(prompts, completions, **kwargs):
+        return [float(i % 4) if "a" in prompts[i] else 0.5 for i in range(len(prompts))]
+
+    kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
+    trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
+    rounds = []
+    score = trainer._score_round
+
+    def remember(rows):
+        rounds.append(score(rows))
+        return rounds[-1]
+
+    trainer._score_round = remember
+    line = sampling_log(trainer)[0]
+    assert len(rounds) > 1
+    assert line == sampling_metrics(rounds, sequence_level=False)
+
+
+def share(rows: range, sequence_level: bool) -> Rollout:
+    source = torch.Generator().manual_seed(rows.start)
+    fields: dict[str, list[torch.Tensor]] = {}
+
+    def add(name: str, value: torch.Tensor) -> None:
+        fields.setdefault(name, []).append(value)
+
+    for row in rows:
+        length = 1 + row % 5
+        add("completion_ids", torch.zeros(length, dtype=torch.long))
+        add("completion_mask", torch.full((length,), int(row % 4 != 3)))
+        add("tool_mask", (torch.arange(length) != 1).long())
+        add("old_per_token_logps", torch.rand(length, generator=source))
+        sampling = torch.rand(length, generator=source)
+        add("sampling_per_token_logps", torch.where(torch.arange(length) == 2, math.nan, sampling))
+        add("importance_sampling_ratio", 1 + torch.rand(1 if sequence_level else length, generator=source))
+    return Rollout(fields)
+
+
+@pytest.mark.parametrize("sequence_level", [False, True])
+def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_level):
+    parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
+    whole = Rollout({name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields})
+    found = sampling_metrics([whole], sequence_level)
+    assert found == sampling_metrics(parts, sequence_level)
+    alone = [sampling_metrics([part], sequence_level) for part in parts]
+    assert 0.0 < min(found.values()) < 5.0
+    # what TRL logs: the least of the processes' minima, the mean of their means
+    name = "sampling/sampling_logp_difference/mean"
+    assert found[name] != pytest.approx(sum(part[name] for part in alone) / 3)
+    name = "sampling/importance_sampling_ratio/min"
+    assert found[name] >= 1.0
+    assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
+    masks = [whole.loss_mask(row).bool() for row in range(len(whole))]
+    ratios = torch.cat(
+        [r if sequence_level else r[m] for r, m in zip(whole.fields["importance_sampling_ratio"], masks)]
+    )
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
+
+
+def test_without_a_correction_there_are_no_statistics():
+    part = share(range(4), False)
+    del part.fields["importance_sampling_ratio"]
+    assert sampling_metrics([part], False) == {}

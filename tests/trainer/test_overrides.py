@@ -1,0 +1,219 @@
+"""What users override is called as TRL calls it, and what it does counts: compared with stock TRL on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.engine.window import MicroBatch
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
+from tests.trainer.test_own_generate import Sampler, apart, change, model_with
+
+# method -> what is different here by design, in a description of its arguments and of what it returns
+BY_DESIGN = {
+    "training_step": "once for an optimizer step, however many micro-batches it has",
+    "_prepare_inputs": "returns the completions of the step on all processes (a Rollout), not one padded micro-batch",
+    "_generate": None,
+    "_generate_single_turn": None,
+    "_generate_and_score_completions": None,
+    "_calculate_rewards": None,
+    "compute_loss": "inputs hold more: step, weight, groups, attention_mask",
+    "_compute_loss": "inputs hold more: step, weight, groups, attention_mask",
+    "_get_per_token_logps_and_entropies": "without the keywords that are about images, which are None",
+    "log": "more values: time/, layout/",
+    "_log_metric": "functions log to the call; the trainer's own method where a subclass overrides it",
+    "create_optimizer": None,
+    "create_scheduler": None,
+}
+MORE_INPUTS = {"step", "weight", "groups", "attention_mask"}
+CONFIG = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
+
+
+def build(
+    folder: Any, cls: type, reward: Any = letter_reward, model: Any = None, extra: Any = None, **settings: Any
+) -> Any:
+    """A trainer of TRL's or ours; both sample the same completions, because the model's own `generate` does it."""
+    kwargs = config_kwargs(folder, **{**CONFIG, "per_device_train_batch_size": 16, **settings})
+    config: Any = GRPOConfig
+    if not issubclass(cls, GRPOTrainer):
+        config = trl.GRPOConfig
+        del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
+    model = model_with(Sampler(), "instance") if model is None else model
+    return cls(model, reward, config(**kwargs), prompts(8), processing_class=tiny_tokenizer(), **(extra or {}))
+
+
+def shown(value: Any) -> Any:
+    """A value as far as it has to be alike: shapes, keys, lengths."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {name: shown(part) for name, part in value.items() if name not in MORE_INPUTS}
+    if isinstance(value, (list, tuple)):
+        return [len(value), *(shown(part) for part in value[:2])]
+    return value if value is None or isinstance(value, (str, bool, int)) else type(value).__name__
+
+
+def recording(base: type, seen: list[tuple[str, Any, Any, Any]]) -> type:
+    """A subclass that overrides every method of the table."""
+
+    def override(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = getattr(base, name)(self, *args, **kwargs)
+            seen.append((name, shown(args), shown(kwargs), shown(result)))
+            return result
+
+        return method
+
+    return type("Recording", (base,), {name: override(name) for name in BY_DESIGN})
+
+
+def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
+    def graded(prompts, completions, log_metric, **kwargs):
+        log_metric("share", 0.5)
+        return letter_reward(prompts, completions)
+
+    def calls(base: type) -> dict[str, list[Any]]:
+        seen: list[Any] = []
+        build(tmp_path, recording(base, seen), graded, num_iterations=2, rollout_chunk_size=16).train()
+        return {name: [call[1:] for call in seen if call[0] == name] for name in BY_DESIGN}
+
+    stock, ours = calls(trl.GRPOTrainer), calls(GRPOTrainer)
+    for name in BY_DESIGN:
+        assert len(stock[name]) == len(ours[name]) > 0, name
+        for (args, kwargs, result), (our_args, our_kwargs, our_result) in zip(stock[name], ours[name]):
+            if name == "log":
+                assert args[1].keys() - our_args[1].keys() == set()
+                continue
+            assert our_args == args, name
+            if name == "_get_per_token_logps_and_entropies":
+                assert all(value is None for value in (kwargs.pop(n) for n in kwargs.keys() - our_kwargs.keys()))
+            assert our_kwargs == kwargs, name
+            if name == "_prepare_inputs":
+                assert our_result == "Rollout"
+                continue
+            assert our_result == result, name
+
+
+EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
+
+
+def test_callbacks_are_called_in_trls_order_with_trls_state(tmp_path):
+    def events(cls: type, **settings: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def handler(name: str) -> Any:
+            def handle(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                known = (state.global_step, state.epoch, state.max_steps, state.num_input_tokens_seen)
+                seen.append((name, *known, state.is_local_process_zero, sorted(kwargs)))
+
+            return handle
+
+        callback = type("Seen", (transformers.TrainerCallback,), {name: handler(name) for name in EVENTS})()
+        often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 1, "max_steps": 3}
+        extra = {"callbacks": [callback], "eval_dataset": prompts(4)}
+        build(tmp_path / cls.__module__, cls, extra=extra, per_device_eval_batch_size=16, **often, **settings).train()
+        return seen
+
+    stock, ours = events(trl.GRPOTrainer), events(GRPOTrainer)
+    assert ours == stock
+    assert {name for name, *_ in stock} >= set(EVENTS) - {"on_substep_end", "on_predict", "on_push_begin"}
+    # by design: accumulation is inside the step, so there is no `on_substep_end`, whatever the micro-batch size
+    assert events(GRPOTrainer, per_device_train_batch_size=5) == ours
+
+
+class HalfLogps:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logps * 0.5, entropies, aux_loss
+
+
+def length_penalty(trainer: Any, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """A term of the user's own, divided as TRL divides: a mean over completions, over the accumulation steps."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    width = inputs["completion_ids"].size(1)
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, width)
+    mean = ((logps * inputs["completion_mask"]).sum(1) / inputs["completion_mask"].sum(1)).mean()
+    return 0.3 * mean / trainer.current_gradient_accumulation_steps
+
+
+class OwnTerm:
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        return super()._compute_loss(model, inputs) + length_penalty(self, model, inputs)
+
+
+class OwnTermOutside:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + length_penalty(self, model, inputs)
+
+
+class TrlsLoss:
+    """As one who has copied TRL's loss into a subclass to change a line of it."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        return trl.GRPOTrainer._compute_loss(self, model, inputs)
+
+
+def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    """Most groups have no variance, so what is learned from them is the user's own term alone."""
+    return [float(i % 4) if prompt == prompts[0] else 0.5 for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("override", [HalfLogps, OwnTerm, OwnTermOutside])
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}], ids=str
+)
+def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
+    def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
+        cls = type("Own", (mixin, base) if mixin else (base,), {})
+        model = tiny_model()
+        model.save_pretrained(tmp_path / "reference")
+        model.config._name_or_path = str(tmp_path / "reference")
+        model.generate = Sampler()
+        sizes = {"per_device_train_batch_size": size, "rollout_chunk_size": 16}
+        trainer = build(tmp_path, cls, one_group_teaches, model, **sizes, **settings)
+        return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    stock, stock_losses = trained(trl.GRPOTrainer)
+    assert apart(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT  # it does something
+    for size in (16, 5):
+        ours, losses = trained(GRPOTrainer, size=size)
+        assert apart(stock, ours) < UPDATE, size
+        assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC), size
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
+def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
+    cls = type("Own", (TrlsLoss, GRPOTrainer), {})
+    stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))
+    for size in (16, 5):
+        ours = change(build(tmp_path, cls, loss_type=loss_type, per_device_train_batch_size=size))
+        assert apart(stock, ours) < UPDATE, size
+
+
+def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
+    trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
+    trainer.train()
+    rollout = trainer._rollout
+    context = trainer._measure(rollout, [MicroBatch((0,))])
+    with torch.no_grad():
+        assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,))) != 0.0
+        assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,), weight=0.0)) == 0.0
+
+
+def test_what_is_not_called_is_said(tmp_path, caplog):
+    class Own(GRPOTrainer):
+        def get_high_entropy_mask(self, *args: Any) -> Any:
+            return super().get_high_entropy_mask(*args)
+
+    build(tmp_path, Own)
+    assert "Own overrides get_high_entropy_mask" in caplog.text
