@@ -21,6 +21,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.grpo_trainer import RewardFunc
 
 from .config import GRPOConfig
@@ -50,7 +51,7 @@ from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.packed_forward import small_tiles
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
-from .engine.reference import base_model_of, reference_snapshot
+from .engine.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .engine.rewards import Faults, check_reward_functions
 from .engine.rollouts import (
     Rollout,
@@ -142,23 +143,28 @@ class GRPOTrainer(ResumableTrainer):
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._said_oversized = False
         self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
-        with reference_snapshot(model, config.beta, peft_config):
-            super().__init__(
-                model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-                args=config.for_trl() if self._stock else config.for_loop(),
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+        loop_args = config.for_trl() if self._stock else config.for_loop()
+        reference = reference_source(model, loop_args, peft_config, quantization_config)
+        if reference is not None:
+            loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
+        super().__init__(
+            model=model,
+            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+            args=loop_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        if reference is not None:
+            self._add_reference(reference, config)
         self.geometry = config.geometry
         if not self._stock:
             self.args.steps_per_generation = self.geometry.steps_per_rollout
@@ -166,6 +172,13 @@ class GRPOTrainer(ResumableTrainer):
             self._stock = True
             config.for_trl(onto=self.args)
         self._finish_init(config)
+
+    def _add_reference(self, source: ReferenceSource, config: GRPOConfig) -> None:
+        self.beta = self.args.beta = config.beta
+        self.args.sync_ref_model = config.sync_ref_model
+        self.ref_model = build_reference(source, self)
+        if config.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
 
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model

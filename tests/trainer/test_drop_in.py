@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, RewardError
+from grpo_ext.errors import ConfigError, ModelError, RewardError
 from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 
@@ -127,6 +128,77 @@ def test_reference_of_a_model_without_a_name_is_its_start(tmp_path):
     assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
     assert log_of(trainer, "kl")[1] > 0
     assert trainer.model.config._name_or_path == ""
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("cast", [True, False])
+def test_the_reference_of_a_bfloat16_object_is_like_it(tmp_path, tied, cast):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    start = flat(model)
+    trainer = make(tmp_path, model=model, beta=0.1, bf16=True, cast_lm_head_to_fp32=cast, max_steps=1)
+    reference = trainer.ref_model
+    assert not reference.training
+    assert torch.equal(flat(reference), start)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) == tied
+    assert reference.lm_head.weight is not trainer.model.lm_head.weight
+    trainer.train()
+    assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
+    assert torch.equal(flat(reference), start)
+
+
+def test_a_second_trainer_on_the_same_object_starts_from_where_it_is(tmp_path):
+    model = tiny_model()
+    make(tmp_path, model=model, beta=0.1).train()
+    moved = flat(model)
+    second = make(tmp_path, model=model, beta=0.1)
+    assert torch.equal(flat(second.ref_model), moved)
+    second.train()
+    assert log_of(second, "kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert log_of(second, "kl")[1] > 0
+
+
+def test_the_reference_of_a_named_object_takes_its_precision_and_attention(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "start")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "start", dtype=torch.bfloat16, attn_implementation="eager")
+    trainer = make(tmp_path, model=model, beta=0.1, bf16=True)
+    assert trainer.ref_model.dtype == torch.bfloat16
+    assert trainer.ref_model.config._attn_implementation == "eager"
+    kwargs = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    trainer = make(tmp_path, model=str(tmp_path / "start"), beta=0.1, bf16=True, model_init_kwargs=kwargs)
+    assert trainer.ref_model.dtype == trainer.model.dtype == torch.bfloat16
+    assert trainer.ref_model.config._attn_implementation == "eager"
+
+
+def test_the_reference_of_an_object_whose_name_is_gone_is_its_start(tmp_path, caplog):
+    model = tiny_model()
+    model.config._name_or_path = str(tmp_path / "gone")
+    start = flat(model)
+    trainer = make(tmp_path, model=model, beta=0.1)
+    assert torch.equal(flat(trainer.ref_model), start)
+    assert "no model can be found there" in caplog.text
+
+
+def test_an_object_that_cannot_be_copied_is_refused(tmp_path):
+    model = tiny_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="pass the folder, or set beta=0"):
+        make(tmp_path, model=model, beta=0.1)
+    make(tmp_path, model=model)
+
+
+def test_the_users_settings_of_the_reference_stay(tmp_path):
+    args = GRPOConfig(**config_kwargs(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1))
+    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert (args.beta, args.sync_ref_model) == (0.1, True)
+    assert (trainer.beta, trainer.args.beta, trainer.args.sync_ref_model) == (0.1, 0.1, True)
+    with pytest.raises(ValueError, match=r"beta=0\.0"):
+        make(tmp_path, sync_ref_model=True)
 
 
 def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):

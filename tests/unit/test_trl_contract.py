@@ -227,6 +227,11 @@ def test_a_called_method_has_the_expected_parameters(owner, name, expected):
 
 FUNCTIONS = [
     ("trl.models", "unwrap_model_for_generation", ["model", "accelerator"]),
+    ("trl.models", "prepare_deepspeed", ["model", "accelerator"]),
+    ("trl.models", "prepare_fsdp", ["model", "accelerator"]),
+    ("trl.trainer.utils", "add_fused_lm_head", ["model", "temperature", "cast_lm_head_to_fp32"]),
+    ("trl.trainer.utils", "create_model_from_path", ["model_id"]),
+    ("trl.trainer.callbacks", "SyncRefModelCallback", ["ref_model", "accelerator"]),
     ("trl.models.utils", "disable_gradient_checkpointing", ["model", "gradient_checkpointing_kwargs"]),
     ("trl.extras.profiling", "profiling_context", ["trainer", "name"]),
     ("trl.trainer.utils", "get_config_model_id", ["config"]),
@@ -241,6 +246,13 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("module", "name", "expected"), FUNCTIONS, ids=[name for _, name, _ in FUNCTIONS])
 def test_an_imported_function_has_the_expected_parameters(module, name, expected):
     require_seam(importlib.import_module(module), name, expected, first_only=True)
+
+
+def test_the_constructor_reads_beta_for_the_reference_model_alone():
+    # it is shown zero where our own reference follows: an adapter's copy, the attribute, two checks
+    tree = tree_of(trl.GRPOTrainer.__init__)
+    read = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "beta"]
+    assert sum(isinstance(node.ctx, ast.Load) for node in read) == 4, "seam GRPOTrainer.__init__ reads beta elsewhere"
 
 
 def test_generation_is_unwrapped_with_the_keywords_the_package_passes():
