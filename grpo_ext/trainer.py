@@ -29,6 +29,7 @@ from .core.geometry import check_equal_shares, describe_plan
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
+from .engine.architecture import experts_of, token_cost
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
@@ -36,7 +37,7 @@ from .engine.collectives import (
     first_of_all_processes,
     max_over_processes,
 )
-from .engine.forms import Forms, token_cost
+from .engine.forms import Forms
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.loss_scaler import (
@@ -550,7 +551,7 @@ class GRPOTrainer(ResumableTrainer):
         )
 
     def _router_top_k(self) -> int:
-        return getattr(self.model.config.get_text_config(), "num_experts_per_tok", 1)
+        return experts_of(self.model.config)[1] or 1
 
     def _collate(self, rollout: Rollout, part: MicroBatch) -> dict[str, Any]:
         rows = rollout.select(part.rows)

@@ -12,29 +12,11 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..core.micro_batches import TokenCost
 from .checks import accepts_positions
 from .packed_forward import check_packing, score_packed, score_padded, why_not_packed
 from .scoring import with_positions
 
 logger = get_logger(__name__)
-
-
-def token_cost(policy: Any) -> TokenCost:
-    """What a token costs in this model, from the sizes in its configuration and its weights."""
-    config = policy.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 1)
-    heads = getattr(config, "num_attention_heads", 1)
-    hidden = getattr(config, "hidden_size", 1)
-    width = heads * (getattr(config, "head_dim", None) or hidden // heads)
-    head = getattr(config, "vocab_size", 0) * hidden
-    tied = policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
-    weights = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())  # whole also where ZeRO-3 has cut it
-    body = max(weights - (1 if tied else 2) * head, 1)
-    experts, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
-    if experts and chosen:
-        body = body * chosen // experts  # most of it is experts
-    return TokenCost.of_model(layers, width, body, head)
 
 
 def _is_prompt_learning(model: Any) -> bool:

@@ -17,7 +17,7 @@ from grpo_ext.core.micro_batches import (
     oversized,
 )
 
-COST = TokenCost.of_model(layers=8, attention_width=512, body=24_000_000, head=4_000_000)
+COST = TokenCost.of_model(attention_width=8 * 512, body=24_000_000, head=4_000_000)
 
 
 def step(seed: int, groups: int = 6, num_generations: int = 8, skewed: bool = False) -> StepSizes:
