@@ -190,6 +190,7 @@ class GRPOTrainer(ResumableTrainer):
         if not self._stock:
             checks.check_overrides(type(self), GRPOTrainer)
             checks.check_parallelism(self.get_tp_size())
+            checks.check_optimizer(self.optimizer, policy)
             if self.use_vllm:
                 length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
                 check_equal_shares(self.geometry, length, self.args.dataloader_drop_last)

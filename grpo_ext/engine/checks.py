@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import ConfigError, DataError, ModelError, SplitDependentError
 
@@ -107,6 +108,29 @@ def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None,
             "allow_split_dependent=True."
         )
     return found
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
+
+    Args:
+        optimizer: as the user gave it, or None.
+
+    Raises:
+        ConfigError: names the optimizer, or the parameter that steps by itself.
+    """
+    reason = None
+    if isinstance(optimizer, LayerWiseDummyOptimizer) or hasattr(optimizer, "fused_backward"):
+        reason = f"the optimizer {type(optimizer).__name__} updates"
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
+            reason = f"a hook on the gradient of {name} (of a layerwise optimizer, for example) works on"
+            break
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} the model during the backward pass, before the step's gradient is complete; use an optimizer "
+            "that acts in its step(), for example optim='adamw_torch', and remove such hooks."
+        )
 
 
 _UNUSED_HOOKS = (
