@@ -339,9 +339,9 @@ class GRPOConfig(trl.GRPOConfig):
             ConfigError: names the settings.
         """
         if self.loss_config().weighting == "sequence_sum_norm" and not self.max_completion_length:
-            name = "loss_type" if self.loss_aggregation is None else "loss_aggregation"
+            setting = "loss_type" if self.loss_aggregation is None else "loss_aggregation"
             raise ConfigError(
-                f"{name}={getattr(self, name)!r} divides the loss by max_completion_length, which is "
+                f"{setting}={getattr(self, setting)!r} divides the loss by max_completion_length, which is "
                 f"{self.max_completion_length}; set it to the tokens a completion may have, or add up another way, for "
                 "example loss_aggregation='token_mean'."
             )

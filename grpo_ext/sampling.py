@@ -25,7 +25,7 @@ from .core.advantages import depends_on_the_batch, estimated_advantages, group_a
 from .core.dynamic_sampling import fill_places
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
-from .engine.decoding import why_not_compact
+from .engine.decoding import why_not_compact, without_router_logits
 from .engine.dynamic_sampling import Round, assemble, log_values
 from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
@@ -101,10 +101,11 @@ class SamplingTrainer(trl.GRPOTrainer):
             super()._generate_single_turn, prompt_ids, images, multimodal_fields, num_generations, has_tool_images
         )
         if self._request is None or not (self._samples_by_key() or self._seeds_vllm()):
-            return stock()
+            with without_router_logits(self.model.config):
+                return stock()
         request, identity = self._request, self._identity
         rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
-        with self._clock.phase("rollout"):
+        with self._clock.phase("rollout"), without_router_logits(self.model.config):
             if self._seeds_vllm():
                 if identity is None:
                     self._refuse_unequal_shares(0 if request.ghost else len(rows))

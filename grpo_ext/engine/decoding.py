@@ -7,7 +7,8 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,22 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     if not all(hasattr(layer, "batch_select_indices") for layer in growing_cache(model).layers):
         return f"{type(model).__name__} has cache layers whose rows cannot be chosen"
     return None
+
+
+@contextmanager
+def without_router_logits(config: Any) -> Iterator[None]:
+    """Inside, a model that is configured to return its router logits does not.
+
+    Its forward would make the load-balancing loss of them, which fails under the attention mask of a cache.
+    """
+    asked = [part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False)]
+    for part in asked:
+        part.output_router_logits = False
+    try:
+        yield
+    finally:
+        for part in asked:
+            part.output_router_logits = True
 
 
 def unique_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -584,6 +584,53 @@ def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
     assert all(value > 0 for value in log_of(trainer, "aux_loss"))
 
 
+MIXTURES = {
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+}
+
+
+def mixture(kind, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+    tokens = {"vocab_size": len(tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    torch.manual_seed(0)
+    settings = {**sizes, **tokens, **MIXTURES[kind], "initializer_range": 0.2, **changes}
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
+    trained = {}
+    for asked in (False, True):
+        for compact in (True, False) if kind == "qwen2_moe" else (True,):
+            model = mixture(kind, output_router_logits=asked)
+            trainer = make(tmp_path, model=model, max_steps=1, compact_rollouts=compact)
+            trainer.train()
+            assert model.config.output_router_logits == asked
+            assert log_of(trainer, "aux_loss")[0] > 0
+            trained[asked, compact] = (parameters(trainer), log_of(trainer, "aux_loss"))
+    for values, loss in trained.values():
+        assert torch.equal(values, trained[False, True][0])
+        assert loss == trained[False, True][1]
+
+
+def test_the_configuration_is_back_when_sampling_fails(tmp_path):
+    trainer = make(tmp_path, model=mixture("mixtral", output_router_logits=True))
+
+    def fail(*args, **kwargs):
+        assert not trainer.model.config.output_router_logits
+        raise RuntimeError("stopped")
+
+    trainer.model.generate = fail
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.train()
+    assert trainer.model.config.output_router_logits
+
+
 def test_padding_to_a_multiple_reaches_the_scoring(tmp_path):
     widths = []
     trainer = make(tmp_path, pad_to_multiple_of=8, max_completion_length=16, beta=0.1)
