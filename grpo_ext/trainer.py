@@ -58,6 +58,7 @@ from .engine.rollouts import (
     Rollout,
     contributing_rows,
 )
+from .engine.rope import longest_prompt, settle_rope
 from .engine.samples import Samples, record
 from .engine.scoring import Chunking, RouterOutput, capture_router, score_in_chunks
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
@@ -231,6 +232,8 @@ class GRPOTrainer(ResumableTrainer):
         self.reward_funcs = check_reward_functions(self.reward_funcs, self.reward_func_names, faults)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
+        if not self._stock:
+            self._settle_rope(config)
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
@@ -267,11 +270,33 @@ class GRPOTrainer(ResumableTrainer):
         checks.check_chat_template(self.train_dataset, self._tokenizer)
         checks.check_prompt_lengths(
             checks.iterate_prompts(self.train_dataset),
-            lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],
+            self._prompt_lengths,
             self.model.config,
             self.max_completion_length or 0,  # None: as long as the model allows
             self.args.micro_batch_tokens,
         )
+
+    def _settle_rope(self, config: GRPOConfig) -> None:
+        models = [base_model_of(model) for model in (self.model, self.ref_model) if model is not None]
+        done, dependent = settle_rope(models, self._longest_sequence)
+        if done is not None:
+            logger.warning(done)
+        found = [] if dependent is None else [dependent]
+        self._uncovered += checks.refuse_sentences(found, config.allow_split_dependent)
+
+    def _longest_sequence(self) -> int | None:
+        """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+        train, evaluation = self.train_dataset, self.eval_dataset
+        others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+        known = [data for data in (train, *others) if checks.has_readable_prompts(data)]
+        unread = all(data is not train for data in known) or self.environment_factories is not None
+        if unread or not self.max_completion_length:
+            return None
+        prompts = itertools.chain.from_iterable(checks.iterate_prompts(data) for data in known)
+        return longest_prompt(prompts, self._prompt_lengths) + self.max_completion_length
+
+    def _prompt_lengths(self, prompts: list[Any]) -> list[int]:
+        return [len(ids) for ids in self._tokenize_prompts(prompts)[0]]
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 

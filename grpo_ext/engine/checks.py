@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import ConfigError, DataError, ModelError, SplitDependentError
+from .rope import covered_length
 
 logger = get_logger(__name__)
 
@@ -101,7 +102,15 @@ def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None,
     Raises:
         SplitDependentError: something depends on the split and `allow` is false.
     """
-    found = split_dependence(model, neftune_noise_alpha)
+    return refuse_sentences(split_dependence(model, neftune_noise_alpha), allow)
+
+
+def refuse_sentences(found: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it as it is if that was explicitly allowed.
+
+    Raises:
+        SplitDependentError: there is something and `allow` is false.
+    """
     if found and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
@@ -215,6 +224,11 @@ def _is_transformed(dataset: Any) -> bool:
     return getattr(dataset, "format", {}).get("type") == "custom"
 
 
+def has_readable_prompts(dataset: Any) -> bool:
+    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not _is_transformed(dataset)
+
+
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
     """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
     if _is_transformed(dataset):
@@ -230,11 +244,13 @@ def _has_text(prompt: Any) -> bool:
 
 
 def model_length_limit(config: Any) -> tuple[int | None, bool]:
-    """The longest input of a model in tokens, and whether it is absolute (learned position table)."""
+    """The longest input of a model in tokens, and whether it is absolute (learned position table).
+
+    Rotary positions are taken as far as their scaling covers them.
+    """
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
     rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
-    return (limit if isinstance(limit, int) and limit > 0 else None), not rotary
+    return covered_length(config), not rotary
 
 
 def check_chat_template(dataset: Any, tokenizer: Any) -> None:
@@ -280,7 +296,7 @@ def check_prompt_lengths(
     def check() -> None:
         for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
             if positions is not None and length > positions:
-                less = f" - max_completion_length={max_completion_length}" if absolute else ""
+                less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
                 raise DataError(
                     f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
                     f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
