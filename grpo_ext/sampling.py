@@ -27,6 +27,7 @@ from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
 from .engine.decoding import why_not_compact, without_router_logits
 from .engine.dynamic_sampling import Round, assemble, log_values
+from .engine.forms import is_prompt_learning
 from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock
@@ -166,7 +167,11 @@ class SamplingTrainer(trl.GRPOTrainer):
         def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
             return max_over_processes(own, self.accelerator.device) if self._sharded else own
 
-        share = ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+        # virtual tokens stand before the padding, so there is none
+        alike = is_prompt_learning(self.accelerator.unwrap_model(self.model))
+        share = ShareSampling(
+            request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls, alike
+        )
 
         def fitting(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
             def work(part: Sequence[int]) -> list[list[int]]:

@@ -24,6 +24,13 @@ logger = get_logger(__name__)
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
 
+# what these kinds of PEFT adapters do in a forward pass
+_SPLIT_DEPENDENT_ADAPTERS = {
+    "LILY": "averages its router over the micro-batch",
+    "PVERA": "draws noise for each micro-batch",
+}
+
+
 def check_causal_lm(model: Any) -> None:
     """Refuse what cannot generate and score text.
 
@@ -91,6 +98,12 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
             f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
             " model with layer or group normalisation"
         )
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in _SPLIT_DEPENDENT_ADAPTERS:
+            found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+    if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
+        found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
     if neftune_noise_alpha:
         found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
     return found

@@ -221,6 +221,7 @@ class ShareSampling:
         keys_B: key of every row of the share.
         chunk_size: completions per chunk, in whole groups.
         calls: from this process's number of chunks to the number of `generate` calls it has to make.
+        alike: prompts of a call have one length, so that there is no padding.
     """
 
     request: RolloutRequest
@@ -228,6 +229,7 @@ class ShareSampling:
     keys_B: torch.Tensor
     chunk_size: int
     calls: Callable[[int], int]
+    alike: bool = False
 
     def run(
         self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
@@ -240,6 +242,8 @@ class ShareSampling:
         """
         group = self.request.num_generations
         parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
+        if self.alike:
+            parts = [piece for part in parts for piece in by_length(part, prompt_ids)]
         own = 0 if self.request.ghost else len(parts)
         result: list[list[int]] = [[filler] for _ in rows]
         for call in range(self.calls(own)):
@@ -361,6 +365,14 @@ def rows_by_chunk(rows: list[int], chunk: int) -> list[list[int]]:
     for i, row in enumerate(rows):
         parts.setdefault(row // chunk, []).append(i)
     return [parts[c] for c in sorted(parts)]
+
+
+def by_length(rows: list[int], prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows in parts whose prompts have as many tokens; shortest first, rows in order."""
+    parts: dict[int, list[int]] = {}
+    for row in rows:
+        parts.setdefault(len(prompt_ids[row]), []).append(row)
+    return [parts[length] for length in sorted(parts)]
 
 
 def chunks_of(rows: int, chunk: int) -> Iterator[slice]:
