@@ -331,7 +331,7 @@ class GRPOConfig(trl.GRPOConfig):
         if not isinstance(self.reward_retries, int) or self.reward_retries < 0:
             raise ConfigError(f"reward_retries={self.reward_retries!r}: use 0 or more.")
         optim = str(getattr(self.optim, "value", self.optim))
-        if "lomo" in optim:
+        if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(
                 f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
                 " use another optimizer, for example adamw_torch."
@@ -343,7 +343,13 @@ class GRPOConfig(trl.GRPOConfig):
         Raises:
             ConfigError: names the settings.
         """
-        self.loss_config()
+        if self.loss_config().weighting == "sequence_sum_norm" and not self.max_completion_length:
+            setting = "loss_type" if self.loss_aggregation is None else "loss_aggregation"
+            raise ConfigError(
+                f"{setting}={getattr(self, setting)!r} divides the loss by max_completion_length, which is "
+                f"{self.max_completion_length}; set it to the tokens a completion may have, or add up another way, for "
+                "example loss_aggregation='token_mean'."
+            )
         name = self.advantage_estimator
         if name is not None:
             check_estimator(name)

@@ -24,8 +24,9 @@ from .core.advantages import depends_on_the_batch, estimated_advantages, group_a
 from .core.dynamic_sampling import fill_places
 from .core.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from .engine.collectives import first_of_all_processes, max_over_processes, ragged_gather, ragged_scoring
-from .engine.decoding import own_generate, why_not_compact
+from .engine.decoding import own_generate, why_not_compact, without_router_logits
 from .engine.dynamic_sampling import Round, assemble, log_values
+from .engine.forms import is_prompt_learning
 from .engine.memory import Halving
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock
@@ -109,10 +110,11 @@ class SamplingTrainer(trl.GRPOTrainer):
         turn = super()._generate_single_turn
         stock = functools.partial(turn, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
         if self._request is None or self.use_transformers_continuous_batching:
-            return stock()
+            with without_router_logits(self.model.config):
+                return stock()
         request, identity = self._request, self._identity
         rows = list(range(len(prompt_ids))) if identity is None else identity.match(prompt_ids)
-        with self._clock.phase("rollout"):
+        with self._clock.phase("rollout"), without_router_logits(self.model.config):
             if self._seeds_vllm():
                 if identity is None:
                     self._refuse_unequal_shares(0 if request.ghost else len(rows))
@@ -134,7 +136,7 @@ class SamplingTrainer(trl.GRPOTrainer):
                     return turn([prompt_ids[i] for i in part], images, fields, num_generations, *args, **kwargs)[0]
 
                 share, logps = self._share_sampling(request), None
-                completions = share.chunk_by_chunk(sample, rows, self._tokenizer.eos_token_id)
+                completions = share.chunk_by_chunk(sample, prompt_ids, rows, self._tokenizer.eos_token_id)
         if identity is None:
             self._identity = RowIdentity(prompt_ids, completions)
         else:
@@ -167,7 +169,10 @@ class SamplingTrainer(trl.GRPOTrainer):
         def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
             return max_over_processes(own, self.accelerator.device) if self._sharded else own
 
-        return ShareSampling(request, self._identity, self._keys(request), self.geometry.rollout_chunk_size, calls)
+        # virtual tokens stand before the padding, so there is none
+        alike = is_prompt_learning(self.accelerator.unwrap_model(self.model))
+        chunk = self.geometry.rollout_chunk_size
+        return ShareSampling(request, self._identity, self._keys(request), chunk, calls, alike)
 
     def _sample_rows(self, request: RolloutRequest, prompt_ids: Any, rows: list[int]) -> list[list[int]]:
         def sample(model: Any, prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:

@@ -21,6 +21,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
+from trl import SyncRefModelCallback
 
 from . import compat
 from .config import GRPOConfig
@@ -28,6 +29,7 @@ from .core.geometry import check_equal_shares, describe_plan
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
+from .engine.architecture import experts_of, token_cost
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
@@ -35,7 +37,7 @@ from .engine.collectives import (
     first_of_all_processes,
     max_over_processes,
 )
-from .engine.forms import Forms, token_cost
+from .engine.forms import Forms
 from .engine.gradients import FixedPointGradients, NativeGradients
 from .engine.lm_head import RouterOutput, RouterRequest, install, refuse_unknown_head
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
@@ -50,12 +52,13 @@ from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
-from .engine.reference import base_model_of, reference_snapshot
+from .engine.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .engine.rewards import Faults
 from .engine.rollouts import (
     Rollout,
     contributing_rows,
 )
+from .engine.rope import longest_prompt, settle_rope
 from .engine.samples import Samples, record
 from .engine.scoring import Chunking, score_in_chunks, without_checkpointing
 from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
@@ -144,24 +147,29 @@ class GRPOTrainer(ResumableTrainer):
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._said_oversized = False
         self._limits = WindowLimits(config.per_device_train_batch_size, config.micro_batch_tokens)
-        with reference_snapshot(model, config.beta, peft_config):
-            super().__init__(
-                model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-                args=config.for_trl() if self._stock else config.for_loop(),
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+        loop_args = config.for_trl() if self._stock else config.for_loop()
+        reference = reference_source(model, loop_args, peft_config, quantization_config)
+        if reference is not None:
+            loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
+        super().__init__(
+            model=model,
+            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+            args=loop_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         compat.verify_built(self)
+        if reference is not None:
+            self._add_reference(reference, config)
         self.geometry = config.geometry
         if not self._stock:
             self.args.steps_per_generation = self.geometry.steps_per_rollout
@@ -170,20 +178,25 @@ class GRPOTrainer(ResumableTrainer):
             config.for_trl(onto=self.args)
         self._finish_init(config)
 
+    def _add_reference(self, source: ReferenceSource, config: GRPOConfig) -> None:
+        self.beta = self.args.beta = config.beta
+        self.args.sync_ref_model = config.sync_ref_model
+        self.ref_model = build_reference(source, self)
+        if config.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
         if not self._stock:
             self.add_callback(self._clock)
         self._watch_run()
         checks.check_causal_lm(policy)
-        for module in (policy, self.ref_model):
-            if module is not None:
-                causal_lm = base_model_of(self.accelerator.unwrap_model(module))
-                install(causal_lm, self.temperature, self.args.cast_lm_head_to_fp32)
+        install(base_model_of(policy), self.temperature, self.args.cast_lm_head_to_fp32)
         if not self._stock:
             refuse_unknown_head(base_model_of(policy))
             checks.check_overrides(type(self), GRPOTrainer)
             checks.check_parallelism(self.get_tp_size())
+            checks.check_optimizer(self.optimizer, policy)
             if self.use_vllm:
                 length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
                 check_equal_shares(self.geometry, length, self.args.dataloader_drop_last)
@@ -223,6 +236,8 @@ class GRPOTrainer(ResumableTrainer):
         self._faults = Faults(config.reward_timeout, config.reward_retries, config.reward_on_failure)
         if self.environment_factories is None and not self._stock:
             self._check_prompt_lengths()
+        if not self._stock:
+            self._settle_rope(config)
         if self._stock:
             what = "rollout_func" if self.rollout_func is not None else "images"
             self._uncovered.append(f"{what}: trains through TRL's own code path")
@@ -267,11 +282,33 @@ class GRPOTrainer(ResumableTrainer):
         checks.check_chat_template(self.train_dataset, self._tokenizer)
         checks.check_prompt_lengths(
             checks.iterate_prompts(self.train_dataset),
-            lambda batch: [len(ids) for ids in self._tokenize_prompts(batch)[0]],
+            self._prompt_lengths,
             self.model.config,
             self.max_completion_length or 0,  # None: as long as the model allows
             self.args.micro_batch_tokens,
         )
+
+    def _settle_rope(self, config: GRPOConfig) -> None:
+        models = [base_model_of(model) for model in (self.model, self.ref_model) if model is not None]
+        done, dependent = settle_rope(models, self._longest_sequence)
+        if done is not None:
+            logger.warning(done)
+        found = [] if dependent is None else [dependent]
+        self._uncovered += checks.refuse_sentences(found, config.allow_split_dependent)
+
+    def _longest_sequence(self) -> int | None:
+        """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+        train, evaluation = self.train_dataset, self.eval_dataset
+        others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+        known = [data for data in (train, *others) if checks.has_readable_prompts(data)]
+        unread = all(data is not train for data in known) or self.environment_factories is not None
+        if unread or not self.max_completion_length:
+            return None
+        prompts = itertools.chain.from_iterable(checks.iterate_prompts(data) for data in known)
+        return longest_prompt(prompts, self._prompt_lengths) + self.max_completion_length
+
+    def _prompt_lengths(self, prompts: list[Any]) -> list[int]:
+        return [len(ids) for ids in self._tokenize_prompts(prompts)[0]]
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
@@ -551,7 +588,7 @@ class GRPOTrainer(ResumableTrainer):
         )
 
     def _router_top_k(self) -> int:
-        return getattr(self.model.config.get_text_config(), "num_experts_per_tok", 1)
+        return experts_of(self.model.config)[1] or 1
 
     def _collate(self, rollout: Rollout, part: MicroBatch) -> dict[str, Any]:
         rows = rollout.select(part.rows)

@@ -6,9 +6,10 @@ follows from the number of parameters and from what an engine shards. Used by `g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import ConfigError
+from .micro_batches import TokenCost
 
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 _VOCABULARY = 32768  # of which TRL's head computes logits at a time
@@ -27,6 +28,7 @@ class ModelSizes:
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
+        cost: of a token in training, for dealing groups to processes.
     """
 
     parameters: int
@@ -40,6 +42,7 @@ class ModelSizes:
     token_bytes: float
     kept_bytes: float
     cache_bytes: float
+    cost: TokenCost = field(default_factory=TokenCost)
 
 
 @dataclass(frozen=True)

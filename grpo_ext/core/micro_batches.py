@@ -73,17 +73,16 @@ class TokenCost:
     head: float = 0.0
 
     @classmethod
-    def of_model(cls, layers: int, attention_width: int, body: int, head: int) -> TokenCost:
+    def of_model(cls, attention_width: int, body: int, head: int) -> TokenCost:
         """From a model's sizes, in multiply-adds.
 
         Args:
-            layers: attention layers.
-            attention_width: heads times head dimension.
+            attention_width: heads times head dimension, summed over the layers that attend.
             body: weights of the layers (those active for a token).
             head: weights of the language-model head, which also recomputes its forward in the backward pass.
         """
         body = max(body, 1)
-        return cls(2 * layers * attention_width / body, 4 / 3 * head / body)
+        return cls(2 * attention_width / body, 4 / 3 * head / body)
 
     def prompt(self, tokens: int) -> float:
         """Cost of a prompt, once."""

@@ -14,12 +14,21 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import ConfigError, DataError, ModelError, SplitDependentError
+from .rope import covered_length
 
 logger = get_logger(__name__)
 
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
+
+
+# what these kinds of PEFT adapters do in a forward pass
+_SPLIT_DEPENDENT_ADAPTERS = {
+    "LILY": "averages its router over the micro-batch",
+    "PVERA": "draws noise for each micro-batch",
+}
 
 
 def check_causal_lm(model: Any) -> None:
@@ -89,6 +98,12 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
             f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
             " model with layer or group normalisation"
         )
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in _SPLIT_DEPENDENT_ADAPTERS:
+            found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+    if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
+        found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
     if neftune_noise_alpha:
         found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
     return found
@@ -100,13 +115,44 @@ def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None,
     Raises:
         SplitDependentError: something depends on the split and `allow` is false.
     """
-    found = split_dependence(model, neftune_noise_alpha)
+    return refuse_sentences(split_dependence(model, neftune_noise_alpha), allow)
+
+
+def refuse_sentences(found: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it as it is if that was explicitly allowed.
+
+    Raises:
+        SplitDependentError: there is something and `allow` is false.
+    """
     if found and not allow:
         raise SplitDependentError(
             "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
             "allow_split_dependent=True."
         )
     return found
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
+
+    Args:
+        optimizer: as the user gave it, or None.
+
+    Raises:
+        ConfigError: names the optimizer, or the parameter that steps by itself.
+    """
+    reason = None
+    if isinstance(optimizer, LayerWiseDummyOptimizer) or hasattr(optimizer, "fused_backward"):
+        reason = f"the optimizer {type(optimizer).__name__} updates"
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
+            reason = f"a hook on the gradient of {name} (of a layerwise optimizer, for example) works on"
+            break
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} the model during the backward pass, before the step's gradient is complete; use an optimizer "
+            "that acts in its step(), for example optim='adamw_torch', and remove such hooks."
+        )
 
 
 _UNUSED_HOOKS = (
@@ -191,6 +237,11 @@ def _is_transformed(dataset: Any) -> bool:
     return getattr(dataset, "format", {}).get("type") == "custom"
 
 
+def has_readable_prompts(dataset: Any) -> bool:
+    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not _is_transformed(dataset)
+
+
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
     """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
     if _is_transformed(dataset):
@@ -206,11 +257,13 @@ def _has_text(prompt: Any) -> bool:
 
 
 def model_length_limit(config: Any) -> tuple[int | None, bool]:
-    """The longest input of a model in tokens, and whether it is absolute (learned position table)."""
+    """The longest input of a model in tokens, and whether it is absolute (learned position table).
+
+    Rotary positions are taken as far as their scaling covers them.
+    """
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
     rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
-    return (limit if isinstance(limit, int) and limit > 0 else None), not rotary
+    return covered_length(config), not rotary
 
 
 def check_chat_template(dataset: Any, tokenizer: Any) -> None:
@@ -256,7 +309,7 @@ def check_prompt_lengths(
     def check() -> None:
         for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
             if positions is not None and length > positions:
-                less = f" - max_completion_length={max_completion_length}" if absolute else ""
+                less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
                 raise DataError(
                     f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
                     f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"

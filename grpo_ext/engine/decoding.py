@@ -8,7 +8,8 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,6 +107,22 @@ def own_generate(model: Any) -> str | None:
     # the name too, because a library may have replaced the method of the class
     stock = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
     return None if stock or name in PLAIN_GENERATE else name
+
+
+@contextmanager
+def without_router_logits(config: Any) -> Iterator[None]:
+    """Inside, a model that is configured to return its router logits does not.
+
+    Its forward would make the load-balancing loss of them, which fails under the attention mask of a cache.
+    """
+    asked = [part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False)]
+    for part in asked:
+        part.output_router_logits = False
+    try:
+        yield
+    finally:
+        for part in asked:
+            part.output_router_logits = True
 
 
 def unique_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..core.micro_batches import TokenCost
 from .checks import accepts_positions
 from .lm_head import RouterRequest
 from .packed_forward import check_packing, score_packed, score_padded, why_not_packed
@@ -21,24 +20,8 @@ from .scoring import with_positions, with_router
 logger = get_logger(__name__)
 
 
-def token_cost(policy: Any) -> TokenCost:
-    """What a token costs in this model, from the sizes in its configuration and its weights."""
-    config = policy.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 1)
-    heads = getattr(config, "num_attention_heads", 1)
-    hidden = getattr(config, "hidden_size", 1)
-    width = heads * (getattr(config, "head_dim", None) or hidden // heads)
-    head = getattr(config, "vocab_size", 0) * hidden
-    tied = policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
-    weights = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())  # whole also where ZeRO-3 has cut it
-    body = max(weights - (1 if tied else 2) * head, 1)
-    experts, chosen = getattr(config, "num_experts", None), getattr(config, "num_experts_per_tok", None)
-    if experts and chosen:
-        body = body * chosen // experts  # most of it is experts
-    return TokenCost.of_model(layers, width, body, head)
-
-
-def _is_prompt_learning(model: Any) -> bool:
+def is_prompt_learning(model: Any) -> bool:
+    """Whether a PEFT adapter puts virtual tokens before the input (prompt tuning, p-tuning, prefix tuning)."""
     config = getattr(model, "active_peft_config", None)
     return bool(getattr(config, "is_prompt_learning", False))
 
@@ -61,7 +44,7 @@ class Forms:
         if not self.packed:
             return False
         if id(policy) not in self._reasons:
-            reason = "prompt-learning adapters add tokens" if _is_prompt_learning(wrapped) else why_not_packed(policy)
+            reason = "prompt-learning adapters add tokens" if is_prompt_learning(wrapped) else why_not_packed(policy)
             self._reasons[id(policy)] = reason
             if reason is not None:
                 logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
@@ -80,7 +63,9 @@ class Forms:
         """
         if self.packs(policy, wrapped) and not recomputed_outside:
             return partial(_as_trl, partial(score_packed, multiple=self.multiple), policy)
-        if self.score_completions_only and not _is_prompt_learning(wrapped):
+        if is_prompt_learning(wrapped):
+            return partial(_without_left_padding, stock)
+        if self.score_completions_only:
             return partial(_as_trl, score_padded, policy)
         return partial(_through_trl, stock, accepts_positions(policy))
 
@@ -132,3 +117,26 @@ def _through_trl(
     return stock(
         with_positions(model) if positions else model, *args, compute_aux_loss=bool(compute_aux_loss), **kwargs
     )
+
+
+def _without_left_padding(
+    stock: Callable[..., Any],
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """TRL's method over rows that begin at their first token, so that all padding is on the right.
+
+    PEFT puts virtual tokens first and takes no `position_ids`: padding behind them would move the prompt.
+    """
+    columns = input_ids.size(1)
+    start_B1 = attention_mask.long().argmax(1, keepdim=True)
+    turned_BL = (torch.arange(columns, device=input_ids.device) + start_B1) % columns
+    ids, mask = input_ids.gather(1, turned_BL), attention_mask.gather(1, turned_BL)
+    logps, entropies, *rest = stock(model, ids, mask, columns - 1, *args, **kwargs)
+    # token t of a row's scores is its column t + 1
+    kept_BT = torch.arange(columns - 1 - logits_to_keep, columns - 1, device=input_ids.device) - start_B1
+    return logps.gather(1, kept_BT), None if entropies is None else entropies.gather(1, kept_BT), *rest

@@ -222,6 +222,7 @@ class ShareSampling:
         keys_B: key of every row of the share.
         chunk_size: completions per chunk, in whole groups.
         calls: from this process's number of chunks to the number of `generate` calls it has to make.
+        alike: prompts of a call have one length, so that there is no padding.
     """
 
     request: RolloutRequest
@@ -229,6 +230,7 @@ class ShareSampling:
     keys_B: torch.Tensor
     chunk_size: int
     calls: Callable[[int], int]
+    alike: bool = False
 
     def run(
         self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
@@ -246,14 +248,16 @@ class ShareSampling:
             offsets = torch.zeros_like(index) if self.identity is None else self.identity.offsets(index, prompts)
             return sample(prompts, self.keys_B[index], offsets)
 
-        return self.chunk_by_chunk(keyed, rows, filler)
+        return self.chunk_by_chunk(keyed, prompt_ids, rows, filler)
 
     def chunk_by_chunk(
-        self, sample: Callable[[list[int]], list[list[int]]], rows: list[int], filler: int
+        self, sample: Callable[[list[int]], list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
     ) -> list[list[int]]:
         """New token ids of each of `rows`, from a function of the positions in `rows` that make a chunk."""
         group = self.request.num_generations
         parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
+        if self.alike:
+            parts = [piece for part in parts for piece in by_length(part, prompt_ids)]
         own = 0 if self.request.ghost else len(parts)
         result: list[list[int]] = [[filler] for _ in rows]
         for call in range(self.calls(own)):
@@ -376,6 +380,14 @@ def rows_by_chunk(rows: list[int], chunk: int) -> list[list[int]]:
     for i, row in enumerate(rows):
         parts.setdefault(row // chunk, []).append(i)
     return [parts[c] for c in sorted(parts)]
+
+
+def by_length(rows: list[int], prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows in parts whose prompts have as many tokens; shortest first, rows in order."""
+    parts: dict[int, list[int]] = {}
+    for row in rows:
+        parts.setdefault(len(prompt_ids[row]), []).append(row)
+    return [parts[length] for length in sorted(parts)]
 
 
 def chunks_of(rows: int, chunk: int) -> Iterator[slice]:

@@ -50,7 +50,7 @@ def cost_of(model: Any) -> TokenCost:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..engine.forms import token_cost
+    from ..engine.architecture import token_cost
 
     config = AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
     with torch.device("meta"):
@@ -93,7 +93,7 @@ class _Given:
         """The reward function."""
         return [self.rewards.get(tuple(ids), float(len(ids))) for ids in completion_ids]
 
-    def flops(self, layers: int, width: int, body: int, head: int) -> float:
+    def flops(self, width: int, body: int, head: int) -> float:
         """Forward and backward of the tokens that are trained on, each once.
 
         Frozen weights (LoRA) need no gradient of their own; checkpointing runs the layers' forward again.
@@ -104,7 +104,7 @@ class _Given:
             lengths = [len(completion) for completion in group]
             pairs = prompt**2 / 2 + sum(n * (prompt + n / 2) for n in lengths)
             total += (weights + again) * body * (prompt + sum(lengths)) + weights * head * sum(lengths)
-            total += (12 + 2 * again) * layers * width * pairs
+            total += (12 + 2 * again) * width * pairs
         return total
 
     @property
@@ -272,6 +272,9 @@ def main() -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             report(given.tokens)
 
+    from ..engine.architecture import attention_sizes, weight_sizes
+    from ..engine.reference import base_model_of
+
     with tempfile.TemporaryDirectory() as folder:
         trainer, given = _trainer(spec, shape, folder, Serve())
         clock.wrap(trainer, "_generate_single_turn", "rollout")
@@ -282,13 +285,10 @@ def main() -> None:
         )
         clock.wrap(trainer, "_prepare_inputs", "prepare")
         clock.wrap(trainer, "training_step", "window")
-        config = trainer.model.config.get_text_config()
-        tables = 1 if config.tie_word_embeddings else 2
-        head = config.vocab_size * config.hidden_size
-        body = sum(p.numel() for n, p in trainer.model.named_parameters() if "lora" not in n) - tables * head
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        answer({"flops": given.flops(config.num_hidden_layers, width, body, head)})
+        model = base_model_of(trainer.model)
+        weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
+        width = attention_sizes(model.config).width
+        answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
         base = memory.now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, wait, report)

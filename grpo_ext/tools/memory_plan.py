@@ -17,7 +17,8 @@ from rich.table import Table
 from ..core.geometry import BatchGeometry, group_numbers
 from ..core.keyed_random import uniform
 from ..core.memory_model import Layout, ModelSizes, memory_of
-from ..core.micro_batches import StepSizes, TokenCost, deal_rows
+from ..core.micro_batches import StepSizes, deal_rows
+from ..engine.architecture import attention_sizes, token_cost
 from ..errors import ConfigError
 
 _TOKENS = 192
@@ -99,8 +100,6 @@ def measure(
     long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
     grows = {n: (_saved(config, n, long, compute) - _saved(config, n, short, compute)) / (long - short) for n in (1, 2)}
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     size = _DTYPES[compute].itemsize
     return ModelSizes(
         parameters=parameters,
@@ -113,7 +112,8 @@ def measure(
         compute_bytes=size,
         token_bytes=grows[2] - grows[1],
         kept_bytes=text.hidden_size * _DTYPES[weights].itemsize,
-        cache_bytes=2 * heads * width * text.num_hidden_layers * size,
+        cache_bytes=attention_sizes(config).cached * size,
+        cost=token_cost(model),
     )
 
 
@@ -127,13 +127,11 @@ def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> 
 
 def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
     """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
-    embedding = model.vocabulary * model.hidden
-    cost = TokenCost.of_model(model.layers, model.hidden, max(model.parameters - embedding, 1), embedding)
     rows = range(len(sizes.completions_B))
     loads = []
-    for share in deal_rows(sizes, rows, geometry.num_processes, cost):
-        work = sum(cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
-        work += sum(cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
+    for share in deal_rows(sizes, rows, geometry.num_processes, model.cost):
+        work = sum(model.cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
+        work += sum(model.cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
         loads.append(work)
     tokens = sizes.tokens(rows, packed=True) / geometry.num_processes
     return tokens, max(loads) / (sum(loads) / len(loads))

@@ -49,6 +49,8 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
 
         args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
     model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=getattr(torch, run.dtype))
+    if run.nameless:
+        model.config._name_or_path = ""
     return trainer_class(
         model=model,
         reward_funcs=list(run.rewards),

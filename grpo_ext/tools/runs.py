@@ -46,6 +46,7 @@ class Run:
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
         resume_from: a checkpoint to go on from.
+        nameless: the model is handed over without a name to find it by again, as one built in memory.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Run:
     dtype: str = "float32"
     trace: bool = False
     resume_from: str | None = None
+    nameless: bool = False
 
 
 @dataclass

@@ -70,8 +70,11 @@ def main(folder: Path) -> None:
     for number, run in enumerate(job["runs"]):
         os.environ.update(run["env"])
         args = GRPOConfig(str(folder / run["name"]), **run["config"])
+        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+        if run["nameless"]:
+            model.config._name_or_path = ""
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+            model=model,
             reward_funcs=letter_reward,
             args=args,
             train_dataset=prompts(run["prompts"]),

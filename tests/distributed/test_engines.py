@@ -54,6 +54,7 @@ class Job:
     lora: bool = False
     resume: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    nameless: bool = False  # a model object that cannot be loaded again by name
 
 
 # each process writes its part of the weights (under the other engines: as ever)
@@ -66,6 +67,7 @@ JOBS = [
     Job("checkpointing", {"gradient_checkpointing": True}),
     Job("lora", {"beta": 0.1}, lora=True),
     Job("few", {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}),  # one group: others have none
+    Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("seed", {"seed": 4}),  # the control: this one has to differ
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-3"),
@@ -92,7 +94,7 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
     for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
         run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
-        runs.append({**run, "lora": LORA if job.lora else None, "env": job.env})
+        runs.append({**run, "lora": LORA if job.lora else None, "env": job.env, "nameless": job.nameless})
     (folder / "job.json").write_text(json.dumps({"model": str(model), "runs": runs}))
 
 

@@ -18,6 +18,8 @@ from tests.tolerances import ADAM_EPSILON
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
 CUT = {"global_batch_size": 9, "rollout_batch_size": 36}  # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
+# half precision: the next rollout could take another token, and two runs from there
+ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
@@ -31,6 +33,7 @@ class Case:
     rewards: tuple[Any, ...] = (letter_reward,)
     prompts: int = 22
     evaluate: bool = False
+    nameless: bool = False  # a model object that cannot be loaded again by name
 
 
 CASES = {
@@ -45,6 +48,8 @@ CASES = {
     "gspo": Case({"loss_type": "grpo", "importance_sampling_level": "sequence", **REUSED}),
     "two_sided": Case({"loss_type": "grpo", "delta": 1.2, **REUSED}),
     "kl": Case({"beta": 0.1, **REUSED}),
+    "kl_nameless": Case({"beta": 0.1, **REUSED}, nameless=True),
+    "kl_bf16": Case({"beta": 0.1, "bf16": True, **ONE_ROLLOUT}, nameless=True),
     "kl_lora": Case({"beta": 0.1, **TWO_STEPS}, peft=LORA),
     "lora": Case(peft=LORA),
     "truncated": Case({"mask_truncated_completions": True}),
@@ -131,5 +136,6 @@ class Bench:
             trainer=trainer,
             peft=case.peft,
             eval_path=self.data(5) if case.evaluate else None,
+            nameless=case.nameless,
         )
         return dataclasses.replace(run, **{k: v for k, v in changes.items() if k in fields})

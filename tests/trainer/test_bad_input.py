@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.core.losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -37,6 +41,17 @@ SIZES = [
     ({"rollout_batch_size": 16, "generation_batch_size": 32}, ["rollout_batch_size=16", "generation_batch_size=32"]),
     ({"global_batch_size": None, "per_device_train_batch_size": 5}, ["= 5 completions", "set global_batch_size to"]),
     ({"optim": "adalomo"}, ["optim=adalomo", "use another optimizer"]),
+    ({"optim": "galore_adamw_layerwise"}, ["optim=galore_adamw_layerwise", "during the backward pass"]),
+    ({"optim": "galore_adamw_8bit_layerwise"}, ["optim=galore_adamw_8bit_layerwise", "use another optimizer"]),
+    ({"optim": "apollo_adamw_layerwise"}, ["optim=apollo_adamw_layerwise", "use another optimizer"]),
+    *[
+        ({**named, "max_completion_length": None}, [*words, "max_completion_length, which is None", "set it to"])
+        for named, words in (
+            ({"loss_type": "dr_grpo"}, ["loss_type='dr_grpo'"]),
+            ({"loss_aggregation": "sequence_sum_norm"}, ["loss_aggregation='sequence_sum_norm'"]),
+            ({"loss_aggregation": "seq-mean-token-sum-norm"}, ["loss_aggregation='seq-mean-token-sum-norm'"]),
+        )
+    ],
     ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "'dapo'"]),
     ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'sequence'"]),
     ({"scale_rewards": "some"}, ["scale_rewards='some'", "'group'"]),
@@ -53,6 +68,39 @@ def test_settings_that_break_a_rule_are_refused(tmp_path, settings, words):
         GRPOConfig(**config_kwargs(tmp_path, **settings))
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("loss_type", sorted(set(LOSS_TYPES) - {"dr_grpo"}))
+def test_losses_that_divide_by_counts_need_no_longest_completion(tmp_path, loss_type):
+    GRPOConfig(**config_kwargs(tmp_path, loss_type=loss_type, max_completion_length=None))
+
+
+def stepping_in_the_backward_pass(kind):
+    """A model and an optimizer of a user's, as the three kinds of such optimizers leave them."""
+    model = tiny_model()
+    if kind == "dummy":
+        return model, LayerWiseDummyOptimizer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "fused":
+        optimizer.fused_backward = lambda loss, lr: None
+    if kind == "hooks":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
+    if kind == "torch":
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", ["dummy", "fused", "hooks", "torch"])
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused(tmp_path, kind):
+    model, optimizer = stepping_in_the_backward_pass(kind)
+    with pytest.raises(ConfigError, match="during the backward pass"):
+        build(tmp_path, model=model, extra={"optimizers": (optimizer, None)})
+
+
+def test_an_optimizer_that_steps_in_its_step_is_taken(tmp_path):
+    model, optimizer = stepping_in_the_backward_pass("none")
+    assert build(tmp_path, model=model, extra={"optimizers": (optimizer, None)}).optimizer is optimizer
 
 
 DATA = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, RewardError
+from grpo_ext.errors import ConfigError, ModelError, RewardError
 from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 
@@ -127,6 +128,77 @@ def test_reference_of_a_model_without_a_name_is_its_start(tmp_path):
     assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
     assert log_of(trainer, "kl")[1] > 0
     assert trainer.model.config._name_or_path == ""
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("cast", [True, False])
+def test_the_reference_of_a_bfloat16_object_is_like_it(tmp_path, tied, cast):
+    model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
+    start = flat(model)
+    trainer = make(tmp_path, model=model, beta=0.1, bf16=True, cast_lm_head_to_fp32=cast, max_steps=1)
+    reference = trainer.ref_model
+    assert not reference.training
+    assert torch.equal(flat(reference), start)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert (reference.lm_head.weight is reference.model.embed_tokens.weight) == tied
+    assert reference.lm_head.weight is not trainer.model.lm_head.weight
+    trainer.train()
+    assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
+    assert torch.equal(flat(reference), start)
+
+
+def test_a_second_trainer_on_the_same_object_starts_from_where_it_is(tmp_path):
+    model = tiny_model()
+    make(tmp_path, model=model, beta=0.1).train()
+    moved = flat(model)
+    second = make(tmp_path, model=model, beta=0.1)
+    assert torch.equal(flat(second.ref_model), moved)
+    second.train()
+    assert log_of(second, "kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert log_of(second, "kl")[1] > 0
+
+
+def test_the_reference_of_a_named_object_takes_its_precision_and_attention(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "start")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "start", dtype=torch.bfloat16, attn_implementation="eager")
+    trainer = make(tmp_path, model=model, beta=0.1, bf16=True)
+    assert trainer.ref_model.dtype == torch.bfloat16
+    assert trainer.ref_model.config._attn_implementation == "eager"
+    kwargs = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    trainer = make(tmp_path, model=str(tmp_path / "start"), beta=0.1, bf16=True, model_init_kwargs=kwargs)
+    assert trainer.ref_model.dtype == trainer.model.dtype == torch.bfloat16
+    assert trainer.ref_model.config._attn_implementation == "eager"
+
+
+def test_the_reference_of_an_object_whose_name_is_gone_is_its_start(tmp_path, caplog):
+    model = tiny_model()
+    model.config._name_or_path = str(tmp_path / "gone")
+    start = flat(model)
+    trainer = make(tmp_path, model=model, beta=0.1)
+    assert torch.equal(flat(trainer.ref_model), start)
+    assert "no model can be found there" in caplog.text
+
+
+def test_an_object_that_cannot_be_copied_is_refused(tmp_path):
+    model = tiny_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="pass the folder, or set beta=0"):
+        make(tmp_path, model=model, beta=0.1)
+    make(tmp_path, model=model)
+
+
+def test_the_users_settings_of_the_reference_stay(tmp_path):
+    args = GRPOConfig(**config_kwargs(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1))
+    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert (args.beta, args.sync_ref_model) == (0.1, True)
+    assert (trainer.beta, trainer.args.beta, trainer.args.sync_ref_model) == (0.1, 0.1, True)
+    with pytest.raises(ValueError, match=r"beta=0\.0"):
+        make(tmp_path, sync_ref_model=True)
 
 
 def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):
@@ -517,6 +589,53 @@ def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
     trainer = make(tmp_path, model=tiny_model("moe"), extra=extra)
     trainer.train()
     assert all(value > 0 for value in log_of(trainer, "aux_loss"))
+
+
+MIXTURES = {
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+}
+
+
+def mixture(kind, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+    tokens = {"vocab_size": len(tiny_tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    torch.manual_seed(0)
+    settings = {**sizes, **tokens, **MIXTURES[kind], "initializer_range": 0.2, **changes}
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
+    trained = {}
+    for asked in (False, True):
+        for compact in (True, False) if kind == "qwen2_moe" else (True,):
+            model = mixture(kind, output_router_logits=asked)
+            trainer = make(tmp_path, model=model, max_steps=1, compact_rollouts=compact)
+            trainer.train()
+            assert model.config.output_router_logits == asked
+            assert log_of(trainer, "aux_loss")[0] > 0
+            trained[asked, compact] = (parameters(trainer), log_of(trainer, "aux_loss"))
+    for values, loss in trained.values():
+        assert torch.equal(values, trained[False, True][0])
+        assert loss == trained[False, True][1]
+
+
+def test_the_configuration_is_back_when_sampling_fails(tmp_path):
+    trainer = make(tmp_path, model=mixture("mixtral", output_router_logits=True))
+
+    def fail(*args, **kwargs):
+        assert not trainer.model.config.output_router_logits
+        raise RuntimeError("stopped")
+
+    trainer.model.generate = fail
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.train()
+    assert trainer.model.config.output_router_logits
 
 
 def test_padding_to_a_multiple_reaches_the_scoring(tmp_path):

@@ -66,6 +66,13 @@ def test_every_call_in_trl_and_transformers_fits_the_override(name):
             pytest.fail(f"{name}: {owner.__name__} calls {ast.unparse(call)}, which does not fit: {error}")
 
 
+def test_the_constructor_reads_beta_for_the_reference_model_alone():
+    # it is shown zero where our own reference follows: an adapter's copy, the attribute, two checks
+    tree = tree_of(trl.GRPOTrainer.__init__)
+    read = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "beta"]
+    assert sum(isinstance(node.ctx, ast.Load) for node in read) == 4, "GRPOTrainer.__init__ reads beta elsewhere"
+
+
 # ---- Collectives ----------------------------------------------------------------------------------------------------
 
 

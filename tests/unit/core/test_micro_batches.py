@@ -22,7 +22,7 @@ from grpo_ext.core.micro_batches import (
     oversized,
 )
 
-COST = TokenCost.of_model(layers=8, attention_width=512, body=24_000_000, head=4_000_000)
+COST = TokenCost.of_model(attention_width=8 * 512, body=24_000_000, head=4_000_000)
 
 
 def whole(num_generations: int, prompts_G: list[int], completions_B: list[int]) -> StepSizes:

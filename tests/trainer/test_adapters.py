@@ -1,0 +1,130 @@
+"""Adapters that add tokens, and adapters that mix the rows of a micro-batch: kept, or refused like dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import grpo_ext.engine.forms
+import grpo_ext.sampling
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.engine.rollouts import by_length
+from grpo_ext.errors import SplitDependentError
+from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import DIFFERENT, UPDATE
+
+_TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+KINDS: dict[str, Any] = {
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "p_tuning": lambda: peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16, encoder_dropout=0.0
+    ),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+def make(tmp_path, adapter, model=None, **settings):
+    # a step that is large beside the rounding of the parameters themselves
+    args = {"optim": "sgd", "learning_rate": 5.0, "max_grad_norm": 0.0, "max_steps": 1, **settings}
+    model = tiny_model("llama") if model is None else model
+    torch.manual_seed(0)
+    return GRPOTrainer(
+        model,
+        letter_reward,
+        GRPOConfig(**config_kwargs(tmp_path / "out", **args)),
+        prompts(),
+        processing_class=tiny_tokenizer(),
+        peft_config=adapter,
+    )
+
+
+def update(tmp_path, adapter, **settings) -> torch.Tensor:
+    trainer = make(tmp_path, adapter, **settings)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    trainer.train()
+    return torch.cat([(p.detach() - old).flatten().double() for p, old in zip(trained, before)])
+
+
+def error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_virtual_tokens_do_not_make_the_update_depend_on_the_split(tmp_path, kind):
+    settings = {"beta": 0.1, "rollout_batch_size": 32, "max_steps": 2}
+    whole = update(tmp_path, KINDS[kind](), per_device_train_batch_size=16, **settings)
+    for size in (8, 3, 1):
+        found = error(whole, update(tmp_path, KINDS[kind](), per_device_train_batch_size=size, **settings))
+        assert found <= UPDATE, (size, found)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "p_tuning"])
+def test_padding_behind_virtual_tokens_would(tmp_path, monkeypatch, kind):
+    stock = lambda score, *args, **kwargs: score(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(grpo_ext.engine.forms, "_without_left_padding", stock)
+    whole, rows = (update(tmp_path, KINDS[kind](), per_device_train_batch_size=size) for size in (16, 3))
+    assert error(whole, rows) > DIFFERENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
+    trainer = make(tmp_path, KINDS[kind](), temperature=1.0)
+    widths, chosen = [], []
+    generate = trainer.model.generate
+
+    def watched(*args, **kwargs):
+        widths.append(bool(kwargs["attention_mask"].all()))
+        kwargs |= {"return_dict_in_generate": True, "output_logits": True}
+        found = generate(*args, **kwargs)
+        tokens = found.sequences[:, kwargs["input_ids"].size(1) :]
+        logps = torch.stack(found.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None]).squeeze(2)
+        chosen.extend(zip(kwargs["input_ids"].tolist(), tokens.tolist(), logps.tolist()))
+        return found.sequences
+
+    trainer.model.generate = watched
+    rollout = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    assert all(widths)  # no call has padding
+    fields, batch = rollout.fields, trainer._collate(rollout, grpo_ext.trainer.MicroBatch(tuple(range(len(rollout)))))
+    with trainer._scoring():
+        scored = trainer._score(trainer.model, batch)[0]
+    for row in range(len(rollout)):
+        prompt, completion = fields["prompt_ids"][row].tolist(), fields["completion_ids"][row].tolist()
+        length = len(completion)
+        logps = next(p for ids, tokens, p in chosen if ids == prompt and tokens[:length] == completion)
+        assert torch.allclose(scored[row, :length], torch.tensor(logps[:length]), atol=1e-4)
+
+
+def test_prompts_of_a_call_have_one_length():
+    ids = [[1], [1, 2], [3], [4, 5], [1, 2, 3]]
+    assert by_length([0, 1, 2, 3, 4], ids) == [[0, 2], [1, 3], [4]]
+    assert by_length([3, 4], ids) == [[3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (lambda: peft.LilyConfig(task_type="CAUSAL_LM", **_TARGETS), "LILY.* averages its router"),
+        (lambda: peft.PveraConfig(task_type="CAUSAL_LM", **_TARGETS), "PVERA.* draws noise"),
+    ],
+    ids=["lily", "pvera"],
+)
+def test_an_adapter_that_depends_on_the_micro_batch_is_refused(tmp_path, adapter, words):
+    with pytest.raises(SplitDependentError, match=words):
+        make(tmp_path, adapter())
+    whole, rows = (
+        update(tmp_path, adapter(), per_device_train_batch_size=size, allow_split_dependent=True, learning_rate=0.1)
+        for size in (16, 3)
+    )
+    assert error(whole, rows) > DIFFERENT  # it is refused for a reason
+
+
+def test_cpmant_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("cpmant", vocab_size=len(tiny_tokenizer()), **sizes, dropout_p=0.0)
+    with pytest.raises(SplitDependentError, match="CpmAnt puts its own prompt before the padding"):
+        make(tmp_path, None, model=AutoModelForCausalLM.from_config(config))
