@@ -104,6 +104,8 @@ class Point:
     closed: bool = False
 
 
+trl_module = importlib.import_module(trl.GRPOTrainer.__module__)  # where its scoring finds the collectives it calls
+
 # taken now: scripts put this package's trainer in the place of TRL's
 _GRPO, _TRAINER, _GENERATION = trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin
 _CONFIG = trl.GRPOConfig
@@ -154,6 +156,8 @@ CALLED = (
     Point(accelerate.Accelerator, "accumulate", ()),
     Point(accelerate.Accelerator, "backward", ("loss",)),
     Point(accelerate.Accelerator, "unwrap_model", ("model",)),
+    Point(trl_module, "gather", ("tensor",)),
+    Point(trl_module, "gather_object", ("object",)),
     Point(_module("accelerate.utils"), "gather", ("tensor",)),
     Point(_module("accelerate.utils"), "gather_object", ("object",)),
     Point(_module("accelerate.utils"), "broadcast_object_list", ("object_list",)),
@@ -248,8 +252,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "environment_factories",
     "eos_token_ids",
     "eval_dataset",
-    "generation_config",
-    "generation_kwargs",
     "is_deepspeed_enabled",
     "log_completions",
     "lr_scheduler",
@@ -275,7 +277,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "use_adaptive_entropy",
     "use_transformers_continuous_batching",
     "use_vllm",
-    "vllm_generation",
     "vllm_importance_sampling_mode",
 )
 

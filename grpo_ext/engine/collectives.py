@@ -15,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils import gather as equal_gather
-from trl.trainer import grpo_trainer as trl_module
 
+from ..compat import trl_module
 from ..errors import CheckpointError
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,6 @@ from tenacity import (
     stop_after_attempt,
     wait_exponential,
 )
-from trl.trainer.utils import is_async_callable
 
 from ..errors import RewardError
 from .reward_log import RewardCall, ShareCalls
@@ -35,6 +35,13 @@ from .reward_log import RewardCall, ShareCalls
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
 _SCORED = {"prompts", "completions"}  # what a call that scores a share names
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _short(value: Any, limit: int = 120) -> str:
@@ -200,7 +207,7 @@ def checked_reward(
         number: the function's place among the reward functions.
     """
     one = _Scoring(function, name, faults, calls or ShareCalls(), number)
-    if is_async_callable(function):
+    if _is_async(function):
 
         @functools.wraps(function)
         async def checked_async(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import (
     EpsilonLogitsWarper,
@@ -25,7 +26,6 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from trl.trainer.utils import pad
 
 from ..core.geometry import group_numbers
 from ..core.keyed_random import choose, completion_keys, uniform
@@ -61,6 +61,13 @@ class KeyedChoice(LogitsProcessor):
     def keep(self, index: torch.Tensor) -> None:
         """Go on with these rows only."""
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
+
+
+def padded(rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None) -> torch.Tensor:
+    """Rows (T,) of any length as one (B, T), filled up on one side to the longest, or to the next multiple."""
+    batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    more = -batch_BT.size(1) % (multiple or 1)
+    return torch.nn.functional.pad(batch_BT, (more, 0) if side == "left" else (0, more), value=value)
 
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -157,9 +164,8 @@ def sample_chunk(
     """
     firsts, numbers = unique_prompts(prompts) if compact else (range(len(prompts)), [])
     ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
-    options: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": pad_to_multiple_of}
-    input_ids = pad(ids, padding_value=config.pad_token_id, **options).to(device)
-    attention_mask = pad([torch.ones_like(row) for row in ids], padding_value=0, **options).to(device)
+    input_ids = padded(ids, config.pad_token_id, "left", pad_to_multiple_of).to(device)
+    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", pad_to_multiple_of).to(device)
     filters, greedy = _split_sampling(config, model)
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
@@ -324,7 +330,7 @@ class Rollout:
                 batch[name] = torch.stack(values)
             else:
                 side = "left" if name in _PROMPT_FIELDS else "right"
-                batch[name] = pad(values, fill, side, pad_to_multiple_of)
+                batch[name] = padded(values, fill, side, pad_to_multiple_of)
         if batch["advantages"].size(1) == 1:  # one per completion; TRL lets a subclass give one per token
             batch["advantages"] = batch["advantages"].view(-1)
         return batch

@@ -592,7 +592,9 @@ def test_where_generate_is_a_collective_every_process_makes_as_many_calls(ghost)
         return [[10 + i] for i in part]
 
     def share(calls):
-        return ShareSampling(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(sample, rows, 1)
+        return ShareSampling(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(
+            sample, [[]] * len(rows), rows, 1
+        )
 
     expected = [[1]] * 4 if ghost else [[10 + i] for i in rows]
     assert share(lambda own: own) == expected
