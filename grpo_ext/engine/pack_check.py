@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ LIMIT = 4.0  # times the rounding; healthy models reach 1.2, the smallest plante
 _ROWS = 8  # completions compared at most
 _CHANNELS = 64  # of a module's output that are compared, at most
 _DRAWS = 2  # of the rounding
+_ENOUGH = 32  # completion tokens; attention that is sharp hides a neighbour from a few
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,41 @@ class Trial:
     Attributes:
         refused: why the model takes no packs, as a sentence without its end; None where it ran one.
         difference: how packed and padded differ by more than rounding, as a sentence; None where they do not.
+        tokens: completion tokens that were compared.
         longest: tokens of the longest sequence that was compared.
         windows: sizes of the sliding windows that attention layers asked for.
     """
 
     refused: str | None = None
     difference: str | None = None
+    tokens: int = 0
     longest: int = 0
     windows: tuple[int, ...] = ()
+
+
+@dataclass
+class Evidence:
+    """What all processes have seen of one model so far."""
+
+    tokens: int = 0
+    longest: int = 0
+    windows: tuple[int, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough was compared to run packs without looking again."""
+        return self.tokens >= _ENOUGH and self.longer_than == 0
+
+    @property
+    def longer_than(self) -> int:
+        """The window that no sequence has left so far: a longer one is worth looking at. 0 where there is none."""
+        return min((w for w in self.windows if w >= self.longest), default=0) if self.tokens >= _ENOUGH else 0
+
+    def add(self, trials: Sequence[Trial]) -> None:
+        """Take in the trials of all processes."""
+        self.tokens += sum(trial.tokens for trial in trials)
+        self.longest = max(self.longest, *(trial.longest for trial in trials))
+        self.windows += tuple(w for trial in trials for w in trial.windows if w not in self.windows)
 
 
 def telling_rows(prompts_B: Sequence[int], completions_B: Sequence[int], longer_than: int) -> slice | None:
@@ -115,8 +143,10 @@ def rounding_unit(policy: Any, device: torch.device) -> float:
     kinds |= {kind for m in policy.modules() if isinstance(kind := getattr(m, "compute_dtype", None), torch.dtype)}
     if torch.is_autocast_enabled(device.type):
         kinds.add(torch.get_autocast_dtype(device.type))
-    products = {"high": 2.0**-11, "medium": 2.0**-9}.get(torch.get_float32_matmul_precision(), 0.0)
-    return max(*map(_unit, kinds), products)
+    backends: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn).matmul)
+    products = {backend.fp32_precision for backend in backends}
+    shortcuts = [size for name, size in (("tf32", 2.0**-11), ("bf16", 2.0**-9)) if name in products]
+    return max([*map(_unit, kinds), *shortcuts])
 
 
 @contextmanager
@@ -232,21 +262,19 @@ def _compared(
     for seed in range(_DRAWS):
         with _rounded_otherwise(policy, unit, seed):
             others.append(run(score_padded, columns, ids.numel())[0].values)
-    trial = Trial(longest=max(map(sum, zip(prompts, completions))), windows=tuple({w for w in readers.values() if w}))
-    if not tokens or not torch.isfinite(theirs).all():
-        return trial
-    found = compare(packed.values, padded.values, others, unit)
+    if not torch.isfinite(theirs).all():
+        return Trial()  # nothing to compare with; such a loss is an error of its own
+    longest, windows = max(map(sum, zip(prompts, completions))), tuple({w for w in readers.values() if w})
+    found = compare(packed.values, padded.values, others, unit) if tokens else []
     wrong = [(place, ratio) for place, ratio in found if not ratio <= LIMIT]
     if not wrong:
-        return trial
+        return Trial(tokens=len(tokens), longest=longest, windows=windows)
     gap = float((ours - theirs).abs().float().mean())
     return Trial(
         difference=(
             f"packed and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(ids)} "
-            f"completions, and what {wrong[0][0][0]} puts out by {max(r for _, r in wrong):.0f} times the rounding "
-            f"({LIMIT:.0f} times are taken for rounding): the model does something between tokens that a pack does not "
-            "keep, such as ignoring position_ids"
-        ),
-        longest=trial.longest,
-        windows=trial.windows,
+            f"completions, and what {wrong[0][0][0]} puts out by {wrong[0][1]:.0f} times the rounding (a pack may by "
+            f"{LIMIT:.0f}): the model does something between tokens that a pack does not keep, such as ignoring "
+            "position_ids"
+        )
     )
