@@ -12,15 +12,15 @@ from tests.distributed.launch import accelerate_launch
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
-def seen_by(folder: Path, groups: int) -> list[dict]:
-    done = accelerate_launch(SCRIPT, str(folder), str(groups))
+def seen_by(folder: Path, argument: int | str, script: Path = SCRIPT) -> list[dict]:
+    done = accelerate_launch(script, str(folder), str(argument))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def four_groups(tmp_path_factory):
-    return seen_by(tmp_path_factory.mktemp("four"), groups=4)
+    return seen_by(tmp_path_factory.mktemp("four"), 4)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
@@ -44,9 +44,21 @@ def test_evaluation_prompts_are_dealt_whole_and_once(four_groups):
 
 
 def test_a_process_without_a_group_scores_nothing_and_learns_the_same(tmp_path):
-    first, second = seen_by(tmp_path, groups=1)
+    first, second = seen_by(tmp_path, 1)
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]
     assert first["parameters"] == second["parameters"]
+
+
+def test_a_pack_that_goes_wrong_on_one_process_ends_both(tmp_path):
+    first, second = seen_by(tmp_path, "fault", SCRIPT.with_name("packs_on_one.py"))
+    assert "packed and padded log-probabilities" in first["error"]
+    assert first["error"] == second["error"]
+
+
+def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path):
+    first, second = seen_by(tmp_path, "refusal", SCRIPT.with_name("packs_on_one.py"))
+    assert first == second == {"error": "", "padding": first["padding"]}
+    assert min(first["padding"]) > 0
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
