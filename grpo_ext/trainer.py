@@ -227,7 +227,13 @@ class GRPOTrainer(ResumableTrainer):
         if config.fp16 and not (self._stock or self.is_deepspeed_enabled):
             refuse_half_weights(policy)
         self._loss_config = config.loss_config()
-        self._forms = Forms(config.packed_forward, config.score_completions_only, self.pad_to_multiple_of)
+        self._forms = Forms(
+            config.packed_forward,
+            config.score_completions_only,
+            self.accelerator.device,
+            not sharded,
+            self.pad_to_multiple_of,
+        )
         self._cost = token_cost(base_model_of(policy)) if config.balance_by_cost else None
         if self._stock:
             self._refuse_for_stock(config)
@@ -518,19 +524,17 @@ class GRPOTrainer(ResumableTrainer):
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def _plan(self, rollout: Rollout, max_rows: int) -> tuple[list[MicroBatch], StepWork]:
-        """This process's micro-batches; before the first pack, both forms are compared on a group."""
+        """This process's micro-batches; before the first pack, both forms are compared on a few completions."""
         sizes = rollout.sizes(self.pad_to_multiple_of)
-        packed = self._forms.packs(self._policy, self.model)
 
-        def first_group() -> tuple[torch.Tensor, torch.Tensor, int]:
-            # the first one that is whole: of a group that the step cuts, one completion may be all there is
-            largest = max(sizes.pieces(range(len(rollout))), key=len)
-            batch = self._collate(rollout, MicroBatch(tuple(largest)))
+        def first_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
+            batch = self._collate(rollout, MicroBatch(tuple(range(min(64, len(rollout))))))
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             return ids, batch["attention_mask"], batch["completion_ids"].size(1)
 
         with self._scoring():
-            self._forms.check(self.model, self._policy, self.model, first_group)
+            self._forms.check(self.model, self._policy, self.model, first_rows)
+        packed = self._forms.packs(self._policy, self.model)
         budget = self._limits.tokens
         if budget is not None and not self._said_oversized and (large := oversized(sizes, budget, packed)):
             self._said_oversized = True
@@ -667,10 +671,7 @@ class GRPOTrainer(ResumableTrainer):
         scoring_share = not torch.is_grad_enabled() and self._request is not None
         with self._clock.phase("logps" if scoring_share else None), self.accelerator.autocast():
             if scoring_share:
-                rows = self._group_size
-                self._forms.check(
-                    model, policy, wrapped, lambda: (input_ids[:rows], attention_mask[:rows], logits_to_keep)
-                )
+                self._forms.check(model, policy, wrapped, lambda: (input_ids, attention_mask, logits_to_keep))
             # micro-batches are planned within the budget already, and cutting one again would keep all its graphs
             budget = self._limits.tokens if scoring_share else None
             unit = self.args.unit_rows if scoring_share else None

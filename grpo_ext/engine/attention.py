@@ -32,6 +32,10 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+class TakesNoPacks(ModelError):
+    """A model that does not read the layout of a pack, so that completions would see each other."""
+
+
 def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
     """The cost rule for one group: attention by segments, or one dense masked call over prompt and completions.
 
@@ -211,18 +215,18 @@ def packed_attention_forward(
         The output (1, N, H, D), and None for the weights.
 
     Raises:
-        ModelError: the model keeps the layout from its attention layers.
+        TakesNoPacks: the model keeps the layout from its attention layers.
     """
     if LAYOUT not in options:
-        raise ModelError(
-            f"{type(module).__name__} was not given the layout of the pack, so completions would see each other: the "
-            "model does not pass further arguments on to its layers. Set packed_forward=False."
+        raise TakesNoPacks(
+            f"{type(module).__name__} is not given the layout of a pack (the model does not pass further arguments on "
+            "to its layers)"
         )
     layout: PackLayout = options.pop(LAYOUT)
-    layout.calls += 1
     name = cast(Any, module).config.grpo_ext_attention
     # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
+    layout.readers[module] = window
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
     plain = window is None or window >= longest
     if name == FLEX:

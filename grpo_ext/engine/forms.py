@@ -5,16 +5,21 @@ Differs from TRL, which always pads. Called by the trainer for the policy and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 
+from ..errors import ModelError
 from .checks import accepts_positions
+from .collectives import any_process
 from .lm_head import RouterRequest
-from .packed_forward import check_packing, score_packed, score_padded, why_not_packed
+from .memory import Halving
+from .pack_check import Evidence, Trial, telling_rows, try_pack
+from .packed_forward import read_batch, score_packed, score_padded, why_not_packed
 from .scoring import with_positions, with_router
 
 logger = get_logger(__name__)
@@ -34,10 +39,19 @@ class Forms:
     pack, `engine.attention.split_is_cheaper` decides for each group how its attention is computed.
     """
 
-    def __init__(self, packed: bool, score_completions_only: bool, multiple: int | None = None) -> None:
+    def __init__(
+        self,
+        packed: bool,
+        score_completions_only: bool,
+        device: torch.device,
+        may_cut: bool = True,
+        multiple: int | None = None,
+    ) -> None:
         self.packed, self.score_completions_only, self.multiple = packed, score_completions_only, multiple or 1
+        self.device = device
+        self._memory = Halving("comparing packed with padded", "set packed_forward=False", may_cut)
         self._reasons: dict[int, str | None] = {}
-        self._checked: set[int] = set()
+        self._evidence: dict[int, Evidence] = {}
 
     def packs(self, policy: Any, wrapped: Any = None) -> bool:
         """Whether `policy` runs packs; says once why not, where that was asked for."""
@@ -45,10 +59,13 @@ class Forms:
             return False
         if id(policy) not in self._reasons:
             reason = "prompt-learning adapters add tokens" if is_prompt_learning(wrapped) else why_not_packed(policy)
-            self._reasons[id(policy)] = reason
-            if reason is not None:
-                logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
+            self._conclude(policy, reason)
         return self._reasons[id(policy)] is None
+
+    def _conclude(self, policy: Any, reason: str | None) -> None:
+        if reason is not None and reason not in self._reasons.values():  # policy and reference are often of one kind
+            logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
+        self._reasons[id(policy)] = reason
 
     def scorer(
         self, policy: Any, wrapped: Any, stock: Callable[..., Any], recomputed_outside: bool = False
@@ -70,18 +87,39 @@ class Forms:
         return partial(_through_trl, stock, accepts_positions(policy))
 
     def check(self, model: Any, policy: Any, wrapped: Any, batch: Callable[[], tuple[Any, Any, int]]) -> None:
-        """Before the first pack of a model, compare both forms on a real group.
+        """Before the first pack of a model, run both forms on real completions; every process reaches this together.
+
+        What one process finds holds for all. Where the completions at hand cannot tell (one token each; none longer
+        than the sliding window), the next ones are looked at too.
 
         Args:
-            batch: makes ids, attention mask and completion width of one group.
+            batch: makes ids, attention mask and completion width of this process's completions.
 
         Raises:
-            ModelError: they differ by more than rounding.
+            ModelError: on every process, where the two differ by more than rounding on one of them.
         """
-        if id(policy) in self._checked or not self.packs(policy, wrapped):
+        evidence = self._evidence.setdefault(id(policy), Evidence())
+        if evidence.settled or not self.packs(policy, wrapped):
             return
-        check_packing(model, policy, *batch())
-        self._checked.add(id(policy))
+        ids, mask, width = batch()
+        prompts, completions, _ = read_batch(ids, mask, width)
+        rows = telling_rows(prompts, completions, evidence.longer_than)
+        if not any_process(rows is not None, self.device):
+            return
+        part = rows or slice(0, 1)  # a forward may be a collective, so all processes run it
+
+        def work(piece: Sequence[int]) -> Trial:
+            some = slice(piece[0], piece[-1] + 1)
+            return try_pack(model, policy, ids[some], mask[some], width)
+
+        trials = gather_object(self._memory.run(range(part.start, part.stop), work))
+        difference = next((trial.difference for trial in trials if trial.difference), None)
+        if difference is not None:
+            raise ModelError(f"{difference}. Set packed_forward=False.")
+        reason = next((trial.refused for trial in trials if trial.refused), None)
+        if reason is not None:
+            self._conclude(policy, reason)
+        evidence.add(trials)
 
 
 def _as_trl(

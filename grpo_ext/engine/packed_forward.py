@@ -9,7 +9,6 @@ the pack, S scored positions, H hidden size.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,10 @@ import torch
 
 from ..core.geometry import ceil_div
 from ..core.packing import build_pack, group_runs
-from ..errors import ModelError
-from .attention import LAYOUT, PACKED, SUPPORTED, packed_attention
+from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
 from .checks import accepts_positions, position_ids
 from .lm_head import SCORE, RouterOutput, Wanted
 
-_ROUNDING, _HALF_ROUNDING = 1e-5, 2e-3  # mean error of log-probabilities (nats) that needs no explanation
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 # log-probabilities (B, T), entropies (B, T) or None, router's output or None
@@ -132,7 +129,7 @@ def score_packed(
         was not asked for.
 
     Raises:
-        ModelError: the model does not read the layout of the pack.
+        TakesNoPacks: the model does not read the layout of the pack.
     """
     prompts, completions, same = read_batch(input_ids, attention_mask, completion_width)
     width, device = input_ids.size(1), input_ids.device
@@ -150,11 +147,8 @@ def score_packed(
     with packed_attention(policy):
         batch = (input_ids, attention_mask, completion_width)
         result = _score(model, inputs, predictor, batch, with_entropy, counts)
-    if pack.layout.calls == 0:
-        raise ModelError(
-            f"{type(policy).__name__} does not attend through transformers' attention interface, so completions would "
-            "see each other; set packed_forward=False."
-        )
+    if not pack.layout.readers:
+        raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
     return result
 
 
@@ -176,45 +170,3 @@ def score_padded(
     predictor = scored.reshape(-1).nonzero().squeeze(1) - 1
     batch = (input_ids, attention_mask, completion_width)
     return _score(model, inputs, predictor, batch, with_entropy, attention_mask if with_router else None)
-
-
-def check_packing(
-    model: Callable[..., Any],
-    policy: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-) -> None:
-    """Compare the packed with the padded forward on one group, before the first pack is trained on.
-
-    Rounding is measured, not assumed: by how much the padded batch differs from its first and last row on their own,
-    without padding. In half precision it grows with the depth of the model; what a pack could get wrong is larger.
-
-    Raises:
-        ModelError: they differ by more than rounding.
-    """
-    batch = (input_ids, attention_mask)
-    mask = attention_mask[:, -completion_width:].bool()
-    with torch.no_grad():
-        packed = score_packed(model, policy, *batch, completion_width)[0]
-        padded = score_padded(model, policy, *batch, completion_width)[0]
-        noise = 0.0
-        for row in (0, input_ids.size(0) - 1):
-            one = slice(row, row + 1)
-            ids, mask_1L, width = trim(input_ids[one], attention_mask[one], completion_width)
-            alone = score_padded(model, policy, ids, mask_1L, width)[0][0]
-            gap = (alone - padded[row, :width])[mask[row, :width]]
-            noise = max(noise, float(gap.abs().float().mean().nan_to_num()))
-    if not torch.isfinite(padded[mask]).all():
-        return  # nothing to compare with; the loss of the step will not be finite either, which is an error of its own
-    error = float((packed - padded)[mask].abs().float().mean().nan_to_num(nan=float("inf"))) if mask.any() else 0.0
-    half = next(p for p in policy.parameters()).dtype in (torch.bfloat16, torch.float16)
-    half = half or torch.is_autocast_enabled(input_ids.device.type)
-    depth = getattr(policy.config.get_text_config(), "num_hidden_layers", 1)
-    limit = 8 * noise + (_HALF_ROUNDING * math.sqrt(depth) if half else _ROUNDING)
-    if not error <= limit:
-        raise ModelError(
-            f"packed and padded log-probabilities of {type(policy).__name__} differ by {error:.1e} on the first group "
-            f"(rounding explains {limit:.1e}): the model does something between tokens that a pack does not keep, such "
-            "as ignoring position_ids. Set packed_forward=False."
-        )

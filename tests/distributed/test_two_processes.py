@@ -14,20 +14,20 @@ from tests.tolerances import UPDATE
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
-def seen_by(folder: Path, groups: int, *more: str) -> list[dict]:
-    done = accelerate_launch(SCRIPT, str(folder), str(groups), *more)
+def seen_by(folder: Path, argument: int | str, *more: str, script: Path = SCRIPT) -> list[dict]:
+    done = accelerate_launch(script, str(folder), str(argument), *more)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def four_groups(tmp_path_factory):
-    return seen_by(tmp_path_factory.mktemp("four"), groups=4)
+    return seen_by(tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.fixture(scope="module")
 def one_group(tmp_path_factory):
-    return seen_by(tmp_path_factory.mktemp("one"), groups=1)
+    return seen_by(tmp_path_factory.mktemp("one"), 1)
 
 
 def test_the_shipped_configuration_joins_two_processes(four_groups):
@@ -85,6 +85,18 @@ def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tm
         assert seen["metrics"] == alone["metrics"]
         assert seen["table"] == alone["table"]
         assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
+
+
+def test_a_pack_that_goes_wrong_on_one_process_ends_both(tmp_path):
+    first, second = seen_by(tmp_path, "fault", script=SCRIPT.with_name("packs_on_one.py"))
+    assert "packed and padded log-probabilities" in first["error"]
+    assert first["error"] == second["error"]
+
+
+def test_packs_that_one_process_does_not_take_are_taken_by_none(tmp_path):
+    first, second = seen_by(tmp_path, "refusal", script=SCRIPT.with_name("packs_on_one.py"))
+    assert first == second == {"error": "", "padding": first["padding"]}
+    assert min(first["padding"]) > 0
 
 
 def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):

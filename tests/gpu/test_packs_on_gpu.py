@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.engine import attention
 from grpo_ext.engine.lm_head import install
-from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded
+from grpo_ext.engine.pack_check import try_pack
+from grpo_ext.engine.packed_forward import score_packed, score_padded
 from tests.trainer.test_layout import make, parameters
 from tests.unit.engine.test_packed_forward import batch_of, gradient
 
@@ -53,7 +54,9 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
 def test_the_check_passes_in_bfloat16(implementation):
     model = model_on("cuda", implementation, False, torch.bfloat16)
     ids, mask, width = batch_of(*LONG)
-    check_packing(model, model, ids.cuda(), mask.cuda(), width)
+    trial = try_pack(model, model, ids.cuda(), mask.cuda(), width)
+    assert trial.tokens
+    assert (trial.difference, trial.refused) == (None, None)
 
 
 def test_a_run_learns_the_same_for_two_micro_batch_sizes(tmp_path):

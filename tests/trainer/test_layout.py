@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, NemotronConfig, StableLmConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ConfigError, DataError, ModelError
 from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 
@@ -36,9 +37,9 @@ def sparse(completions: list[str], **kwargs: Any) -> list[float]:
     return [float("a" in c[:1]) for c in completions]
 
 
-def make(folder: Any, kind: str = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
+def make(folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
     return GRPOTrainer(
-        model=tiny_model(kind),
+        model=tiny_model(kind) if isinstance(kind, str) else kind,
         reward_funcs=reward,
         args=GRPOConfig(str(folder), **{**BASE, **settings}),
         train_dataset=prompts(12),
@@ -200,6 +201,44 @@ def test_a_model_that_takes_no_packs_says_so_once_and_trains(tmp_path, caplog):
     trainer.train()
     assert caplog.text.count("packed_forward is off, padded batches run instead") == 1
     assert log_of(trainer, "layout/padding_share")[0] > 0
+
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("config", [NemotronConfig, DogeConfig, StableLmConfig, BloomConfig])
+def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog, config):
+    """The first two look as if they did: one drops the layout on the way to its layers, one fails on its mask."""
+    sizes = {**SMALL, "num_key_value_heads": 2, "vocab_size": len(tiny_tokenizer()), "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(config(**sizes, eos_token_id=1, bos_token_id=1))
+    no_experts = {"router_aux_loss_coef": 0.0}  # Doge's configuration names a coefficient also without experts
+    trainer = make(tmp_path, model, bf16=None, gradient_checkpointing=True, beta=0.1, max_steps=2, **no_experts)
+    assert trainer.args.bf16
+    trainer.train()
+    assert caplog.text.count("packed_forward is off, padded batches run instead") == 1
+    assert all(share > 0 for share in log_of(trainer, "layout/padding_share"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_default_precision_packs(tmp_path, caplog, seed):
+    model = tiny_model("qwen2", seed=seed, num_hidden_layers=6, initializer_range=[0.02, 0.1, 0.4][seed])
+    trainer = make(tmp_path, model, bf16=None, gradient_checkpointing=True, max_steps=1)
+    trainer.train()
+    assert trainer.args.bf16
+    assert log_of(trainer, "layout/padding_share") == [0.0]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_pack_that_goes_wrong_ends_a_run_in_the_default_precision(tmp_path, beta):
+    trainer = make(tmp_path, bf16=None, beta=beta)
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            rotate = model.model.rotary_emb.forward
+            model.model.rotary_emb.forward = lambda x, positions, rotate=rotate: rotate(
+                x, torch.arange(x.size(1))[None].expand(len(x), -1)
+            )
+    with pytest.raises(ModelError, match=r"packed and padded log-probabilities .* differ.* Set packed_forward=False"):
+        trainer.train()
 
 
 def test_the_logs_say_where_time_and_tokens_go(tmp_path):

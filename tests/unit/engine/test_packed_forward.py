@@ -22,10 +22,9 @@ from transformers import (
 from grpo_ext.core.losses import router_statistics
 from grpo_ext.core.packing import PackedGroup, PackLayout
 from grpo_ext.engine import attention, lm_head
-from grpo_ext.engine.attention import PACKED, packed_attention
+from grpo_ext.engine.attention import PACKED, TakesNoPacks, packed_attention
 from grpo_ext.engine.lm_head import install
-from grpo_ext.engine.packed_forward import check_packing, score_packed, score_padded, why_not_packed
-from grpo_ext.errors import ModelError
+from grpo_ext.engine.packed_forward import score_packed, score_padded, why_not_packed
 from tests.helpers import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
@@ -208,20 +207,6 @@ def test_flex_attention_lays_out_a_mask_once_for_all_layers(monkeypatch):
     assert len(made) == 2  # one for the layers with a window, one for those without
 
 
-def test_letting_completions_see_each_other_would_show(monkeypatch):
-    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
-    monkeypatch.setattr(attention, "_CALL_COST", 10**9)
-    monkeypatch.setattr(
-        attention,
-        "seen_mask",
-        lambda group, window, device: (
-            torch.ones(group.answers[1] - group.prompt[0], group.answers[1] - group.prompt[0]).tril().bool()
-        ),
-    )
-    with pytest.raises(ModelError, match="packed_forward=False"):
-        check_packing(model, model, *batch)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model, batch = model_of("llama"), batch_of(*SHAPES["groups"])
@@ -251,26 +236,11 @@ def test_the_router_counts_what_the_padded_batch_counts():
     torch.testing.assert_close(packed_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_passes_where_only_rounding_differs(dtype):
-    for kind in ("qwen2", "gemma3", "moe"):
-        model = model_of(kind).to(dtype)
-        check_packing(model, model, *batch_of(*SHAPES["long"]))
-
-
-def test_a_model_that_ignores_positions_is_refused():
-    model, batch = model_of("qwen2"), batch_of([9], [[7, 5, 8]])
-    rotate = model.model.rotary_emb.forward
-    model.model.rotary_emb.forward = lambda x, positions: rotate(x, torch.arange(x.size(1))[None].expand(len(x), -1))
-    with pytest.raises(ModelError, match=r"ignoring position_ids\. Set packed_forward=False"):
-        check_packing(model, model, *batch)
-
-
 def test_a_model_that_drops_the_layout_is_refused():
     model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(ModelError, match="was not given the layout"):
+    with pytest.raises(TakesNoPacks, match="is not given the layout"):
         score_packed(model, model, *batch)
 
 
