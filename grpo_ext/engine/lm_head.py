@@ -8,6 +8,7 @@ scored positions, H hidden size, V vocabulary, R x C one tile.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -103,14 +104,11 @@ class _Tiles:
         rows, columns = _CPU_TILE if hidden_SH.device.type == "cpu" else _TILE
         self.rows, self.columns = max(min(rows, hidden_SH.size(0)), 1), min(columns, self.vocabulary)
         if self.rows < rows:  # few rows leave room for more columns
-            self.columns = min(rows * columns // self.rows, _MOST_COLUMNS, self.vocabulary)
+            self.columns = min(rows * columns // self.rows, max(columns, _MOST_COLUMNS), self.vocabulary)
         size = self.rows * self.columns
         self._product = hidden_SH.new_empty(size, dtype=dtype)
-        self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare + (dtype != self.exact))]
-        if dtype != self.exact:
-            self._z = self._spare.pop()
-        else:
-            self._z = self._product
+        self._z = self._product if dtype == self.exact else hidden_SH.new_empty(size, dtype=self.exact)
+        self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare)]
 
     def spare(self, which: int, like: torch.Tensor) -> torch.Tensor:
         """Further memory of a tile's size."""
@@ -279,9 +277,11 @@ def _add_products(
 @functools.cache
 def _triton_kernel() -> Callable[..., Any] | None:
     """TRL's kernel for accelerators, where an installed TRL brings the one that is known here. Not run on a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return None
     try:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-    except ImportError:  # without Triton, TRL 1.15 has none
+    except ImportError:  # another TRL keeps it elsewhere
         return None
     known = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
     known += ["final_logit_softcapping", "logit_scale", "outputs"]
