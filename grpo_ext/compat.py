@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,8 +78,10 @@ def unwrapped_for_generation(
 @functools.cache
 def triton_head() -> Callable[..., Any] | None:
     """TRL's head for accelerators, where an installed TRL brings the one that is known here. Not run on a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return None
     function = getattr(_module("trl.kernels.chunked_logprob"), "ChunkedLogProbFunction", None)
-    if function is None:  # without Triton, TRL 1.15 has none
+    if function is None:  # another TRL keeps it elsewhere
         return None
     known = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
     known += ["final_logit_softcapping", "logit_scale", "outputs"]

@@ -103,14 +103,11 @@ class _Tiles:
         rows, columns = _CPU_TILE if hidden_SH.device.type == "cpu" else _TILE
         self.rows, self.columns = max(min(rows, hidden_SH.size(0)), 1), min(columns, self.vocabulary)
         if self.rows < rows:  # few rows leave room for more columns
-            self.columns = min(rows * columns // self.rows, _MOST_COLUMNS, self.vocabulary)
+            self.columns = min(rows * columns // self.rows, max(columns, _MOST_COLUMNS), self.vocabulary)
         size = self.rows * self.columns
         self._product = hidden_SH.new_empty(size, dtype=dtype)
-        self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare + (dtype != self.exact))]
-        if dtype != self.exact:
-            self._z = self._spare.pop()
-        else:
-            self._z = self._product
+        self._z = self._product if dtype == self.exact else hidden_SH.new_empty(size, dtype=self.exact)
+        self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare)]
 
     def spare(self, which: int, like: torch.Tensor) -> torch.Tensor:
         """Further memory of a tile's size."""

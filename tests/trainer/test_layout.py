@@ -280,3 +280,20 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     sizes = rollout.sizes()
     assert list(sizes.groups_B) == list(range(16))
     assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2", {"beta": 0.1}),
+        ("qwen2", {"packed_forward": False}),
+        ("moe", {}),
+        ("moe", {"packed_forward": False, "score_completions_only": False}),
+    ],
+)
+def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch, kind, settings):
+    """Its kernel is None beside TRL 1.15 on a machine without Triton."""
+    expected, _ = update(tmp_path / "with", kind=kind, max_steps=2, **settings)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", None)
+    found, _ = update(tmp_path / "without", kind=kind, max_steps=2, **settings)
+    assert torch.equal(found, expected)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto import modeling_auto
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer import utils as trl_utils
 
 from grpo_ext.core.losses import load_balancing_loss, router_statistics
 from grpo_ext.engine import lm_head
@@ -22,6 +23,9 @@ from tests.helpers import tiny_model
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS, PARITY, SAME_ALGEBRA
 
 TEMPERATURE = 0.9
+stock_scores = pytest.mark.skipif(
+    trl_utils._ChunkedLogProbFunction is None, reason="this TRL cannot score on a machine without Triton"
+)
 TRANSFORMS = {
     "plain": LogitTransform(),
     "temperature": LogitTransform(temperature=TEMPERATURE),
@@ -381,32 +385,38 @@ def gradient_of(model: Any, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@stock_scores
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe", "prompt_tuning"])
 def test_a_call_of_trls_kind_gets_trls_answer(kind, shifted):
     inputs, labels = labelled()
     call: dict[str, Any] = {"labels": labels, "fused_lm_head": True}
+    if kind == "prompt_tuning" and shifted:
+        pytest.skip("PEFT shifts labels alone")
     if shifted:
         call = {"shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100), "fused_lm_head": True}
     if kind == "moe":
         call["output_router_logits"] = True
     results = []
-    for change in (
-        lambda m: add_fused_lm_head(m, TEMPERATURE, outputs=("log_probs", "entropy")),
-        lambda m: install(m, TEMPERATURE),
-    ):
-        model = tiny_model(kind)
-        change(model)
+    for ours in (False, True):
+        model = tiny_model("qwen2" if kind == "prompt_tuning" else kind)
+        if ours:
+            install(model, TEMPERATURE)
+        else:
+            trl_utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+        if kind == "prompt_tuning":
+            torch.manual_seed(0)
+            model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
         output = model(**inputs, **call)
         loss = output.log_probs.sum() + 0.3 * output.entropy.sum()
         loss = loss if output.aux_loss is None else loss + output.aux_loss
         results.append((output, gradient_of(model, loss)))
-    (theirs, expected), (ours, found) = results
-    torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=0, atol=1e-5)
-    assert (ours.aux_loss is None) == (theirs.aux_loss is None)
+    (theirs, expected), (mine, found) = results
+    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mine.entropy, theirs.entropy, rtol=0, atol=1e-5)
+    assert (mine.aux_loss is None) == (theirs.aux_loss is None)
     if kind == "moe":
-        torch.testing.assert_close(ours.aux_loss, theirs.aux_loss)
+        torch.testing.assert_close(mine.aux_loss, theirs.aux_loss)
     assert (found - expected).norm() <= PARITY * expected.norm()
 
 
@@ -498,15 +508,15 @@ def test_a_head_of_several_layers_is_refused():
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------
 
 
-def test_trls_kernel_is_used_only_with_the_signature_that_is_known(monkeypatch):
+def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(monkeypatch):
     """Its arithmetic needs an accelerator, so only the choice is tested here."""
     kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="this TRL needs Triton for its kernels")
-    lm_head._triton_kernel.cache_clear()
-    assert lm_head._triton_kernel() is not None
+    choose = lm_head._triton_kernel.__wrapped__
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose() is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert choose() == kernels.ChunkedLogProbFunction.apply
     monkeypatch.setattr(kernels.ChunkedLogProbFunction, "forward", staticmethod(lambda ctx, hidden, other: None))
-    lm_head._triton_kernel.cache_clear()
-    assert lm_head._triton_kernel() is None
-    monkeypatch.setitem(__import__("sys").modules, "trl.kernels.chunked_logprob", None)
-    lm_head._triton_kernel.cache_clear()
-    assert lm_head._triton_kernel() is None
-    lm_head._triton_kernel.cache_clear()
+    assert choose() is None
+    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
+    assert choose() is None
