@@ -33,15 +33,16 @@ def _module(name: str) -> Any:
     """A module inside TRL; None where this version has none."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, RuntimeError):  # the latter from TRL's lazy modules
         return None
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
     """A function inside TRL; where this version has none, one that says so when it is called."""
-    found = getattr(_module(module), name, None)
-    if found is not None:
-        return found
+    try:
+        return getattr(_module(module), name)
+    except (AttributeError, RuntimeError):  # the latter from TRL's lazy modules
+        pass
 
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise ContractError(_explain([f"{module}.{name} is missing"]))
@@ -53,6 +54,7 @@ profiling_context = _function("trl.extras.profiling", "profiling_context")
 create_model_from_path = _function("trl.trainer.utils", "create_model_from_path")
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
 prepare_fsdp = _function("trl.models", "prepare_fsdp")
+SyncRefModelCallback = _function("trl", "SyncRefModelCallback")
 _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
 
 
@@ -167,6 +169,7 @@ CALLED = (
     Point(_module("trl.models"), "unwrap_model_for_generation", ("model", "accelerator", "gather_deepspeed3_params")),
     Point(_module("trl.models"), "prepare_deepspeed", ("model", "accelerator")),
     Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
+    Point(trl, "SyncRefModelCallback", ("ref_model", "accelerator")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
     Point(_module("trl.extras.profiling"), "profiling_context", ("trainer", "name")),
     Point(_GENERATION, "_prefill", ("input_ids", "generation_config", "model_kwargs")),
@@ -302,8 +305,10 @@ def broken_point(point: Point) -> str | None:
     """Why a function is not as the contract says, as a sentence; None if it is."""
     if point.owner is None:
         return f"the module of {point.name} is missing"
-    where, function = _place(point.owner, point.name), getattr(point.owner, point.name, None)
-    if function is None:
+    where = _place(point.owner, point.name)
+    try:
+        function = getattr(point.owner, point.name)
+    except (AttributeError, RuntimeError):  # the latter from TRL's lazy modules
         return f"{where} is missing"
     found, expected = parameters_of(function), list(point.parameters)
     if (found if point.closed else found[: len(expected)]) == expected:

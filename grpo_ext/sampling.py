@@ -179,7 +179,8 @@ class SamplingTrainer(trl.GRPOTrainer):
             config, eos, device = self.generation_config, self.eos_token_ids, self.accelerator.device
             compact = self.args.compact_rollouts and not self._sharded
             compact = compact and why_not_compact(model, config) is None
-            chunk = (prompts, keys, offsets, config, eos, device, self.pad_to_multiple_of, compact)
+            multiple = None if share.alike else self.pad_to_multiple_of
+            chunk = (prompts, keys, offsets, config, eos, device, multiple, compact)
             try:
                 return sample_chunk(model, *chunk)
             except PrecisionError as error:

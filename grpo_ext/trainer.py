@@ -21,7 +21,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from trl import SyncRefModelCallback
 
 from . import compat
 from .config import GRPOConfig
@@ -29,7 +28,7 @@ from .core.geometry import check_equal_shares, describe_plan
 from .core.losses import adapted_entropy_coefficient
 from .core.micro_batches import oversized
 from .engine import checks
-from .engine.architecture import experts_of, token_cost
+from .engine.architecture import experts_per_token, token_cost
 from .engine.attention import packed_attention, runs_packs
 from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
 from .engine.collectives import (
@@ -50,6 +49,7 @@ from .engine.loss_scaler import (
 )
 from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory, is_out_of_memory
 from .engine.non_finite import FirstModule, bad_weight, explanation
+from .engine.packed_forward import read_batch
 from .engine.phases import PhaseClock, StepWork
 from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
 from .engine.reference import ReferenceSource, base_model_of, build_reference, reference_source
@@ -129,6 +129,7 @@ class GRPOTrainer(ResumableTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        compat.verify()
         if not isinstance(model, str):
             checks.check_causal_lm(model)
         config = GRPOConfig.for_model(args, model)
@@ -183,7 +184,7 @@ class GRPOTrainer(ResumableTrainer):
         self.args.sync_ref_model = config.sync_ref_model
         self.ref_model = build_reference(source, self)
         if config.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+            self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
     def _finish_init(self, config: GRPOConfig) -> None:
         policy = self.model
@@ -527,13 +528,16 @@ class GRPOTrainer(ResumableTrainer):
         """This process's micro-batches; before the first pack, both forms are compared on a few completions."""
         sizes = rollout.sizes(self.pad_to_multiple_of)
 
-        def first_rows() -> tuple[torch.Tensor, torch.Tensor, int]:
-            batch = self._collate(rollout, MicroBatch(tuple(range(min(64, len(rollout))))))
+        def some(rows: slice) -> tuple[torch.Tensor, torch.Tensor, int]:
+            batch = self._collate(rollout, MicroBatch(tuple(range(rows.start, rows.stop))))
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             return ids, batch["attention_mask"], batch["completion_ids"].size(1)
 
-        with self._scoring():
-            self._forms.check(self.model, self._policy, self.model, first_rows)
+        if not self._forms.settled(self._policy):
+            same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
+            lengths = (sizes.prompts_B, sizes.completions_B, same)
+            with self._scoring():
+                self._forms.check(self.model, self._policy, self.model, lengths, some, everywhere=True)
         packed = self._forms.packs(self._policy, self.model)
         budget = self._limits.tokens
         if budget is not None and not self._said_oversized and (large := oversized(sizes, budget, packed)):
@@ -587,12 +591,9 @@ class GRPOTrainer(ResumableTrainer):
             meter,
             self.top_entropy_quantile,
             self.aux_loss_enabled,
-            self._router_top_k(),
+            experts_per_token(self.model),
             guard,
         )
-
-    def _router_top_k(self) -> int:
-        return experts_of(self.model.config)[1] or 1
 
     def _collate(self, rollout: Rollout, part: MicroBatch) -> dict[str, Any]:
         rows = rollout.select(part.rows)
@@ -670,8 +671,13 @@ class GRPOTrainer(ResumableTrainer):
 
         scoring_share = not torch.is_grad_enabled() and self._request is not None
         with self._clock.phase("logps" if scoring_share else None), self.accelerator.autocast():
-            if scoring_share:
-                self._forms.check(model, policy, wrapped, lambda: (input_ids, attention_mask, logits_to_keep))
+            if scoring_share and not self._forms.settled(policy):
+                lengths = read_batch(input_ids, attention_mask, logits_to_keep)
+
+                def some(rows: slice) -> tuple[torch.Tensor, torch.Tensor, int]:
+                    return input_ids[rows], attention_mask[rows], logits_to_keep
+
+                self._forms.check(model, policy, wrapped, lengths, some, everywhere=False)
             # micro-batches are planned within the budget already, and cutting one again would keep all its graphs
             budget = self._limits.tokens if scoring_share else None
             unit = self.args.unit_rows if scoring_share else None
@@ -702,7 +708,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def _whole_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A scored batch that did not come through the window, with itself as its step."""
-        inputs = batch_context(inputs, self.accelerator.device, self._router_top_k(), self._group_size)
+        inputs = batch_context(inputs, self.accelerator.device, experts_per_token(self.model), self._group_size)
         if self.top_entropy_quantile < 1.0:
             with torch.no_grad():
                 _, entropies, _ = self._score(self.model, inputs)

@@ -45,6 +45,11 @@ def experts_of(config: Any) -> tuple[int | None, int | None]:
     return _number(text, *_EXPERTS), _number(text, *_CHOSEN)
 
 
+def experts_per_token(model: Any) -> int:
+    """How many routed experts run for a token; 1 where the configuration does not say."""
+    return experts_of(model.config)[1] or 1
+
+
 @dataclass(frozen=True)
 class AttentionSizes:
     """Attention of all layers together.

@@ -14,7 +14,6 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
-from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import ConfigError, DataError, ModelError, SplitDependentError
 from .rope import covered_length
@@ -142,7 +141,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         ConfigError: names the optimizer, or the parameter that steps by itself.
     """
     reason = None
-    if isinstance(optimizer, LayerWiseDummyOptimizer) or hasattr(optimizer, "fused_backward"):
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer" or hasattr(optimizer, "fused_backward"):
         reason = f"the optimizer {type(optimizer).__name__} updates"
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):

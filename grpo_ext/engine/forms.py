@@ -13,13 +13,14 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ..errors import ModelError
+from ..errors import MemoryShortageError, ModelError
+from .architecture import experts_per_token
 from .checks import accepts_positions
 from .collectives import any_process
 from .lm_head import RouterRequest
 from .memory import Halving
 from .pack_check import Evidence, Trial, telling_rows, try_pack
-from .packed_forward import read_batch, score_packed, score_padded, why_not_packed
+from .packed_forward import score_packed, score_padded, why_not_packed
 from .scoring import with_positions, with_router
 
 logger = get_logger(__name__)
@@ -86,14 +87,29 @@ class Forms:
             return partial(_as_trl, score_padded, policy)
         return partial(_through_trl, stock, accepts_positions(policy))
 
-    def check(self, model: Any, policy: Any, wrapped: Any, batch: Callable[[], tuple[Any, Any, int]]) -> None:
+    def settled(self, policy: Any) -> bool:
+        """Whether `check` has nothing left to look at."""
+        known = id(policy) in self._evidence and self._evidence[id(policy)].settled
+        return known or self._reasons.get(id(policy)) is not None or not self.packed
+
+    def check(
+        self,
+        model: Any,
+        policy: Any,
+        wrapped: Any,
+        lengths: tuple[Sequence[int], Sequence[int], Sequence[bool]],
+        batch: Callable[[slice], tuple[Any, Any, int]],
+        everywhere: bool,
+    ) -> None:
         """Before the first pack of a model, run both forms on real completions; every process reaches this together.
 
         What one process finds holds for all. Where the completions at hand cannot tell (one token each; none longer
         than the sliding window), the next ones are looked at too.
 
         Args:
-            batch: makes ids, attention mask and completion width of this process's completions.
+            lengths: of the completions at hand, as from `read_batch`.
+            batch: makes ids, attention mask and completion width of some of them.
+            everywhere: whether all processes have the same completions at hand.
 
         Raises:
             ModelError: on every process, where the two differ by more than rounding on one of them.
@@ -101,25 +117,30 @@ class Forms:
         evidence = self._evidence.setdefault(id(policy), Evidence())
         if evidence.settled or not self.packs(policy, wrapped):
             return
-        ids, mask, width = batch()
-        prompts, completions, _ = read_batch(ids, mask, width)
-        rows = telling_rows(prompts, completions, evidence.longer_than)
-        if not any_process(rows is not None, self.device):
+        rows = telling_rows(*lengths, evidence.longer_than)
+        if not (rows is not None if everywhere else any_process(rows is not None, self.device)):
             return
-        part = rows or slice(0, 1)  # a forward may be a collective, so all processes run it
+        part = slice(0, 1) if rows is None else rows  # a forward may be a collective, so all processes run it
+        ids, mask, width = batch(part)
 
         def work(piece: Sequence[int]) -> Trial:
             some = slice(piece[0], piece[-1] + 1)
-            return try_pack(model, policy, ids[some], mask[some], width)
+            trial = try_pack(model, policy, ids[some], mask[some], width)
+            return trial if rows is not None and len(piece) > 1 else trial.untold
 
-        trials = gather_object(self._memory.run(range(part.start, part.stop), work))
+        failure: MemoryShortageError | None = None
+        try:
+            own = self._memory.run(range(ids.size(0)), work)
+        except MemoryShortageError as error:  # told to the others first
+            own, failure = [Trial(difference=str(error))], error
+        trials = gather_object(own)
         difference = next((trial.difference for trial in trials if trial.difference), None)
         if difference is not None:
-            raise ModelError(f"{difference}. Set packed_forward=False.")
+            raise failure or ModelError(f"{difference}. Set packed_forward=False.")
         reason = next((trial.refused for trial in trials if trial.refused), None)
         if reason is not None:
             self._conclude(policy, reason)
-        evidence.add(trials)
+        evidence.add(own if everywhere else trials)
 
 
 def _as_trl(
@@ -138,8 +159,7 @@ def _as_trl(
     logps, entropies, router = score(model, policy, *batch, **asked)
     if isinstance(compute_aux_loss, RouterRequest):
         compute_aux_loss.output, router = router, None
-    top_k = getattr(policy.config.get_text_config(), "num_experts_per_tok", 1)
-    return logps, entropies, None if router is None else router.aux_loss(top_k)
+    return logps, entropies, None if router is None else router.aux_loss(experts_per_token(policy))
 
 
 def _through_trl(
@@ -164,12 +184,16 @@ def _without_left_padding(
     attention_mask: torch.Tensor,
     logits_to_keep: int,
     *args: Any,
+    compute_aux_loss: bool | RouterRequest = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """TRL's method over rows that begin at their first token, so that all padding is on the right.
 
     PEFT puts virtual tokens first and takes no `position_ids`: padding behind them would move the prompt.
     """
+    if isinstance(compute_aux_loss, RouterRequest):
+        model = with_router(model, compute_aux_loss)
+    kwargs["compute_aux_loss"] = bool(compute_aux_loss)
     columns = input_ids.size(1)
     start_B1 = attention_mask.long().argmax(1, keepdim=True)
     turned_BL = (torch.arange(columns, device=input_ids.device) + start_B1) % columns

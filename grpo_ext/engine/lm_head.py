@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 from ..compat import triton_head
 from ..core.losses import load_balancing_loss, router_statistics
 from ..errors import ModelError
+from .architecture import experts_per_token
 
 SCORE = "grpo_ext_score"  # keyword that carries a `Wanted` through the wrapped model to its forward
 
@@ -77,7 +78,8 @@ def gathered(*parameters: Any) -> AbstractContextManager[Any]:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     # an embedding that is whole already (tied weights) is DeepSpeed's to cut again
-    cut = [p for p in parameters if p is not None and p.ds_status != ZeroParamStatus.AVAILABLE]
+    known = [p for p in parameters if hasattr(p, "ds_status")]
+    cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
     return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
 
 
@@ -338,6 +340,7 @@ class ScoredOutput(ModelOutput):
     entropy: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
+    router_counts: torch.Tensor | None = None
 
 
 def _backbone(model: Any) -> Any:
@@ -366,6 +369,10 @@ def refuse_unknown_head(model: Any) -> None:
         )
 
 
+def _unbound(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Let the forward of `model` score tokens through this head, beside what it does already.
 
@@ -377,20 +384,22 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         temperature: the logits are divided by it.
         cast_to_fp32: compute the head in float32, outside autocast.
     """
-    below, transform = model.forward, logit_transform(model.config, temperature)
+    transform = logit_transform(model.config, temperature)
+    below = getattr(model.forward, "__func__", None)  # not bound: a deep copy of the model runs its own weights
+    if below is None:
+        below = functools.partial(_unbound, model.forward)
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         wanted, fused = kwargs.pop(SCORE, None), kwargs.pop("fused_lm_head", False)
         if wanted is None and not fused:
-            return below(*args, **kwargs)
+            return below(self, *args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         kwargs.pop("num_items_in_batch", None)
         run = functools.partial(_run, self, transform, cast_to_fp32)
         if wanted is not None:
             return run(wanted, *args, **kwargs)
-        top_k = getattr(self.config.get_text_config(), "num_experts_per_tok", 1)
-        return _as_trl(run, top_k, labels, shifted, *args, **kwargs)
+        return _as_trl(run, experts_per_token(self), labels, shifted, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
@@ -445,6 +454,6 @@ def _as_trl(
         output[name] = output[name].new_zeros(mask.shape).masked_scatter(mask.to(output[name].device), output[name])
     if output.router_logits is not None:
         counts = kwargs.get("attention_mask")
-        counts = torch.ones_like(scored) if counts is None else counts
+        output.router_counts = counts = torch.ones_like(scored) if counts is None else counts
         output.aux_loss = RouterOutput(output.router_logits, counts).aux_loss(top_k)
     return output

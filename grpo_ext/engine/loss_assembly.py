@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..core.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
+from ..errors import ModelError
 from .lm_head import RouterOutput
 from .statistics import StepContext, router_term
 
@@ -70,7 +71,13 @@ def assemble_loss(
         bonus = (entropies * bonus_mask).sum()
         context.meter.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
         loss = loss - terms.entropy_coefficient * bonus / max(context.counts.entropy_tokens, 1)
-    if terms.router_coefficient is not None and router is not None:
+    if terms.router_coefficient is not None:
+        if router is None:
+            raise ModelError(
+                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and scoring "
+                "brought no router logits; set router_aux_loss_coef=0, or let an override of "
+                "_get_per_token_logps_and_entropies pass compute_aux_loss on."
+            )
         aux = router_term(router, context)
         context.meter.add_total("aux_loss", aux, weight)
         loss = loss + terms.router_coefficient * aux

@@ -1,4 +1,4 @@
-"""Whether a model takes packs, found out by trying: one group runs packed and padded, and both are compared inside.
+"""Whether a model takes packs, found out by trying: a few completions run packed and padded, and are compared inside.
 
 Differs from TRL, which always pads. Stands before the first pack of a model (engine.forms). What a pack could get wrong
 shows where tokens meet, so positions and the output of every attention layer are compared, not only what comes out at
@@ -9,9 +9,11 @@ the pack, C channels.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -30,7 +32,7 @@ _ENOUGH = 32  # completion tokens; attention that is sharp hides a neighbour fro
 
 @dataclass(frozen=True)
 class Trial:
-    """What one process found out with one group.
+    """What one process found out with a few completions.
 
     Attributes:
         refused: why the model takes no packs, as a sentence without its end; None where it ran one.
@@ -45,6 +47,11 @@ class Trial:
     tokens: int = 0
     longest: int = 0
     windows: tuple[int, ...] = ()
+
+    @property
+    def untold(self) -> Trial:
+        """The same of completions that could not have shown what a pack gets wrong."""
+        return replace(self, tokens=0, longest=0)
 
 
 @dataclass
@@ -72,17 +79,24 @@ class Evidence:
         self.windows += tuple(w for trial in trials for w in trial.windows if w not in self.windows)
 
 
-def telling_rows(prompts_B: Sequence[int], completions_B: Sequence[int], longer_than: int) -> slice | None:
+def telling_rows(
+    prompts_B: Sequence[int], completions_B: Sequence[int], same: Sequence[bool], longer_than: int
+) -> slice | None:
     """Consecutive rows that can show what a pack gets wrong, None if there are none.
 
-    Two of them have a second completion token, which is the first one that a neighbour could disturb, and a sequence
-    is longer than `longer_than` tokens.
+    Two completions of one prompt have a second token, which is the first one that the other could disturb, and a
+    sequence is longer than `longer_than` tokens.
+
+    Args:
+        same: for each row but the first, whether its prompt is that of the row before.
     """
     for start in range(0, len(completions_B), _ROWS):
-        rows = slice(start, min(start + _ROWS, len(completions_B)))
-        several = sum(n > 1 for n in completions_B[rows]) > 1
-        if several and max(map(sum, zip(prompts_B[rows], completions_B[rows]))) > longer_than:
-            return rows
+        stop = min(start + _ROWS, len(completions_B))
+        groups = accumulate((int(not alike) for alike in same[start : stop - 1]), initial=0)
+        long_ones = Counter(group for group, n in zip(groups, completions_B[start:stop]) if n > 1)
+        neighbours = max(long_ones.values(), default=0) > 1
+        if neighbours and max(map(sum, zip(prompts_B[start:stop], completions_B[start:stop]))) > longer_than:
+            return slice(start, stop)
     return None
 
 
@@ -203,9 +217,10 @@ def try_pack(
     attention_mask: torch.Tensor,
     completion_width: int,
 ) -> Trial:
-    """Run one group as a pack, and if the model takes it, compare with the padded batch.
+    """Run some completions as a pack, and if the model takes it, compare with the padded batch.
 
-    Every process runs the same number of forwards, whatever it finds, unless the model takes no packs.
+    Every process runs the same number of forwards, whatever it finds, unless the model takes no packs or memory is
+    short.
 
     Args:
         model: the model as the loop calls it.

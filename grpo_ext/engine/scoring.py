@@ -48,7 +48,7 @@ def with_router(model: Callable[..., Any], request: RouterRequest) -> Callable[.
 
     def forward(**inputs: Any) -> Any:
         output = model(**inputs)
-        request.output = RouterOutput(output.router_logits, inputs["attention_mask"])
+        request.output = RouterOutput(output.router_logits, output.router_counts)
         return output
 
     return forward

@@ -128,3 +128,17 @@ def test_cpmant_is_refused(tmp_path):
     config = AutoConfig.for_model("cpmant", vocab_size=len(tiny_tokenizer()), **sizes, dropout_p=0.0)
     with pytest.raises(SplitDependentError, match="CpmAnt puts its own prompt before the padding"):
         make(tmp_path, None, model=AutoModelForCausalLM.from_config(config))
+
+
+def test_virtual_tokens_keep_the_load_balancing_loss(tmp_path):
+    def of(coefficient, size):
+        settings = {
+            "model": tiny_model("moe"),
+            "router_aux_loss_coef": coefficient,
+            "per_device_train_batch_size": size,
+        }
+        return update(tmp_path, KINDS["prompt"](), **settings)
+
+    whole = of(0.5, 16)
+    assert error(whole, of(0.5, 3)) <= UPDATE
+    assert error(whole, of(0.0, 16)) > DIFFERENT

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto import modeling_auto
 from trl.trainer import utils as trl_utils
 
+from grpo_ext import compat
 from grpo_ext.core.losses import load_balancing_loss, router_statistics
 from grpo_ext.engine import lm_head
 from grpo_ext.engine.lm_head import SCORE, LogitTransform, Wanted, install, log_probs, refuse_unknown_head
@@ -511,7 +512,7 @@ def test_a_head_of_several_layers_is_refused():
 def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(monkeypatch):
     """Its arithmetic needs an accelerator, so only the choice is tested here."""
     kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="this TRL needs Triton for its kernels")
-    choose = lm_head._triton_kernel.__wrapped__
+    choose = compat.triton_head.__wrapped__
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose() is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -520,3 +521,21 @@ def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(mo
     assert choose() is None
     monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
     assert choose() is None
+
+
+def test_an_adapter_on_the_head_is_refused():
+    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
+        refuse_unknown_head(wrapped.get_base_model())
+    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
+
+
+def test_a_copy_of_a_model_runs_its_own_weights():
+    model = tiny_model("qwen2")
+    install(model, 1.0)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    ids = torch.tensor([[5, 6, 7]])
+    assert not torch.allclose(twin(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -28,7 +28,8 @@ from trl.trainer.utils import add_fused_lm_head
 from grpo_ext.engine import attention, forms, pack_check, packed_forward
 from grpo_ext.engine.forms import Forms
 from grpo_ext.engine.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
-from grpo_ext.errors import ModelError
+from grpo_ext.engine.packed_forward import read_batch
+from grpo_ext.errors import MemoryShortageError, ModelError
 from tests.unit.engine.test_packed_forward import batch_of
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -204,12 +205,12 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
 
 
 def test_rows_that_can_tell():
-    assert telling_rows([5] * 4, [1, 1, 1, 1], 0) is None  # the first token is predicted from the prompt
-    assert telling_rows([5] * 4, [7, 1, 0, 1], 0) is None  # no neighbour
-    assert telling_rows([5] * 4, [7, 1, 0, 2], 0) == slice(0, 4)
-    assert telling_rows([5] * 12, [1] * 8 + [3] * 4, 0) == slice(8, 12)
-    assert telling_rows([5] * 4, [7, 1, 0, 2], 12) is None
-    assert telling_rows([5] * 4, [7, 1, 0, 2], 11) == slice(0, 4)
+    assert telling_rows([5] * 4, [1, 1, 1, 1], [True] * 3, 0) is None  # the first token is predicted from the prompt
+    assert telling_rows([5] * 4, [7, 1, 0, 1], [True] * 3, 0) is None  # no neighbour
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 0) == slice(0, 4)
+    assert telling_rows([5] * 12, [1] * 8 + [3] * 4, [True] * 11, 0) == slice(8, 12)
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 12) is None
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 11) == slice(0, 4)
 
 
 def test_what_could_not_tell_is_looked_at_again():
@@ -237,18 +238,24 @@ def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = Fa
     return Forms(True, True, torch.device("cpu")), looked
 
 
+def look(chosen: Forms, model: Any, batch: Any, everywhere: bool = False) -> None:
+    ids, mask, width = batch_of(*batch)
+    lengths = read_batch(ids, mask, width)
+    chosen.check(model, model, model, lengths, lambda rows: (ids[rows], mask[rows], width), everywhere)
+
+
 def test_a_fault_on_one_process_ends_all(monkeypatch):
     chosen, _ = checking(monkeypatch, [Trial(difference="they differ")])
     model = model_of("qwen2")
     with pytest.raises(ModelError, match=r"they differ\. Set packed_forward=False"):
-        chosen.check(model, model, model, lambda: batch_of(*LONG))
+        look(chosen, model, LONG)
 
 
 def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
     chosen, looked = checking(monkeypatch, [Trial(refused="it will not")])
     model, reference = model_of("qwen2"), model_of("qwen2")
     for one in (model, reference, model):
-        chosen.check(one, one, one, lambda: batch_of(*LONG))
+        look(chosen, one, LONG)
         assert not chosen.packs(one, one)
     assert caplog.text.count("padded batches run instead: it will not.") == 1
     assert len(looked) == 2
@@ -258,7 +265,7 @@ def test_short_completions_do_not_settle_it(monkeypatch):
     chosen, looked = checking(monkeypatch, [])
     model = model_of("qwen2")
     for batch in (SHORT, SOME, SHORT, LONG, LONG):
-        chosen.check(model, model, model, lambda batch=batch: batch_of(*batch))
+        look(chosen, model, batch)
     assert looked == [[7, 6, 9], [50, 22, 37, 29]]
 
 
@@ -266,5 +273,40 @@ def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
     chosen, looked = checking(monkeypatch, [Trial(tokens=99, longest=9)], telling_elsewhere=True)
     model = model_of("qwen2")
     for _ in range(2):
-        chosen.check(model, model, model, lambda: batch_of(*SHORT))
+        look(chosen, model, SHORT)
     assert looked == [[5]]
+
+
+def test_what_a_process_runs_only_to_keep_step_settles_nothing(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=3, longest=9)], telling_elsewhere=True)
+    model = model_of("qwen2")
+    one_long = ([4], [[40, 1]])  # alone it has no neighbour
+    for _ in range(3):
+        look(chosen, model, one_long)
+    assert len(looked) == 3
+    assert not chosen.settled(model)
+
+
+def test_the_same_completions_on_every_process_count_once(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=10, longest=9)] * 9)
+    model = model_of("qwen2")
+    look(chosen, model, SOME, everywhere=True)
+    assert not chosen.settled(model)
+    look(chosen, model, LONG, everywhere=True)
+    assert chosen.settled(model)
+    assert len(looked) == 2
+
+
+def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
+    chosen, _ = checking(monkeypatch, [])
+    model = model_of("qwen2")
+
+    def out_of_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(forms, "try_pack", out_of_memory)
+    with pytest.raises(MemoryShortageError, match="packed_forward=False"):
+        look(chosen, model, LONG)
+    beside, _ = checking(monkeypatch, [Trial(difference="comparing ran out of memory")])
+    with pytest.raises(ModelError, match="ran out of memory"):
+        look(beside, model, LONG)
