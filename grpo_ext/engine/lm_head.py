@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import ModelOutput
@@ -359,6 +360,11 @@ def refuse_unknown_head(model: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} has no backbone with a linear language-model head after it; such a model cannot "
             "be scored. Use a causal language model of transformers."
+        )
+    if isinstance(head, BaseTunerLayer):
+        raise ModelError(
+            f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
+            "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
     known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]

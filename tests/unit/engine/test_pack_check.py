@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -23,10 +24,10 @@ from transformers import (
     NemotronConfig,
     Qwen2Config,
 )
-from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ext.engine import attention, forms, pack_check, packed_forward
 from grpo_ext.engine.forms import Forms
+from grpo_ext.engine.lm_head import install
 from grpo_ext.engine.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.engine.packed_forward import read_batch
 from grpo_ext.errors import MemoryShortageError, ModelError
@@ -53,7 +54,7 @@ def model_of(kind: str, precision: str = "autocast", seed: int = 0, **sizes: Any
     torch.manual_seed(seed)
     options = {"attn_implementation": "eager"} if kind == "gemma2" else {}
     model = AutoModelForCausalLM.from_config(config(**{**plain, **heads, **ids, **own, **sizes}), **options)
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     return model.bfloat16() if precision == "bfloat16" else model
 
 
@@ -155,7 +156,7 @@ def test_a_model_that_looks_ahead_is_found():
     """An encoder that was not made a decoder: its padded batch is no causal model either."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(BertConfig(**sizes, vocab_size=60, hidden_dropout_prob=0.0))
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     assert tried(model.eval(), "autocast").difference is not None
 
 
@@ -163,7 +164,7 @@ def test_a_model_that_looks_ahead_is_found():
 def test_that_a_model_takes_no_packs_is_found_out_by_trying(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=60, pad_token_id=0))
-    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    install(model, 0.9)
     assert packed_forward.why_not_packed(model) is None
     trial = tried(model, "autocast")
     assert trial.difference is None
@@ -298,6 +299,7 @@ def test_the_same_completions_on_every_process_count_once(monkeypatch):
 
 
 def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
+    PartialState(cpu=True)  # Accelerate's loggers want it
     chosen, _ = checking(monkeypatch, [])
     model = model_of("qwen2")
 
