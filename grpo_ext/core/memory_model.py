@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from .micro_batches import TokenCost
+from .tiled_log_probs import TILE
 
 ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
-_VOCABULARY = 32768  # of which TRL's head computes logits at a time
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layout:
         checkpointing: gradient checkpointing.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
-        head_tokens: whose logits the head computes at a time (TRL: 4096).
+        head_tile: logits that the head computes at a time.
     """
 
     engine: str
@@ -67,7 +67,7 @@ class Layout:
     checkpointing: bool = True
     reference: bool = False
     bitwise: bool = False
-    head_tokens: int = 4096
+    head_tile: int = TILE[0] * TILE[1]
 
 
 def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
@@ -89,7 +89,7 @@ def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
     shards_states = layout.engine != "ddp"
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0  # one in use, one on its way
     casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
-    head_tokens = min(layout.tokens, layout.head_tokens)
+    tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {
         "weights": whole / shares + gathered if shards_weights else whole,
         "half-precision copies": 0 if shards_weights else casts,
@@ -98,8 +98,7 @@ def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
         "optimizer": (8 + masters) * model.trained / (shares if shards_states else 1),
         "bitwise sums": 8 * model.trained if layout.bitwise else 0,
         "activations": _activations(model, layout),
-        # a buffer of fixed width for the products, and float32 copies as wide as the vocabulary
-        "logits": head_tokens * (model.compute_bytes * _VOCABULARY + 2 * 4 * min(model.vocabulary, _VOCABULARY)),
+        "logits": tile * (model.compute_bytes + 2 * 4),  # products, their float32 values, and what becomes of these
         "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
     }
     held = parts["weights"] + parts["reference"] + parts["optimizer"]

@@ -210,13 +210,14 @@ def share(rows: range, sequence_level: bool) -> Rollout:
         sampling = torch.rand(length, generator=source)
         add("sampling_per_token_logps", torch.where(torch.arange(length) == 2, math.nan, sampling))
         add("importance_sampling_ratio", 1 + torch.rand(1 if sequence_level else length, generator=source))
-    return Rollout(fields)
+    return Rollout(fields, [0] * len(rows))
 
 
 @pytest.mark.parametrize("sequence_level", [False, True])
 def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_level):
     parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
-    whole = Rollout({name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields})
+    fields = {name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields}
+    whole = Rollout(fields, [0] * 11)
     found = sampling_metrics([whole], sequence_level)
     assert found == sampling_metrics(parts, sequence_level)
     alone = [sampling_metrics([part], sequence_level) for part in parts]

@@ -258,7 +258,7 @@ def test_nothing_tears_the_bar_of_a_real_run():
     tops = {len(line) for line in tables if line[0] == "╭"}
     assert all(line[-1] in "╮│╯" and len(line) in tops for line in tables), text
     for sentence in ("a print of the reward", "a warning of the project", "an error on a logger made before"):
-        assert sum(line.endswith(sentence) for line in shown) == 5, text
+        assert sum(line.endswith(sentence) for line in shown) == 10, text  # two chunks a rollout, five rollouts
     assert "{'" not in text, "a dictionary was dumped"
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor stays hidden"
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.core.geometry import resolve_geometry
 from grpo_ext.core.memory_model import ENGINES, Layout, ModelSizes, memory_of
+from grpo_ext.core.tiled_log_probs import CPU_TILE
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.memory_plan import balance, load_config, measure, simulated
 from tests.helpers import letter_reward, tiny_model, tiny_tokenizer
@@ -89,8 +90,8 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     trainer.train()
     sizes = measure(config, compute="float32")
     tokens = prompt + group * completion
-    # the head's tiles are smaller on the CPU (engine.packed_forward)
-    expected = memory_of(sizes, Layout("ddp", 1, tokens, 1, 1, checkpointing=checkpointing, head_tokens=512))
+    tile = CPU_TILE[0] * CPU_TILE[1]
+    expected = memory_of(sizes, Layout("ddp", 1, tokens, 1, 1, checkpointing=checkpointing, head_tile=tile))
     state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
     assert expected["optimizer"] == state
     assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())

@@ -1,0 +1,252 @@
+"""Log-probabilities and entropies of given tokens, from hidden states, without the logits of all positions.
+
+Differs from TRL's kernel: plain torch on every device, float64 for float64, tiles that suit the device. The
+language-model head (engine.lm_head) runs it inside a model's forward. Shapes: S scored positions, H hidden size, V
+vocabulary, R x C one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Rows and columns of a tile of logits. On the CPU 4 MiB in float32: what is larger than 32 MiB is mapped and unmapped
+# by the C library each time, and squares read the head and write its gradient least often. Accelerators want larger
+# products; there not measured.
+CPU_TILE, TILE = (1024, 1024), (1024, 32768)
+_MOST_COLUMNS = 8192
+
+Whole = Callable[..., AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the output of its head: `cap * tanh(scale * x / cap) / temperature`.
+
+    Attributes:
+        scale: factor of the head's output.
+        cap: soft-capping, None without.
+        temperature: the logits are divided by it at the end.
+        vocabulary: how many of the head's rows are tokens; None for all.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+    vocabulary: int | None = None
+
+
+class _Tiles:
+    """Logits of one head, tile after tile in the same memory.
+
+    Products are computed in the type of the hidden states, or autocast's; all else in float32, or float64 for float64.
+    """
+
+    def __init__(
+        self,
+        hidden_SH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        transform: LogitTransform,
+        dtype: torch.dtype,
+        spare: int,
+    ) -> None:
+        self.hidden_SH, self.weight_VH, self.bias_V, self.transform = hidden_SH.to(dtype), weight_VH, bias_V, transform
+        self.dtype, self.exact = dtype, torch.float64 if dtype == torch.float64 else torch.float32
+        self.factor = transform.scale / transform.temperature
+        self.vocabulary = min(weight_VH.size(0), transform.vocabulary or weight_VH.size(0))
+        rows, columns = CPU_TILE if hidden_SH.device.type == "cpu" else TILE
+        self.rows, self.columns = max(min(rows, hidden_SH.size(0)), 1), min(columns, self.vocabulary)
+        if self.rows < rows:  # few rows leave room for more columns
+            self.columns = min(rows * columns // self.rows, max(columns, _MOST_COLUMNS), self.vocabulary)
+        size = self.rows * self.columns
+        self._product = hidden_SH.new_empty(size, dtype=dtype)
+        self._z = self._product if dtype == self.exact else hidden_SH.new_empty(size, dtype=self.exact)
+        self._spare = [hidden_SH.new_empty(size, dtype=self.exact) for _ in range(spare)]
+
+    def spare(self, which: int, like: torch.Tensor) -> torch.Tensor:
+        """Further memory of a tile's size."""
+        return self._spare[which][: like.numel()].view_as(like)
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        """Rows, columns and (R, C) what the head makes of them, before soft-capping and scale."""
+        for first in range(0, self.vocabulary, self.columns):
+            columns = slice(first, min(first + self.columns, self.vocabulary))
+            weight_CH = self.weight_VH[columns].to(self.dtype)
+            bias_C = None if self.bias_V is None else self.bias_V[columns].to(self.dtype)
+            self.weight_CH = weight_CH
+            for start in range(0, self.hidden_SH.size(0), self.rows):
+                rows = slice(start, min(start + self.rows, self.hidden_SH.size(0)))
+                shape = (rows.stop - rows.start, columns.stop - columns.start)
+                product = self._product[: shape[0] * shape[1]].view(shape)
+                torch.mm(self.hidden_SH[rows], weight_CH.t(), out=product)
+                if bias_C is not None:
+                    product.add_(bias_C)
+                if product.dtype != self.exact:
+                    product = self._z[: shape[0] * shape[1]].view(shape).copy_(product)
+                yield rows, columns, product
+
+    def finish(self, x_RC: torch.Tensor, tanh_RC: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits divided by the temperature, in place; `tanh_RC` takes the capped ratio, for the backward pass."""
+        cap = self.transform.cap
+        if cap is None:
+            return x_RC if self.factor == 1.0 else x_RC.mul_(self.factor)
+        x_RC.mul_(self.transform.scale / cap).tanh_()
+        if tanh_RC is not None:
+            tanh_RC.copy_(x_RC)
+        return x_RC.mul_(cap / self.transform.temperature)
+
+
+def _place(targets_S: torch.Tensor, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of a tile: whether its target is among the columns, and at which of them (0 where it is not)."""
+    local = targets_S[rows] - columns.start
+    inside = (local >= 0) & (local < columns.stop - columns.start)
+    return inside, torch.where(inside, local, 0)
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    """Log-probability of each target, and the entropy; the backward pass computes the tiles again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_S: torch.Tensor,
+        transform: LogitTransform,
+        with_entropy: bool,
+        whole: Whole,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
+        device = hidden_SH.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_SH.dtype
+        tiles = _Tiles(hidden_SH, weight_VH, bias_V, transform, dtype, spare=int(with_entropy))
+        top = hidden_SH.new_full((hidden_SH.size(0),), torch.finfo(tiles.exact).min, dtype=tiles.exact)
+        total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
+        for rows, columns, x_RC in tiles:
+            z_RC = tiles.finish(x_RC)
+            inside, local = _place(targets_S, rows, columns)
+            chosen[rows] += torch.where(inside, z_RC.gather(1, local[:, None]).squeeze(1), 0)
+            new = torch.maximum(top[rows], z_RC.amax(1))
+            z_RC.sub_(new[:, None])
+            lower = top[rows] - new
+            rescale = lower.exp()
+            if with_entropy:  # of exp(z - top) * (z - top), which loses no digits where the logits are large
+                e_RC = torch.exp(z_RC, out=tiles.spare(0, z_RC))
+                here = z_RC.mul_(e_RC).sum(1)
+                weighted[rows] = (weighted[rows] + lower * total[rows]) * rescale + here
+            else:
+                e_RC = z_RC.exp_()
+            total[rows] = total[rows] * rescale + e_RC.sum(1)
+            top[rows] = new
+        log_total = total.log()
+        log_z, entropy = top + log_total, log_total - weighted / total if with_entropy else None
+        ctx.save_for_backward(hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy)
+        ctx.dtype, ctx.transform, ctx.whole = dtype, transform, whole
+        return chosen - top - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy = ctx.saved_tensors
+        with ctx.whole(weight_VH, bias_V):
+            found = _backward(ctx, hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy, *gradients)
+        inputs = (hidden_SH, weight_VH, bias_V)
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs)), None, None, None, None
+
+
+def _backward(
+    ctx: Any,
+    hidden_SH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_S: torch.Tensor,
+    log_z: torch.Tensor,
+    entropy: torch.Tensor | None,
+    up_S: torch.Tensor | None,
+    entropy_up_S: torch.Tensor | None,
+) -> list[torch.Tensor | None]:
+    """Gradients of hidden states, weight and bias, in float32 or float64; None where none is needed."""
+    capped = ctx.transform.cap is not None
+    tiles = _Tiles(hidden_SH, weight_VH, bias_V, ctx.transform, ctx.dtype, (entropy_up_S is not None) + capped)
+    exact = tiles.exact
+    found: list[torch.Tensor | None] = [
+        torch.zeros_like(x, dtype=exact) if needed and x is not None else None
+        for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad)
+    ]
+    up = torch.zeros_like(log_z) if up_S is None else up_S.to(exact) * tiles.factor
+    entropy_up, constant = None, up
+    if entropy_up_S is not None and entropy is not None:
+        entropy_up = entropy_up_S.to(exact) * tiles.factor
+        constant = up + entropy_up * entropy
+    left_SH = tiles.hidden_SH if _adds_exactly(tiles.hidden_SH) else tiles.hidden_SH.to(exact)
+    for rows, columns, x_RC in tiles:
+        tanh_RC = tiles.spare(-1, x_RC) if capped else None
+        z_RC = tiles.finish(x_RC, tanh_RC).sub_(log_z[rows, None])  # log p
+        if entropy_up is None:
+            z_RC.exp_().mul_(-constant[rows, None])
+        else:  # -p * (up + entropy_up * (log p + entropy))
+            p_RC = torch.exp(z_RC, out=tiles.spare(0, z_RC))
+            torch.addcmul(-constant[rows, None], z_RC, -entropy_up[rows, None], out=z_RC).mul_(p_RC)
+        inside, local = _place(targets_S, rows, columns)
+        each = torch.arange(z_RC.size(0), device=z_RC.device)
+        z_RC[each, local] += torch.where(inside, up[rows], 0)
+        if tanh_RC is not None:
+            z_RC.mul_(tanh_RC.square_().neg_().add_(1))
+        _add_products(found, tiles, left_SH, rows, columns, z_RC)
+    return found
+
+
+def _adds_exactly(tensor: torch.Tensor) -> bool:
+    """Whether this device adds products of half precision in float32."""
+    return tensor.device.type == "cuda" and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _add_products(
+    found: list[torch.Tensor | None],
+    tiles: _Tiles,
+    left_SH: torch.Tensor,
+    rows: slice,
+    columns: slice,
+    gradient_RC: torch.Tensor,
+) -> None:
+    """Add what a tile's gradient gives hidden states, weight and bias; half precision is never summed in itself."""
+    hidden, weight, bias = found
+    if bias is not None:
+        bias[columns] += gradient_RC.sum(0)
+    if _adds_exactly(left_SH):
+        gradient_RC = gradient_RC.to(left_SH.dtype)
+        for total, a, b in (
+            (None if hidden is None else hidden[rows], gradient_RC, tiles.weight_CH),
+            (None if weight is None else weight[columns], gradient_RC.t(), left_SH[rows]),
+        ):
+            if total is not None:
+                torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return
+    if hidden is not None:
+        hidden[rows].addmm_(gradient_RC, tiles.weight_CH.to(tiles.exact))
+    if weight is not None:
+        weight[columns].addmm_(gradient_RC.t(), left_SH[rows])
+
+
+def tiled_log_probs(
+    hidden_SH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_S: torch.Tensor,
+    transform: LogitTransform,
+    with_entropy: bool = True,
+    whole: Whole = lambda *parameters: nullcontext(),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities (S,) of the targets and entropies (S,), in nats.
+
+    In float32, or float64 for float64 hidden states. A gradient of second order is not supported.
+
+    Args:
+        whole: for weight and bias, a context in which they are not cut; entered again in the backward pass.
+    """
+    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, whole)
