@@ -98,7 +98,8 @@ def memory_of(model: ModelSizes, layout: Layout) -> dict[str, float]:
         "optimizer": (8 + masters) * model.trained / (shares if shards_states else 1),
         "bitwise sums": 8 * model.trained if layout.bitwise else 0,
         "activations": _activations(model, layout),
-        "logits": tile * (model.compute_bytes + 2 * 4),  # products, their float32 values, and what becomes of these
+        # float32 values and what becomes of them; in half precision the products too
+        "logits": tile * (2 * 4 + (model.compute_bytes if model.compute_bytes < 4 else 0)),
         "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
     }
     held = parts["weights"] + parts["reference"] + parts["optimizer"]
