@@ -220,9 +220,10 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_default_precision_packs(tmp_path, caplog, seed):
-    model = tiny_model("qwen2", seed=seed, num_hidden_layers=6, initializer_range=[0.02, 0.1, 0.4][seed])
-    trainer = make(tmp_path, model, bf16=None, gradient_checkpointing=True, max_steps=1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_sharp_model_runs_packs_in_the_default_precision(tmp_path, dtype, seed):
+    sizes = {"num_hidden_layers": 12, "hidden_size": 128, "initializer_range": 0.4}
+    trainer = make(tmp_path, tiny_model("qwen2", seed=seed, **sizes).to(dtype), bf16=None, max_steps=1)
     trainer.train()
     assert trainer.args.bf16
     assert log_of(trainer, "layout/padding_share") == [0.0]

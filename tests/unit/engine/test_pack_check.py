@@ -178,6 +178,15 @@ def test_an_error_of_the_model_itself_is_no_refusal():
         tried(model, "float32")
 
 
+@pytest.mark.parametrize("fault", [None, "all_see_each_other"])
+def test_a_model_whose_inside_cannot_be_read_is_judged_by_its_scores(monkeypatch, fault):
+    model = model_of("qwen2", initializer_range=0.3)
+    monkeypatch.setattr(pack_check._Record, "keep", lambda *args: None)
+    if fault:
+        FAULTS[fault](monkeypatch, model)
+    assert bool(tried(model, "autocast").difference) == bool(fault)
+
+
 def test_the_rounding_is_never_nothing():
     right = {"a": torch.ones(4, 3)}
     assert compare({"a": torch.ones(4, 3) * 1.01}, right, [right], 2**-8) == [("a", pytest.approx(2.56, rel=1e-4))]
