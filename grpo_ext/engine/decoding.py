@@ -100,6 +100,9 @@ def own_generate(model: Any) -> str | None:
     PEFT's wrappers hand over to the model inside, so that one decides.
     """
     function = getattr(model.generate, "__func__", model.generate)
+    if getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.distributed."):
+        function = function.__wrapped__  # FSDP2 gathers the weights around it
+        function = getattr(function, "__func__", function)
     module = getattr(function, "__module__", None) or type(function).__module__
     name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):

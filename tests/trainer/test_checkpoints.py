@@ -18,7 +18,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine import checkpoint
 from grpo_ext.engine.checkpoint import checkpoints, why_broken
 from grpo_ext.engine.manifest import MANIFEST, read_manifest
-from grpo_ext.errors import CheckpointError, ConfigError
+from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.trainer.test_layout import BASE, make, parameters
 
@@ -367,7 +367,7 @@ def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
         raise KeyError("no such column")
 
     trainer.reward_funcs = [broken]
-    with pytest.raises(KeyError):
+    with pytest.raises(RewardError, match="no such column"):
         trainer.train()
     (entry,) = read_manifest(tmp_path)
     assert entry["ended"] == "failed"

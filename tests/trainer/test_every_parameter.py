@@ -100,15 +100,14 @@ scale_rewards seed temperature top_entropy_quantile top_k top_p use_adaptive_ent
 
 # a test of its own: the file that has it
 TESTED = {
-    "tests/trainer/test_drop_in.py": "bf16 gradient_accumulation_steps output_dir pad_to_multiple_of "
-    "steps_per_generation",
+    "tests/trainer/test_drop_in.py": "bf16 cast_lm_head_to_fp32 gradient_accumulation_steps output_dir "
+    "pad_to_multiple_of steps_per_generation",
     "tests/trainer/test_parity.py": "epsilon router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos "
     "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
     "tests/unit/core/test_geometry.py": "generation_batch_size",
     "tests/unit/core/test_losses.py": "vllm_importance_sampling_correction",
     "tests/unit/engine/test_checks.py": "neftune_noise_alpha",
     "tests/unit/engine/test_decoding.py": "cache_implementation",
-    "tests/unit/engine/test_lm_head.py": "cast_lm_head_to_fp32",
     "tests/trainer/test_fp16.py": "fp16",
     "tests/trainer/test_out_of_memory.py": "auto_find_batch_size",
     "tests/trainer/test_trackers.py": "report_to",
