@@ -9,7 +9,11 @@ the pack, C channels.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections import Counter
+=======
+import math
+>>>>>>> h-check
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -202,9 +206,10 @@ def compare(
         unit: relative rounding of one operation; there is at least that much.
     """
     found = []
-    for place in [place for place in padded if place in packed]:
+    for place in [place for place in padded if place in packed and math.isfinite(_size(padded[place]))]:
         right = padded[place]
-        rounding = max(unit * _size(right), *(_size(other[place] - right) for other in others))
+        # a value near the end of its type's range may leave it, rounded otherwise
+        rounding = max(unit * _size(right), *(_size((other[place] - right).nan_to_num(0, 0, 0)) for other in others))
         error = _size(packed[place] - right)
         found.append((place, error / rounding if rounding else float("inf") if error else 0.0))
     return found

@@ -192,6 +192,9 @@ def test_the_rounding_is_never_nothing():
     assert compare({"a": torch.ones(4, 3) * 1.01}, right, [right], 2**-8) == [("a", pytest.approx(2.56, rel=1e-4))]
     assert compare(right, right, [right], 2**-8) == [("a", 0.0)]
     assert not compare({"a": torch.full((4, 3), torch.nan)}, right, [right], 2**-8)[0][1] <= LIMIT
+    beyond = {"a": torch.full((4, 3), torch.inf)}
+    assert compare(right, right, [right, beyond], 2**-8) == [("a", 0.0)]
+    assert compare(right, beyond, [beyond], 2**-8) == []
 
 
 def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
