@@ -9,11 +9,8 @@ the pack, C channels.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections import Counter
-=======
 import math
->>>>>>> h-check
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
