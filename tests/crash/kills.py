@@ -13,7 +13,7 @@ from tests.helpers import letter_reward
 # how often a moment comes in a run of 24 steps with a checkpoint of each
 MOMENTS = {
     "rollouts": 12,
-    "rewards": 6,
+    "rewards": 24,  # a call for each rollout chunk
     "window": 24,
     "optimizer": 24,
     "writing": 24,

@@ -138,7 +138,7 @@ def test_stock_trl_learns_something_else(bench):
 
 
 # the time at which each moment is cut
-AT = {"rollouts": 5, "rewards": 3, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
+AT = {"rollouts": 5, "rewards": 19, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
 
 
 @pytest.mark.parametrize("moment", AT)
