@@ -99,7 +99,7 @@ def test_wheel_holds_every_module_the_licence_and_nothing_else(installed):
     assert {name.split("/")[0] for name in names} == {"grpo_ext", "grpo_ext-0.1.0.dist-info"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= beside
     assert "License-Expression: Apache-2.0" in metadata
-    assert "Requires-Dist: trl<1.17,>=1.16" in metadata
+    assert "Requires-Dist: trl<2,>=1.15" in metadata
 
 
 def test_commands_work_outside_the_repository(installed):
