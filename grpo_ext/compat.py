@@ -24,7 +24,7 @@ from packaging.version import Version
 
 from .errors import ContractError
 
-# beside these the tests passed: docs/versions.md
+# what ran beside each: docs/versions.md
 TESTED_TRL = ("1.15.0", "1.16.0")
 _NEWEST_TESTED = {"trl": TESTED_TRL[-1], "transformers": "5.23.0", "accelerate": "1.15.0"}
 
