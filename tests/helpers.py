@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +21,8 @@ from transformers import (
 )
 
 LETTERS = "abcdefgh"
+STOCK_SCORES = Version(version("trl")) >= Version("1.16") or torch.cuda.is_available()
+stock_scores = pytest.mark.skipif(not STOCK_SCORES, reason="stock TRL before 1.16 cannot score on a CPU")
 _VOCABULARY = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 >:+-=|.,?!\n<>/[]{}\"'_"]
 _SIZES = {
     "hidden_size": 32,

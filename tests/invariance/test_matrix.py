@@ -8,6 +8,7 @@ import pytest
 
 from grpo_ext.tools.check import describe_difference, metric_difference, update_error
 from grpo_ext.tools.runs import OURS, STOCK, Run, RunResult, run_all
+from tests.helpers import STOCK_SCORES, stock_scores
 from tests.invariance.cases import CASES, Bench
 from tests.tolerances import (
     DIFFERENT,
@@ -75,7 +76,7 @@ def launches(tmp_path_factory, request) -> Launches:
         together.plan(1, together.bench.run(name, REFERENCE))
         for processes, size in covering(name) + (remaining(name) if full else []):
             together.plan(processes, together.bench.run(name, size))
-    for name, processes, size in STOCK_CONTROLS:
+    for name, processes, size in STOCK_CONTROLS if STOCK_SCORES else ():
         together.plan(1, together.bench.run(name, REFERENCE, STOCK))
         together.plan(processes, together.bench.run(name, size, STOCK))
     return together
@@ -109,6 +110,7 @@ def test_update_and_log_do_not_depend_on_the_split_full(launches, name, processe
     assert_same(launches, name, processes, size)
 
 
+@stock_scores
 @pytest.mark.parametrize(("name", "processes", "size"), STOCK_CONTROLS)
 def test_stock_trl_learns_something_else(launches, name, processes, size):
     reference = launches.result(1, launches.bench.run(name, REFERENCE, STOCK))

@@ -12,7 +12,7 @@ from grpo_ext.engine.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check import metric_difference, update_error
 from grpo_ext.tools.runs import STOCK, LaunchError, Run, RunResult, run_all
 from tests.crash.kills import dying
-from tests.helpers import letter_reward, sparse_reward
+from tests.helpers import letter_reward, sparse_reward, stock_scores
 from tests.invariance.cases import Bench
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
@@ -121,6 +121,7 @@ def test_another_layout_goes_on_to_rounding(bench, whole):
     assert gap <= METRIC, name
 
 
+@stock_scores
 def test_stock_trl_learns_something_else(bench):
     """The negative control: stopped in the middle of a rollout batch, stock TRL samples again."""
     base = {"save_steps": 1, "rollout_batch_size": 32, "num_iterations": 2, "max_steps": 8}

@@ -16,7 +16,7 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model, tiny_tokenizer
 from tests.invariance.cases import CASES, SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -228,6 +228,7 @@ def logged_keys(trainer_class, config_class, folder, **settings) -> set[str]:
     return set().union(*trainer.state.log_history)
 
 
+@stock_scores
 def test_settings_of_the_loop_log_what_stock_trl_logs(tmp_path):
     ours = logged_keys(GRPOTrainer, GRPOConfig, tmp_path / "ours")
     theirs = logged_keys(trl.GRPOTrainer, trl.GRPOConfig, tmp_path / "theirs")

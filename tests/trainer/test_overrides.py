@@ -11,7 +11,7 @@ import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine.window import MicroBatch
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 from tests.trainer.test_own_generate import Sampler, apart, change, model_with
 
@@ -73,6 +73,7 @@ def recording(base: type, seen: list[tuple[str, Any, Any, Any]]) -> type:
     return type("Recording", (base,), {name: override(name) for name in BY_DESIGN})
 
 
+@stock_scores
 def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
     def graded(prompts, completions, log_metric, **kwargs):
         log_metric("share", 0.5)
@@ -103,6 +104,7 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 
 
+@stock_scores
 def test_callbacks_are_called_in_trls_order_with_trls_state(tmp_path):
     def events(cls: type, **settings: Any) -> list[Any]:
         seen: list[Any] = []
@@ -168,6 +170,7 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
     return [float(i % 4) if prompt == prompts[0] else 0.5 for i, prompt in enumerate(prompts)]
 
 
+@stock_scores
 @pytest.mark.parametrize("override", [HalfLogps, OwnTerm, OwnTermOutside])
 @pytest.mark.parametrize(
     "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}], ids=str
@@ -191,6 +194,7 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
         assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC), size
 
 
+@stock_scores
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
 def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
     cls = type("Own", (TrlsLoss, GRPOTrainer), {})

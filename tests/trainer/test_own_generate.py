@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine.decoding import own_generate
 from grpo_ext.errors import ConfigError
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 from tests.trainer.test_drop_in import (  # noqa: F401
     TOOL_CALL,
@@ -133,6 +133,7 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
+@stock_scores
 @pytest.mark.parametrize("peft", [None, LORA], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind, peft, caplog):
@@ -161,6 +162,7 @@ def test_one_put_on_the_adapter_itself_is_found(tmp_path):
     assert [len(given["input_ids"]) for given in sampler.given] == [8] * 4
 
 
+@stock_scores
 @pytest.mark.parametrize("shape", ["short", "long", "left"])
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
     stock, _ = trained(

@@ -8,7 +8,7 @@ import transformers
 import trl
 
 import grpo_ext
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, PARITY
 
 STEP = 8  # completions
@@ -87,6 +87,7 @@ SETTINGS = {
 }
 
 
+@stock_scores
 @pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
@@ -152,6 +153,7 @@ def stock_gradient(stock, step, parts: int) -> torch.Tensor:
     return torch.cat([p.grad.flatten().double() for p in stock.model.parameters() if p.grad is not None])
 
 
+@stock_scores
 @pytest.mark.parametrize("phase", [{"generation_batch_size": 36}, {"steps_per_generation": 6}], ids=str)
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_type, phase):
@@ -183,6 +185,7 @@ def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_ty
     assert float((gradient - theirs).norm() / theirs.norm()) > DIFFERENT
 
 
+@stock_scores
 def test_parity_notices_a_wrong_denominator(tmp_path):
     batch = completions()
     _, grpo = loss_and_gradient(trainer_of(grpo_ext, tmp_path, "qwen2", loss_type="grpo"), batch)
@@ -190,6 +193,7 @@ def test_parity_notices_a_wrong_denominator(tmp_path):
     assert float((grpo - stock).norm() / stock.norm()) > DIFFERENT
 
 
+@stock_scores
 def test_absolute_positions_do_not_move_with_padding(tmp_path):
     ours, stock = (trainer_of(package, tmp_path, "gpt2") for package in (grpo_ext, trl))
     batch = completions()

@@ -20,13 +20,10 @@ from grpo_ext.core.tiled_log_probs import LogitTransform
 from grpo_ext.engine import lm_head
 from grpo_ext.engine.lm_head import SCORE, Wanted, install, refuse_unknown_head
 from grpo_ext.errors import ModelError
-from tests.helpers import tiny_model
+from tests.helpers import stock_scores, tiny_model
 from tests.tolerances import PARITY, SAME_ALGEBRA
 
 TEMPERATURE = 0.9
-stock_scores = pytest.mark.skipif(
-    trl_utils._ChunkedLogProbFunction is None, reason="this TRL cannot score on a machine without Triton"
-)
 # ---- The logits of every model --------------------------------------------------------------------------------------
 
 ODD = {

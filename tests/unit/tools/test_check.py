@@ -20,7 +20,7 @@ from grpo_ext.tools.check import (
     update_error,
 )
 from grpo_ext.tools.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 
 def delta(*values: float) -> dict[str, torch.Tensor]:
@@ -119,6 +119,7 @@ def test_a_check_needs_a_global_batch_and_known_names(tmp_path):
         check("model", prompts(), letter_reward, {"global_batch_size": 15, "num_generations": 4})
 
 
+@stock_scores
 def test_check_trains_and_compares_an_object_with_a_local_reward():
     factor = 2.0  # a closure reaches the processes too
 
