@@ -13,7 +13,7 @@ import trl
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.trainer.test_drop_in import CountingGame, conversations, log_of, make, tool_tokenizer  # noqa: F401
 
 
@@ -45,7 +45,7 @@ class LaterObject(Object):
         return plain(prompts, completions)
 
 
-@pytest.mark.parametrize("trainer_class", [trl.GRPOTrainer, GRPOTrainer])
+@pytest.mark.parametrize("trainer_class", [pytest.param(trl.GRPOTrainer, marks=stock_scores), GRPOTrainer])
 def test_reward_functions_stay_the_objects_they_are(tmp_path, trainer_class):
     functions = [
         plain,

@@ -15,7 +15,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.core.keyed_random import completion_keys
 from grpo_ext.engine.rollouts import Rollout
 from grpo_ext.engine.vllm_sampling import completion_seeds, sampling_metrics, seeded
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import METRIC
 
 
@@ -157,6 +157,7 @@ def sampling_log(trainer: Any) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
 
 
+@stock_scores
 @pytest.mark.parametrize("mode", MODES)
 def test_on_one_process_the_statistics_are_those_of_stock_trl(tmp_path, mode):
     settings = {"vllm_importance_sampling_mode": mode, "shuffle_dataset": False, "per_device_train_batch_size": 16}

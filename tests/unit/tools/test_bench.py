@@ -28,6 +28,7 @@ from grpo_ext.tools.bench import (
 )
 from grpo_ext.tools.bench_worker import _Given, cost_of
 from grpo_ext.tools.plots import write_bench_plot
+from tests.helpers import stock_scores
 
 TINY = {
     "model_type": "qwen2",
@@ -131,6 +132,7 @@ def test_dealing_by_cost_is_more_even_than_by_count():
     assert 1.0 <= by_cost < 1.1 < by_count
 
 
+@stock_scores
 @pytest.mark.parametrize("sample", [False, True])
 def test_both_trainers_run_a_shape_end_to_end(tmp_path, sample):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=sample)
