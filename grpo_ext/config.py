@@ -303,12 +303,33 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
+        self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(
                 f"the launcher started {launched} processes (WORLD_SIZE), but Accelerate joins {self.world_size}: each "
                 "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
             )
         self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
+
+    def _read_accumulation(self) -> None:
+        """Take the accumulation steps that are given for Accelerate as `gradient_accumulation_steps`, as in TRL.
+
+        Raises:
+            ConfigError: both are given.
+        """
+        accelerator: Any = copy.copy(self.accelerator_config)
+        given = dict(accelerator.gradient_accumulation_kwargs or {})
+        if "num_steps" not in given:
+            return
+        steps = given.pop("num_steps")
+        if self.gradient_accumulation_steps not in (1, steps):
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, and num_steps={steps} in "
+                "gradient_accumulation_kwargs of accelerator_config; leave the latter out."
+            )
+        self.gradient_accumulation_steps = steps
+        accelerator.gradient_accumulation_kwargs = given
+        self.accelerator_config = accelerator
 
     def _asks_for_deepspeed(self) -> bool:
         """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""

@@ -34,6 +34,7 @@ from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards
 from .engine.collectives import (
     any_process,
     first_of_all_processes,
+    leave_in_order,
     max_over_processes,
 )
 from .engine.forms import Forms
@@ -251,7 +252,11 @@ class GRPOTrainer(ResumableTrainer):
 
     def _uncovered_sampling(self) -> str | None:
         """What the promise does not cover of how completions are sampled, as a sentence."""
-        if self._stock or self._samples_by_key():
+        if self._stock:
+            return None
+        if self._own_sampling is not None:
+            return f"{self._own_sampling} may sample in its own way; only the update is covered"
+        if self._samples_by_key():
             return None
         if self._seeds_vllm():
             return (
@@ -275,12 +280,12 @@ class GRPOTrainer(ResumableTrainer):
     def _refuse_for_bitwise(self, sharded: bool) -> None:
         refuse_sharding(sharded, self.accelerator.num_processes, self.accelerator.distributed_type.value)
         refuse_batch_dependent_rewards(self.reward_funcs)
-        if self._stock or not self._samples_by_key():
+        own = self._own_sampling or self._own_generate
+        if self._stock or self._own_sampling is not None or not self._samples_by_key():
             raise ConfigError(
                 "bitwise_invariant=True needs this trainer's own sampling and window; images, rollout_func, beam "
-                "search, do_sample=False and a model with a generate of its own"
-                f"{'' if self._own_generate is None else f' ({self._own_generate})'} go through other code. Turn one "
-                "of the two off."
+                f"search, do_sample=False and a generate of one's own{'' if own is None else f' ({own})'} go through "
+                "other code. Turn one of the two off."
             )
 
     def _check_prompt_lengths(self) -> None:
@@ -322,6 +327,7 @@ class GRPOTrainer(ResumableTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
+        leave_in_order()
         if self._stock:
             return
         reduce_in_float32(self.accelerator)
@@ -641,6 +647,12 @@ class GRPOTrainer(ResumableTrainer):
     def _overrides(self, *names: str) -> bool:
         """Whether a subclass overrides any of these methods."""
         return any(getattr(type(self), name) is not getattr(GRPOTrainer, name) for name in names)
+
+    @property
+    def _own_sampling(self) -> str | None:
+        """The name of a subclass's method that generates completions, or works on those that are generated."""
+        names = (name for name in ("_generate", "_generate_single_turn") if self._overrides(name))
+        return next((f"{type(self).__name__}.{name}" for name in names), None)
 
     def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a collated batch, and the router logits of a MoE model."""

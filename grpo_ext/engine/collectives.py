@@ -6,12 +6,16 @@ trainer around TRL's scoring code and by engine.rollouts.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils import gather as equal_gather
@@ -111,3 +115,16 @@ def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
     """What the main process makes, on every process."""
     made = [make() if accelerator.is_main_process else None]
     return broadcast_object_list(made)[0]
+
+
+@functools.cache
+def leave_in_order(seconds: float = 0.2) -> None:
+    """Let gloo's threads finish with the last collective before the interpreter is torn down.
+
+    They let go of its tensors after it has returned, and want the GIL for that. CPython ends a thread that wants the
+    GIL of an interpreter that is being torn down, here inside a destructor, and the process aborts ("terminate called
+    without an active exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds
+    the group.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.register(time.sleep, seconds)

@@ -70,12 +70,20 @@ def growing_cache(model: Any) -> DynamicCache:
     return cache
 
 
+def reads_prompts(model: Any) -> bool:
+    """Whether an adapter acts from certain tokens of a row on (aLoRA), which it looks for in the whole batch."""
+    configs = getattr(model, "peft_config", {}).values()
+    return any(getattr(config, "alora_invocation_tokens", None) for config in configs)
+
+
 def why_not_compact(model: Any, config: Any) -> str | None:
     """Why rows cannot leave the batch of this model, as a sentence; None if they can."""
     if getattr(model, "_is_stateful", False):
         return f"{type(model).__name__} keeps a recurrent state"
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "prompt-learning adapters add tokens"
+    if reads_prompts(model):
+        return "its adapter looks for tokens in every row of a batch"
     if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
     if config.prefill_chunk_size is not None:

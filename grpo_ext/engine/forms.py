@@ -17,6 +17,7 @@ from ..errors import MemoryShortageError, ModelError
 from .architecture import experts_per_token
 from .checks import accepts_positions
 from .collectives import any_process
+from .decoding import reads_prompts
 from .lm_head import RouterRequest
 from .memory import Halving
 from .pack_check import Evidence, Trial, telling_rows, try_pack
@@ -59,7 +60,11 @@ class Forms:
         if not self.packed:
             return False
         if id(policy) not in self._reasons:
-            reason = "prompt-learning adapters add tokens" if is_prompt_learning(wrapped) else why_not_packed(policy)
+            reason = why_not_packed(policy)
+            if is_prompt_learning(wrapped):
+                reason = "prompt-learning adapters add tokens"
+            elif reads_prompts(wrapped):
+                reason = "its adapter looks for tokens in every row of a batch"
             self._conclude(policy, reason)
         return self._reasons[id(policy)] is None
 

@@ -114,7 +114,8 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, parameter in parameters:
         flat = parameter.detach().reshape(-1)
-        index = torch.linspace(0, max(flat.numel() - 1, 0), min(flat.numel(), 64)).long()
+        last = max(flat.numel() - 1, 0)
+        index = torch.linspace(0, last, min(flat.numel(), 64)).long().clamp_(max=last)  # float32 rounds up past 2**24
         digest.update(name.encode())
         digest.update(tensor_hash(flat[index.to(flat.device)]).encode())
     return digest.hexdigest()

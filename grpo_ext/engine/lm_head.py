@@ -205,7 +205,12 @@ def _run(
 ) -> ScoredOutput:
     if wanted.router:
         kwargs["output_router_logits"] = True
-    output = _backbone(model)(*args, **{**kwargs, "use_cache": False})
+    output = _backbone(model)(*args, **{**kwargs, "use_cache": False, "return_dict": True})
+    if wanted.router and not getattr(output, "router_logits", None):
+        raise ModelError(
+            f"{type(model).__name__} returned no router logits, so there is nothing that its router_aux_loss_coef "
+            "could weigh; set router_aux_loss_coef=0."
+        )
     hidden, head = output.last_hidden_state, model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden.reshape(-1, hidden.size(-1))[wanted.predictor_S.to(hidden.device)]
     weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))

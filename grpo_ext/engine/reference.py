@@ -7,13 +7,16 @@ it on every version of TRL. Used once, while the trainer is built.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import trl
+from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig
@@ -66,16 +69,16 @@ def reference_source(
     if isinstance(model, str):
         return ReferenceSource(model, load)
     name = str(getattr(model.config, "_name_or_path", ""))
-    lost = bool(name) and not _is_known(name, load["trust_remote_code"])
-    if any_process(lost, args.device):  # all processes take the same source, or their references could differ
+    found = bool(name) and _is_known(name, load["trust_remote_code"])
+    if not any_process(not found, args.device):  # all processes take the same source, or their references could differ
+        load.setdefault("dtype", model.dtype)
+        load.setdefault("attn_implementation", model.config._attn_implementation)
+        return ReferenceSource(name, load)
+    if name:
         logger.warning(
             f"The model object is named {name!r}, and no model can be found there; the reference model of beta="
             f"{args.beta} is a copy of the object's weights as they are now."
         )
-    elif name:
-        load.setdefault("dtype", model.dtype)
-        load.setdefault("attn_implementation", model.config._attn_implementation)
-        return ReferenceSource(name, load)
     return ReferenceSource(copy=copied(model))
 
 
@@ -117,9 +120,21 @@ def copied(model: nn.Module) -> nn.Module:
     return twin.eval()
 
 
+def _take_from_main_process(model: nn.Module, accelerator: Accelerator) -> None:
+    """Give a copy the weights it has on the main process, as DDP, FSDP and ZeRO do with the policy."""
+    if accelerator.num_processes == 1:
+        return
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        tensor.data.copy_(broadcast(tensor.data.to(accelerator.device).contiguous()))
+
+
 def build_reference(source: ReferenceSource, trainer: Any) -> Any:
     """The reference model of `trainer`, prepared for its accelerator as TRL prepares its own."""
-    model: Any = source.copy if source.name is None else create_model_from_path(source.name, **source.load)
+    if source.name is None:
+        model: Any = source.copy
+        _take_from_main_process(model, trainer.accelerator)
+    else:
+        model = create_model_from_path(source.name, **source.load)
     install(model, trainer.temperature, trainer.args.cast_lm_head_to_fp32)
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(model, trainer.accelerator)

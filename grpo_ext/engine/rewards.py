@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -81,7 +82,7 @@ def _checked(name: str, row: int, value: Any, prompt: Any, completion: Any) -> f
         value = value.item()
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()  # numpy scalars
-    if not isinstance(value, Real) or not -_LARGEST <= _as_float(value) <= _LARGEST:  # NaN compares false
+    if not isinstance(value, Real | Decimal) or not -_LARGEST <= _as_float(value) <= _LARGEST:  # NaN compares false
         raise RewardError(
             f"reward function '{name}' returned {_short(value)} in row {row} (prompt {_short(prompt)}, completion "
             f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."

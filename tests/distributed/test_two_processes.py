@@ -35,6 +35,12 @@ def test_the_shipped_configuration_joins_two_processes(four_groups):
     assert four_groups[0]["parameters"] == four_groups[1]["parameters"]
 
 
+def test_the_reference_has_the_weights_of_the_first_process(four_groups):
+    first, *later = four_groups[0]["kl"]
+    assert abs(first) < 1e-6  # nothing is learned yet
+    assert later[0] > 1e-6
+
+
 def test_every_completion_is_scored_once(four_groups):
     # two steps of 16 completions, dealt to two processes; groups stay whole
     counts = [len(seen["scored"]) for seen in four_groups]

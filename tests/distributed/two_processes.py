@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -53,13 +54,14 @@ def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[s
         return letter_reward(prompts, completions)
 
     sizes = {"global_batch_size": 4 * groups, "rollout_chunk_size": chunk, "per_device_train_batch_size": 3}
-    model, asked = tiny_model(), []
+    # every process makes weights of its own, and those of the first count
+    model, asked = tiny_model(seed=int(os.environ.get("RANK", "0"))), []
     if own:
         model.generate = lambda **kwargs: (asked.append(len(kwargs["input_ids"])), answer(**kwargs))[1]
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[reward, ranked, judged],
-        args=GRPOConfig(**config_kwargs(folder / "out", **sizes)),
+        args=GRPOConfig(**config_kwargs(folder / "out", beta=0.1, **sizes)),
         train_dataset=prompts(),
         eval_dataset=prompts(3, seed=1),
         processing_class=tiny_tokenizer(),
@@ -74,6 +76,7 @@ def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[s
         "evaluated": len(scored) - len(training_scored),
         "logged_prompts": len(trainer._logs["prompt"]),
         "eval_reward": metrics["eval_reward"],
+        "kl": [line["kl"] for line in trainer.state.log_history if "kl" in line],
         "parameters": sum(float(p.detach().double().sum()) for p in trainer.model.parameters()),
         "metrics": [
             {name: value for name, value in line.items() if name.split("/")[0] in LOGGED}

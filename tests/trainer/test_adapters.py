@@ -99,6 +99,20 @@ def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
         assert torch.allclose(scored[row, :length], torch.tensor(logps[:length]), atol=1e-4)
 
 
+def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):
+    # aLoRA: active from the invocation tokens of a row on
+    tokens = tiny_tokenizer()(">").input_ids  # which every prompt ends with
+
+    def adapter() -> Any:
+        return peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=tokens, **_TARGETS)
+
+    whole = update(tmp_path, adapter(), per_device_train_batch_size=16, max_steps=2)
+    assert "looks for tokens in every row" in caplog.text
+    assert error(whole, update(tmp_path, adapter(), max_steps=2)) <= UPDATE
+    other = peft.LoraConfig(task_type="CAUSAL_LM", **_TARGETS)
+    assert error(whole, update(tmp_path, other, max_steps=2)) > DIFFERENT  # it was active from there on only
+
+
 def test_prompts_of_a_call_have_one_length():
     ids = [[1], [1, 2], [3], [4, 5], [1, 2, 3]]
     assert by_length([0, 1, 2, 3, 4], ids) == [[0, 2], [1, 3], [4]]

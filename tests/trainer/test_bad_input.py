@@ -177,6 +177,18 @@ def test_every_refusal_is_a_value_error():
     assert issubclass(GrpoExtError, ValueError)
 
 
+def test_accumulation_steps_may_be_given_as_accelerate_takes_them(tmp_path):
+    options = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    config = GRPOConfig(**config_kwargs(tmp_path, global_batch_size=None, per_device_train_batch_size=8))
+    assert config.geometry.global_batch_size == 8
+    args = build(tmp_path, global_batch_size=None, per_device_train_batch_size=8, accelerator_config=options).args
+    assert args.geometry.global_batch_size == 16
+    assert args.gradient_accumulation_steps == 1  # of the Trainer's loop, whose batch is the whole step
+    assert options == {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=4, and num_steps=2"):
+        build(tmp_path, global_batch_size=None, gradient_accumulation_steps=4, accelerator_config=options)
+
+
 def test_sums_over_processes_in_every_backward_are_refused(tmp_path):
     options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ConfigError, match="sync_each_batch=True"):

@@ -11,6 +11,7 @@ import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.engine.window import MicroBatch
+from grpo_ext.errors import ConfigError
 from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 from tests.trainer.test_own_generate import Sampler, apart, change, model_with
@@ -212,6 +213,18 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     with torch.no_grad():
         assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,))) != 0.0
         assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,), weight=0.0)) == 0.0
+
+
+def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):
+    class Own(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            return [[5, 6]] * len(prompt_ids), None
+
+    trainer = build(tmp_path, Own, model=tiny_model())
+    trainer.train()
+    assert "Own._generate_single_turn may sample in its own way; only the update is covered" in caplog.text
+    with pytest.raises(ConfigError, match=r"Own\._generate_single_turn"):
+        build(tmp_path, Own, model=tiny_model(), bitwise_invariant=True)
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):

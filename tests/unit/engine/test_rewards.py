@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_a_generator_that_raises_is_named():
         (np.array([0.5, 1.0, 2.0], dtype=np.float32), [0.5, 1.0, 2.0]),
         ([torch.tensor(0.5), torch.tensor([2.0]), torch.tensor(True)], [0.5, 2.0, 1.0]),
         (torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16), [0.5, 1.0, 2.0]),
-        ([Fraction(1, 2), 0, 1], [0.5, 0.0, 1.0]),
+        ([Fraction(1, 2), Decimal("0.5"), 1], [0.5, 0.5, 1.0]),
     ],
     ids=repr,
 )
