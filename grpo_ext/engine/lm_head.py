@@ -151,6 +151,12 @@ def refuse_unknown_head(model: Any) -> None:
             f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
             "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
+    inner = getattr(head, "original_module", head)  # under PEFT's modules_to_save
+    if type(inner).forward is not torch.nn.Linear.forward:
+        raise ModelError(
+            f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
+            "and scoring reads its weight as that of a linear layer. Use a model with a plain, unquantised head."
+        )
     known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if further:

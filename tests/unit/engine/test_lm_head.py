@@ -381,3 +381,16 @@ def test_a_model_that_returns_tuples_is_scored():
     expected = model(ids, **{SCORE: wanted}).log_probs
     model.config.return_dict = False
     assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+
+
+class CosineHead(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, torch.nn.functional.normalize(self.weight))
+
+
+@pytest.mark.parametrize("head", [CosineHead(32, 60), torch.nn.Sequential(torch.nn.Linear(32, 60))], ids=repr)
+def test_a_head_with_a_forward_of_its_own_is_refused(head):
+    model = tiny_model("qwen2")
+    model.set_output_embeddings(head)
+    with pytest.raises(ModelError, match=f"is a {type(head).__name__} with a forward of its own"):
+        refuse_unknown_head(model)
