@@ -117,12 +117,18 @@ class ResumableTrainer(SamplingTrainer):
         `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`; or "auto":
         the same where there is one, and else a new run, so that one job script both begins and goes on. An
         `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
-        beside it.
+        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers (a
+        warning says so).
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
+        if resume_from_checkpoint is None and (unread := self.args.resume_from_checkpoint) is not None:
+            logger.warning(
+                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
+                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
+            )
         if self._stock:
             if not resume_from_checkpoint:
                 self._write_beside_earlier_runs()
@@ -255,7 +261,8 @@ class ResumableTrainer(SamplingTrainer):
         if reason is not None:
             raise CheckpointError(
                 f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
-                "whole checkpoint of output_dir, or leave it out to start anew."
+                "whole checkpoint of output_dir, 'auto' for that or a new run where there is none, or leave it out to "
+                "start anew."
             )
         if path is None:
             return None

@@ -39,6 +39,7 @@ from .engine.collectives import (
 )
 from .engine.forms import Forms
 from .engine.gradients import FixedPointGradients, NativeGradients
+from .engine.identity import check_names
 from .engine.lm_head import RouterOutput, RouterRequest, install, refuse_unknown_head
 from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
 from .engine.loss_scaler import (
@@ -134,6 +135,7 @@ class GRPOTrainer(ResumableTrainer):
         if not isinstance(model, str):
             checks.check_causal_lm(model)
         config = GRPOConfig.for_model(args, model)
+        check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
         if config.dynamic_sampling and train_dataset is not None and not hasattr(train_dataset, "__len__"):

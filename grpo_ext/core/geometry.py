@@ -363,7 +363,10 @@ def describe_plan(
     if g.global_batch_size % own:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:
-        fitting = max(1, g.prompts_per_rollout // g.num_processes) * g.num_generations
+        prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
+        if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
+            prompts = max(1, g.prompts_per_rollout // g.num_processes)
+        fitting = prompts * g.num_generations
         spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{spread}"))
     if num_prompts is None:

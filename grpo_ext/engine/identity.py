@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import transformers
 import trl
 
 from ..core.scaling import global_batch_advice
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 
 IDENTITY = "grpo_ext_identity.json"
 _ROWS_READ = 256  # of the data set, evenly spread
@@ -78,6 +79,7 @@ _OURS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+COMPARED = ("data", "model", "tokenizer", "rewards")  # beside the settings
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -186,18 +188,38 @@ def identity_of(
     return {**parts, "settings": settings_of(args, geometry)}
 
 
+def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
+    """Refuse names in `allow_changed_on_resume` that nothing is compared by.
+
+    Raises:
+        ConfigError: names the nearest one.
+    """
+    comparable = [*settings, *COMPARED]
+    for name in allowed or ():
+        if name.split(".")[0] not in comparable:
+            near = get_close_matches(name, comparable, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"use names of settings, or of {', '.join(COMPARED)}."
+            raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
+
+
 def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
     """Write into a checkpoint's folder."""
     (Path(folder) / IDENTITY).write_text(json.dumps(identity, indent=1) + "\n")
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as `name: (saved, current)`. What only one of the two versions knows is not compared."""
+    """What differs, as `name: (saved, current)`; of the model as `model.part`.
+
+    What only one of the two versions knows is not compared. `model.frozen` are the weights that are not trained, those
+    of the reference model among them.
+    """
 
     def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
         return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
 
-    found = differing(saved, current, ("data", "model", "tokenizer", "rewards"))
+    found = differing(saved, current, ("data", "tokenizer", "rewards"))
+    model = differing(saved["model"], current["model"], saved["model"].keys())
+    found |= {f"model.{part}": values for part, values in model.items()}
     return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
 
 
@@ -205,7 +227,7 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     """Refuse to go on with what would be another run.
 
     Args:
-        allowed: names that may differ.
+        allowed: names that may differ; "model" stands for all its parts.
 
     Returns:
         What differs and is allowed.
@@ -213,12 +235,12 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     Raises:
         CheckpointError: names each field that changed, with both values.
     """
-    path = Path(folder) / IDENTITY
+    path, allowed = Path(folder) / IDENTITY, set(allowed)
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
     found = changed(saved, current)
-    refused = {name: values for name, values in found.items() if name not in allowed}
+    refused = {name: values for name, values in found.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
         advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(

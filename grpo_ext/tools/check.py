@@ -99,8 +99,10 @@ class CheckReport:
         return [f"{trainer} at {', '.join(where)}: {reason}." for (trainer, reason), where in grouped.items()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"ok": self.ok, "steps": self.steps, "results": [dataclasses.asdict(r) for r in self.results]}
+        """Plain values, for JSON, which has no NaN."""
+        results = [dataclasses.asdict(r) for r in self.results]
+        plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
+        return {"ok": self.ok, "steps": self.steps, "results": plain}
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -254,7 +256,7 @@ def check(
         A `CheckReport`; `report.ok` is false when a split differs.
 
     Raises:
-        ConfigError: sizes that break a rule. LaunchError: the processes died.
+        ConfigError: sizes that break a rule, or no split that could be trained. LaunchError: the processes died.
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
@@ -284,6 +286,8 @@ def check(
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             results += _compare_trainer(dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress)
+            if all(r.verdict == "refused" for r in results):
+                raise ConfigError(f"no split could be trained: {results[0].reason}")
         return CheckReport(results, steps, base)
 
 

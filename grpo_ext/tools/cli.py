@@ -118,7 +118,9 @@ def plan(
     prompt_length: Annotated[int, typer.Option(help="With model: tokens of a prompt.")] = 512,
     max_completion_length: Annotated[OptionalInt, typer.Option(help="With model: tokens (default: 512).")] = None,
     mean_completion_length: Annotated[OptionalInt, typer.Option(help="With model (default: half the longest).")] = None,
-    compute: Annotated[str, typer.Option(help="With model: float32, bfloat16 or float16 forwards.")] = "bfloat16",
+    compute: Annotated[
+        OptionalStr, typer.Option(help="With model: float32, bfloat16 or float16 forwards (default: bfloat16).")
+    ] = None,
     lora_rank: Annotated[OptionalInt, typer.Option(help="With model: train adapters of this rank alone.")] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
@@ -161,6 +163,10 @@ def plan(
     shape = (prompt_length, longest, mean_completion_length or max(longest // 2, 1))
     settings = {"checkpointing": file.get("gradient_checkpointing", True), "reference": file.get("beta", 0.0) > 0}
     settings |= {"bitwise": file.get("bitwise_invariant", False), "budget": sizes["micro_batch_tokens"]}
+    if compute is None:
+        compute = "float16" if file.get("fp16") else "bfloat16" if file.get("bf16", True) else "float32"
+    if lora_rank is None and file.get("use_peft"):
+        lora_rank = file.get("lora_r", 16)
     _plan_memory(model, geometry, engine, shape, compute, lora_rank, settings)
 
 
@@ -217,10 +223,10 @@ def check(
         OptionalStr, typer.Option(help="Model id or folder with its tokenizer (default: the demo).")
     ] = None,
     dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder (default: the demo).")] = None,
-    prompt_column: Annotated[str, typer.Option(help="Column that holds the prompt.")] = "prompt",
+    prompt_column: Annotated[OptionalStr, typer.Option(help="Column that holds the prompt (default: prompt).")] = None,
     answer_column: Annotated[OptionalStr, typer.Option(help="Column that holds the gold answer.")] = None,
     rewards: Annotated[OptionalStr, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
-    config: Annotated[OptionalPath, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
+    config: Annotated[OptionalPath, typer.Option(help="YAML file of a run, as for recipes/grpo.py.")] = None,
     micro_batch_sizes: Annotated[OptionalStr, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
@@ -240,14 +246,19 @@ def check(
     if plot is not None:
         load_pyplot()  # before the work, not after it
     quiet_libraries()
-    task = _task(model, dataset, prompt_column, answer_column, rewards)
-    settings = {**task["config"], **_only_config_fields(read_config(config), config)}
+    file = read_config(config)
+    asked: dict[str, Any] = {"model_name_or_path": model, "dataset_name": dataset, "prompt_column": prompt_column}
+    asked |= {"answer_column": answer_column, "rewards": None if rewards is None else rewards.split(",")}
+    recipe = _recipe_fields(file, config) | {name: value for name, value in asked.items() if value is not None}
+    task = _task(recipe)
+    settings = {**task["config"], **_settings(file)}
     counts = integers(processes, "processes")
     if micro_batch_sizes is None:
         splits = default_splits(settings.get("global_batch_size") or 16, counts)
     else:
         splits = [Split(size, n) for n in counts for size in integers(micro_batch_sizes, "micro_batch_sizes")]
     console = Console()
+    console.print(task["about"], highlight=False, soft_wrap=True)
     report = run_check(
         task["model"],
         task["dataset"],
@@ -256,6 +267,7 @@ def check(
         splits=splits,
         steps=steps,
         against=against,
+        peft=task["peft"],
         tolerance=tolerance,
         bitwise=bitwise,
         progress=lambda sentence: console.print(f"[dim]{sentence}[/dim]"),
@@ -399,42 +411,75 @@ def report(
     Console().print(f"{page}: {page.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
 
 
-def _only_config_fields(settings: dict[str, Any], path: Path | None) -> dict[str, Any]:
+# of a run's file, what a check leaves out: it trains the whole model or adapters, in float32, without evaluation
+_LEFT_OUT = ("demo_eval_every", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit")
+
+
+def _settings(file: dict[str, Any]) -> dict[str, Any]:
     from ..config import GRPOConfig
 
-    names = GRPOConfig.__dataclass_fields__
-    refuse_misspelt(settings, names, path)
-    return {name: value for name, value in settings.items() if name in names and name != "output_dir"}
+    names = GRPOConfig.__dataclass_fields__.keys() - {"output_dir"}
+    return {name: value for name, value in file.items() if name in names}
 
 
-def _task(
-    model: str | None, dataset: str | None, prompt_column: str, answer_column: str | None, rewards: str | None
-) -> dict[str, Any]:
-    """Model, data, rewards and settings: the demo's where nothing else is asked for."""
-    if model is None and dataset is None and rewards is None:
+def _recipe_fields(file: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """Of the settings of a run's file, those of the recipe and of trl's ModelConfig: the model, the data, adapters.
+
+    Raises:
+        ConfigError: a name that is no setting of either, or of GRPOConfig.
+    """
+    import trl
+
+    from ..config import GRPOConfig
+    from .data import OPTIONS
+
+    of_the_recipe = {"dataset_name", "rewards", *OPTIONS, *_LEFT_OUT, *trl.ModelConfig.__dataclass_fields__}
+    known = of_the_recipe | GRPOConfig.__dataclass_fields__.keys()
+    for name in file:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigError(f"{path}: {name!r} is no setting{f'; did you mean {near[0]!r}?' if near else '.'}")
+    return {name: value for name, value in file.items() if name in of_the_recipe}
+
+
+def _task(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Model, adapter, data, rewards and settings: the demo's where neither a model nor data is named."""
+    from .data import OPTIONS, load_prompts
+    from .rewards import resolve_rewards
+
+    peft = _adapter({name: value for name, value in recipe.items() if name.startswith(("use_", "lora_"))})
+    trained = "all weights" if peft is None else f"LoRA of rank {peft['r']}"
+    left_out = [name for name in _LEFT_OUT if name in recipe]
+    about = f", {trained}" + (f"; {', '.join(left_out)} left out" if left_out else "")
+    names = ("model_name_or_path", "dataset_name")
+    rewards = resolve_rewards(recipe["rewards"]) if "rewards" in recipe else None
+    if not any(name in recipe for name in names):
         from ..demo.task import demo_config_defaults, load_demo
 
         demo = load_demo()
-        small = {"global_batch_size": 32, "rollout_chunk_size": 8}
-        settings = {**demo_config_defaults(), **small}
-        settings.pop("output_dir", None)
-        return {
-            "model": demo.model_path,
-            "dataset": demo.train_dataset,
-            "rewards": demo.reward_funcs,
-            "config": settings,
-        }
-    if model is None or dataset is None or rewards is None:
-        raise ConfigError(
-            f"model={model}, dataset={dataset}, rewards={rewards}: either give all three, or none of them for the demo."
-        )
-    from .data import load_prompts
-    from .rewards import resolve_rewards
-
-    rows = load_prompts(dataset, prompt_column=prompt_column, answer_column=answer_column)
-    train = rows[0] if isinstance(rows, tuple) else rows
+        settings = {**demo_config_defaults(), "global_batch_size": 32, "rollout_chunk_size": 8}
+        task = {"model": demo.model_path, "dataset": demo.train_dataset, "rewards": rewards or demo.reward_funcs}
+        return {**task, "config": settings, "peft": peft, "about": f"Checking the demo{about}"}
+    if rewards is None or not all(name in recipe for name in names):
+        given = ", ".join(f"{name}={recipe.get(name)}" for name in (*names, "rewards"))
+        raise ConfigError(f"{given}: either give all three, or neither model nor data for the demo.")
+    model, dataset = (recipe[name] for name in names)
+    rows = load_prompts(dataset, **{keyword: recipe[name] for name, keyword in OPTIONS.items() if name in recipe})
     settings = {"global_batch_size": 16, "num_generations": 4, "max_completion_length": 64, "learning_rate": 1e-5}
-    return {"model": model, "dataset": train, "rewards": resolve_rewards(rewards.split(",")), "config": settings}
+    task = {"model": model, "dataset": rows[0], "rewards": rewards, "config": settings, "peft": peft}
+    return {**task, "about": f"Checking {model} on {dataset}{about}"}
+
+
+def _adapter(settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of LoraConfig that trl makes of a file's settings; None for full training."""
+    import dataclasses
+
+    from trl import ModelConfig, get_peft_config
+
+    config = get_peft_config(ModelConfig(**{"lora_dropout": 0.0, **settings}))
+    if config is None:
+        return None
+    return {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.init}
 
 
 def main() -> None:

@@ -321,7 +321,7 @@ def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, t
     settings = json.loads((folder / _ADAPTER_CONFIG).read_text())
     name = base or settings.get("base_model_name_or_path")
     if not name:
-        raise ConfigError(f"the adapter in {folder} names no base model (it was in memory); give it with --base.")
+        raise ConfigError("the adapter names no base model (it was in memory); give it with --base.")
     config = AutoConfig.from_pretrained(name)
     if merging and getattr(config, "quantization_config", None) is not None:
         raise ConfigError(

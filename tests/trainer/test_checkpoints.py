@@ -131,10 +131,10 @@ def templated(template: str) -> Any:
         ({"max_completion_length": 10}, ["max_completion_length"]),
         ({"train_dataset": prompts(12, seed=5)}, ["data: "]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
-        ({"model": tiny_model(hidden_size=64)}, ["model: "]),
+        ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
         ({"bitwise_invariant": True}, ["bitwise_invariant"]),
         ({"processing_class": templated("{{ messages }}")}, ["tokenizer: "]),
-        ({"peft_config": LoraConfig(**LORA)}, ["model: "]),
+        ({"peft_config": LoraConfig(**LORA)}, ["model.adapters: "]),
     ],
 )
 def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
@@ -216,9 +216,29 @@ def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
     changed = tiny_model()
     with torch.no_grad():
         changed.model.embed_tokens.weight.mul_(1.01)  # the same shapes; no checkpoint of LoRA holds it
-    for changes in ({"model": changed}, {"peft_config": LoraConfig(**{**LORA, "lora_alpha": 3})}):
-        with pytest.raises(CheckpointError, match="model: "):
-            other(tmp_path, **{"peft_config": LoraConfig(**LORA), "max_steps": 1, **changes}).train("latest")
+    for part, changes in (
+        ("frozen", {"model": changed}),
+        ("adapters", {"peft_config": LoraConfig(**{**LORA, "lora_alpha": 3})}),
+    ):
+        settings = {"peft_config": LoraConfig(**LORA), "max_steps": 1, **changes}
+        with pytest.raises(CheckpointError, match=rf"run:\n  model\.{part}: .*\n.*\['model.{part}'\]"):
+            other(tmp_path, **settings).train("latest")
+        for allowed in ("model", f"model.{part}"):
+            settings["allow_changed_on_resume"] = [allowed]
+            other(tmp_path, **settings).train("latest")
+
+
+def test_a_misspelt_name_of_what_may_differ_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds 'maxsteps', .*; did you mean 'max_steps'\?"):
+        other(tmp_path, allow_changed_on_resume=["maxsteps"])
+
+
+def test_where_to_go_on_from_is_said_to_train(tmp_path, caplog):
+    other(tmp_path, max_steps=1, resume_from_checkpoint="latest").train()
+    assert "args.resume_from_checkpoint='latest' is not read by train()" in caplog.text
+    caplog.clear()
+    other(tmp_path, max_steps=1, resume_from_checkpoint="latest").train("latest")
+    assert "is not read" not in caplog.text
 
 
 def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -158,6 +159,19 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
         run_all([run], processes=2)
 
 
+def test_settings_that_no_split_can_be_trained_with_end_the_check():
+    config = {"global_batch_size": 8, "num_generations": 4, "reward_weights": [1.0, 2.0]}
+    with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
+        check(tiny_model(), prompts(), letter_reward, config, processing_class=tiny_tokenizer(), splits=[Split(8)])
+
+
+def test_json_holds_no_nan():
+    refused = SplitResult(Split(8), OURS, math.nan, math.nan, "", "refused", "because")
+    plain = json.loads(json.dumps(CheckReport([refused], 1).as_dict(), allow_nan=False))
+    assert plain["results"][0]["update_error"] is None
+    assert plain["results"][0]["reason"] == "because"
+
+
 def test_dropout_makes_a_split_differ_and_is_blamed():
     # the negative control of the comparison: noise drawn per micro-batch
     config = {
@@ -184,7 +198,8 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from grpo_ext.tools import cli
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    monkeypatch.setattr(cli, "_task", lambda *args: {"model": "", "dataset": None, "rewards": [], "config": {}})
+    task = {"model": "", "dataset": None, "rewards": [], "config": {}, "peft": None, "about": "Checking"}
+    monkeypatch.setattr(cli, "_task", lambda *args: task)
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output

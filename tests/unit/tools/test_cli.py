@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import yaml
+from peft import LoraConfig
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError
@@ -88,3 +92,77 @@ def test_square_brackets_reach_the_reader(monkeypatch, capsys):
     assert "pip install 'grpo-ext[plot]'" in capsys.readouterr().err
     plan = runner.invoke(app, ["plan", "--help"]).output
     assert "(default: 8)" in " ".join(plan.split())
+
+
+@pytest.fixture
+def checked(monkeypatch, tmp_path):
+    """Runs `grpo-ext check --config` with a file; returns what would be checked, and what was said."""
+    seen = {}
+
+    def check(model, dataset, rewards, settings, **options):
+        seen.update(model=model, dataset=dataset, rewards=rewards, settings=settings, **options)
+        raise ConfigError("stop here")
+
+    monkeypatch.setattr("grpo_ext.tools.check.check", check)
+
+    def run(content, *flags):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+        result = runner.invoke(app, ["check", "--config", str(tmp_path / "run.yaml"), *flags])
+        return seen, result
+
+    return run
+
+
+def test_a_check_takes_model_data_rewards_and_adapter_from_the_file_of_the_run(checked, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2", "answer": "2"}\n')
+    adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+    data = {"dataset_name": str(tmp_path / "data.jsonl"), "prompt_column": "question", "max_samples": 1}
+    file = {"model_name_or_path": "some/model", "rewards": ["exact_number"], "beta": 0.1, "seed": 7, **data, **adapter}
+    seen, result = checked(file)
+    assert str(result.exception) == "stop here"
+    assert seen["model"] == "some/model"
+    assert seen["dataset"]["prompt"] == ["1 + 1"]
+    assert [f.__name__ for f in seen["rewards"]] == ["exact_number"]
+    assert (
+        LoraConfig(**seen["peft"]).to_dict()
+        == LoraConfig(
+            r=4, lora_alpha=32, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ).to_dict()
+    )
+    assert (seen["settings"]["beta"], seen["settings"]["seed"]) == (0.1, 7)
+    assert not seen["settings"].keys() & file.keys() - {"beta", "seed"}
+    assert "Checking some/model on " in result.output
+    assert "LoRA of rank 4" in result.output
+    seen, _ = checked(file, "--model", "other/model")  # an option wins
+    assert seen["model"] == "other/model"
+
+
+def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
+    _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
+    assert "dataset_name=None" in str(result.exception)
+    assert "either give all three" in str(result.exception)
+    _, result = checked({"nothing": 1})
+    assert "'nothing' is no setting" in str(result.exception)
+    demo = SimpleNamespace(model_path="demo/model", train_dataset=None, reward_funcs=[len])
+    monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: demo)
+    seen, result = checked({"learning_rate": 0.5, "dtype": "bfloat16"})
+    assert "Checking the demo, all weights; dtype left out" in result.output
+    assert (seen["model"], seen["peft"], seen["settings"]["learning_rate"]) == ("demo/model", None, 0.5)
+
+
+def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))
+    file = tmp_path / "run.yaml"
+
+    def planned(content, *flags):
+        file.write_text(yaml.safe_dump(content))
+        arguments = ["plan", "--config", str(file), "--model", str(tmp_path / "config.json"), *flags]
+        result = runner.invoke(app, arguments)
+        assert result.exit_code == 0, result.exception
+        return result.output
+
+    full, lora = planned({"beta": 0.0}), planned({"use_peft": True, "lora_r": 4})
+    assert lora == planned({"beta": 0.0}, "--lora-rank", "4") != full
+    assert planned({"bf16": False}) == planned({"beta": 0.0}, "--compute", "float32") != full
+    assert planned({"fp16": True}) == planned({"beta": 0.0}, "--compute", "float16")
