@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ _LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp
 class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
 
-    What the run means (changes what is learned):
+    What the run means (changes what is learned; compared on resume):
         global_batch_size: completions per optimizer step, over all processes.
         rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size` and
             of `num_generations`.
         advantage_estimator: how rewards become advantages, by name; None: TRL's `scale_rewards` says.
         loss_aggregation: how the losses of tokens add up; None: `loss_type` says.
+        rollout_chunk_size: completions per `generate` call on one device, and per call of a reward function; a multiple
+            of `num_generations`. Another one changes samples by rounding.
         dynamic_sampling: groups without variance are replaced by further prompts.
         dynamic_sampling_max_rounds: how often further prompts are sampled for one rollout batch.
 
@@ -50,8 +53,6 @@ class GRPOConfig(trl.GRPOConfig):
         per_device_train_batch_size: completions per forward on one device; any positive integer.
         gradient_accumulation_steps: only without `global_batch_size`; otherwise derived.
         micro_batch_tokens: tokens per forward on one device; a cap beside the one on completions.
-        rollout_chunk_size: completions per `generate` call on one device, and per call of a reward function; a multiple
-            of `num_generations`.
 
     What is not computed (each can be turned off; none changes the update):
         packed_forward: prompts once per group, no padding.
@@ -588,6 +589,25 @@ class GRPOConfig(trl.GRPOConfig):
         args.generation_batch_size = g.rollout_batch_size
         args.steps_per_generation = g.rollout_batch_size // unit
         return args
+
+
+# help of fields that mean something else here than TRL and transformers say
+_HELP = {
+    "num_generations": "Completions per prompt, 2 or more; rollout_batch_size is a multiple of it.",
+    "per_device_train_batch_size": "The most completions of one forward on one device, any number; changes nothing "
+    "that is learned. Without global_batch_size it also makes the step, as in TRL.",
+    "gradient_accumulation_steps": "Only without global_batch_size, which it then makes as in TRL; otherwise derived.",
+    "generation_batch_size": "TRL's name for rollout_batch_size.",
+    "steps_per_generation": "Micro-batches per generation phase, as in TRL; better, rollout_batch_size.",
+    "auto_find_batch_size": "Accepted and without effect: a step that runs out of memory always runs again with "
+    "smaller micro-batches.",
+    "resume_from_checkpoint": "For scripts, as in transformers; recipes/grpo.py hands it to train(): a checkpoint, "
+    "'latest' (or true) for the newest whole one of output_dir, or 'auto' for that or, where there is none, a new run.",
+}
+for _name, _text in _HELP.items():
+    _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # the base class keeps its own
+    _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
+    GRPOConfig.__dataclass_fields__[_name] = _spec
 
 
 def _check_eval_sizes(per_device_eval_batch_size: int, num_generations_eval: int | None) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -32,7 +33,7 @@ from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.tools.console import Console, quiet_libraries
 from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.report import report_or_reason
-from grpo_ext.tools.rewards import resolve_rewards
+from grpo_ext.tools.rewards import resolve_rewards, reward_names
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
@@ -63,7 +64,7 @@ class ScriptArguments:
     eval_fraction: float = field(default=0.0, metadata={"help": "Share of the rows to hold out for evaluation."})
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
-        metadata={"help": "Short names, package.module.function, or path/to/file.py:function."},
+        metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
     )
     demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
@@ -220,7 +221,7 @@ def demo_task() -> DemoTask:
         return load_demo()
 
 
-def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
+def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: list[str]) -> None:
     from trl import get_peft_config
 
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
@@ -250,8 +251,11 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
     save(trainer, {**figures, "seconds": seconds})
-    say("Next, the same run on two processes, which learns the same; and the comparison of many splits:")
-    say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml recipes/grpo.py")
+    if trainer.accelerator.num_processes == 1:
+        again = shlex.join(["recipes/grpo.py", *argv])
+        say("Next, the same run on two processes, which learns the same:")
+        say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
+    say("The comparison of many splits:")
     say(f"  {command('grpo-ext')} check --against trl")
     finish(trainer)
 
@@ -321,7 +325,7 @@ def main(argv: list[str]) -> None:
         if unnamed:
             training.output_dir = fresh_demo_folder()
         if demo:
-            run_demo(script, training, model)
+            run_demo(script, training, model, argv)
         else:
             run(script, training, model)
     except GrpoExtError as error:

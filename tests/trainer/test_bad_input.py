@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
@@ -193,3 +194,11 @@ def test_sums_over_processes_in_every_backward_are_refused(tmp_path):
     options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ConfigError, match="sync_each_batch=True"):
         build(tmp_path, accelerator_config=options)
+
+
+def test_the_help_of_a_field_says_what_it_means_here():
+    ours, theirs = (cls.__dataclass_fields__ for cls in (GRPOConfig, trl.GRPOConfig))
+    for name in ("num_generations", "auto_find_batch_size"):
+        assert ours[name].default == theirs[name].default
+        assert "divisible" not in ours[name].metadata["help"] != theirs[name].metadata["help"]
+    assert "effect" in ours["auto_find_batch_size"].metadata["help"]
