@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +22,7 @@ from transformers import AutoConfig
 from ..compat import create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ModelError
 from .collectives import any_process
-from .lm_head import install
+from .lm_head import gathered, install
 
 logger = get_logger(__name__)
 
@@ -90,19 +88,6 @@ def _is_known(name: str, trust_remote_code: bool) -> bool:
     return True
 
 
-@contextmanager
-def _whole(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters that ZeRO-3 has cut are whole on every process."""
-    parameters = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    if not parameters:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters):
-        yield
-
-
 def copied(model: nn.Module) -> nn.Module:
     """An independent copy of a model object, in evaluation mode; ties between weights are kept.
 
@@ -110,7 +95,7 @@ def copied(model: nn.Module) -> nn.Module:
         ModelError: something in the object cannot be copied.
     """
     try:
-        with _whole(model):
+        with gathered(*model.parameters()):
             twin = copy.deepcopy(model)
     except (TypeError, RuntimeError) as error:
         raise ModelError(
