@@ -15,7 +15,6 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _FAR = 2**20  # a length in tokens beyond every switch
-_NEVER = 2**31  # a length that is never reached
 _TEMPLATE_TOKENS = 512
 
 
@@ -52,8 +51,8 @@ def _rotary(model: nn.Module) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def _declared(module: Any, kind: str | None) -> str:
-    """The name of a module's kind of scaling."""
-    rope_type = getattr(module, "rope_type", "default")
+    """The name of a module's kind of scaling, also after it was pinned."""
+    rope_type = getattr(module, "rope_type_before", getattr(module, "rope_type", "default"))
     return str(rope_type[kind] if isinstance(rope_type, dict) else rope_type)
 
 
@@ -91,21 +90,18 @@ def _pin(model: nn.Module, length: int) -> None:
             continue
         if rope_type != "longrope" and "dynamic" not in rope_type:
             continue
-        module.pinned_length = length
+        if not hasattr(module, "rope_type_before"):
+            module.rope_type_before = module.rope_type
         extra = {} if kind is None else {"layer_type": kind}
         frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, None, seq_len=length, **extra)
-        for name in ("inv_freq", "original_inv_freq"):
-            getattr(module, prefix + name).copy_(frequencies)
-        if rope_type == "longrope":  # both sides of the switch
-            setattr(module, f"{prefix}long_inv_freq", getattr(module, f"{prefix}inv_freq").clone())
-        else:  # grown, and never reset
-            setattr(module, f"{prefix}max_seq_len_cached", _NEVER)
-            module.original_max_seq_len = 0
+        getattr(module, f"{prefix}inv_freq").copy_(frequencies)
+        # a kind that transformers never updates
+        module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
 
 
 def _pinned(model: nn.Module) -> str | None:
     """Name of the first rotary module that an earlier run of the same object has set."""
-    found = (path for path, module, _ in _rotary(model) if hasattr(module, "pinned_length"))
+    found = (path for path, module, _ in _rotary(model) if hasattr(module, "rope_type_before"))
     return next(found, None)
 
 

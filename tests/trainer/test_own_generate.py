@@ -184,11 +184,11 @@ def test_bitwise_mode_refuses_it(tmp_path):
     def build(model):
         return make(tmp_path, model=model, bitwise_invariant=True, max_steps=1)
 
-    with pytest.raises(ConfigError, match=r"a generate of its own \(.*OwnQwen2.generate\) go through other code"):
+    with pytest.raises(ConfigError, match=r"a generate of one.s own \(.*OwnQwen2.generate\) go through other code"):
         build(model_with(Sampler(), "subclass"))
     trainer = build(tiny_model())
     trainer.model.generate = Sampler()
-    with pytest.raises(ConfigError, match=r"a generate of its own \(.*Sampler\)"):
+    with pytest.raises(ConfigError, match=r"a generate of one.s own \(.*Sampler\)"):
         trainer.train()
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from scipy import stats
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import pad
@@ -295,6 +297,9 @@ def test_leaving_a_setting_out_would_be_rejected_by_the_same_test(model):
     assert p_value(filtered, expected_distribution(model, top_k=15)) < P_VALUE
 
 
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.23"), reason="transformers before 5.23 penalises a row's padding too"
+)
 def test_the_penalty_of_a_padded_row_is_that_of_the_row_alone(model):
     config = sampling(repetition_penalty=3.0)
     keys_B = keys(len(PROMPTS))
