@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .algorithms.advantages import register_advantage_estimator
     from .config import GRPOConfig
-    from .core.advantages import register_advantage_estimator
     from .tools.console import Console
     from .trainer import GRPOTrainer
 
@@ -17,7 +17,7 @@ _HOME = {
     "Console": "tools.console",
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
-    "register_advantage_estimator": "core.advantages",
+    "register_advantage_estimator": "algorithms.advantages",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any name for one that exists

@@ -17,11 +17,11 @@ import torch
 import trl
 
 from . import compat
-from .core.advantages import check_estimator, probe_estimator
-from .core.geometry import BatchGeometry, ceil_div, resolve_geometry
-from .core.loss_scale import INITIAL_SCALE, ScaleRule
-from .core.losses import LOSS_TYPES, LossConfig
+from .algorithms.advantages import check_estimator, probe_estimator
+from .algorithms.losses import LOSS_TYPES, LossConfig
+from .batching.sizes import BatchGeometry, ceil_div, resolve_geometry
 from .errors import ConfigError
+from .precision.scale_rule import INITIAL_SCALE, ScaleRule
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",

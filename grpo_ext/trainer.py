@@ -22,59 +22,52 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from . import compat
+from . import checks, compat
+from .algorithms.losses import adapted_entropy_coefficient
+from .batching.micro_batches import oversized
+from .batching.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
+from .batching.sizes import check_equal_shares, describe_plan
 from .config import GRPOConfig
-from .core.geometry import check_equal_shares, describe_plan
-from .core.losses import adapted_entropy_coefficient
-from .core.micro_batches import oversized
-from .engine import checks
-from .engine.architecture import experts_per_token, token_cost
-from .engine.attention import packed_attention, runs_packs
-from .engine.bitwise import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
-from .engine.collectives import (
-    any_process,
-    first_of_all_processes,
-    leave_in_order,
-    max_over_processes,
-)
-from .engine.forms import Forms
-from .engine.gradients import FixedPointGradients, NativeGradients
-from .engine.identity import check_names
-from .engine.lm_head import RouterOutput, RouterRequest, install, refuse_unknown_head
-from .engine.loss_assembly import LossTerms, assemble_loss, loss_mask
-from .engine.loss_scaler import (
+from .errors import ConfigError, MemoryShortageError, PrecisionError
+from .forward.architecture import experts_per_token, token_cost
+from .forward.attention import packed_attention, runs_packs
+from .forward.lm_head import RouterOutput, RouterRequest, install, refuse_unknown_head
+from .forward.packed import read_batch
+from .forward.padded import Chunking, score_in_chunks, without_checkpointing
+from .forward.positions import longest_prompt, settle_rope
+from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
+from .forward.scorer import Forms
+from .precision.loss_scaler import (
     DeepSpeedScale,
     LossScaler,
     install_loss_scaler,
     reduce_in_float32,
     refuse_half_weights,
 )
-from .engine.memory import Halving, WindowLimits, WindowOutOfMemory, free_memory, is_out_of_memory
-from .engine.non_finite import FirstModule, bad_weight, explanation
-from .engine.packed_forward import read_batch
-from .engine.phases import PhaseClock, StepWork
-from .engine.prompt_order import PromptOrder, Reserve, make_eval_loader, make_loader
-from .engine.reference import ReferenceSource, base_model_of, build_reference, reference_source
-from .engine.rewards import Faults
-from .engine.rollouts import (
+from .precision.non_finite import FirstModule, bad_weight, explanation
+from .resumable_trainer import ResumableTrainer
+from .rewards.guard import Faults
+from .run.fingerprint import check_names
+from .run.recorded_completions import Samples, record
+from .runtime.clock import PhaseClock
+from .runtime.collectives import (
+    any_process,
+    first_of_all_processes,
+    leave_in_order,
+    max_over_processes,
+)
+from .runtime.determinism import align_memory, pinned, refuse_batch_dependent_rewards, refuse_sharding
+from .runtime.out_of_memory import Halving, WindowLimits, WindowOutOfMemory, free_memory, is_out_of_memory
+from .sampling.rollout import (
     Rollout,
     contributing_rows,
 )
-from .engine.rope import longest_prompt, settle_rope
-from .engine.samples import Samples, record
-from .engine.scoring import Chunking, score_in_chunks, without_checkpointing
-from .engine.statistics import StepContext, batch_context, keep_whole_batch, measure_step
-from .engine.window import (
-    Layout,
-    MicroBatch,
-    StepMeter,
-    clear_cache_every,
-    plan_window,
-    run_window,
-    survivable,
-)
-from .errors import ConfigError, MemoryShortageError, PrecisionError
-from .resumable import ResumableTrainer
+from .step.backward import clear_cache_every, run_window, survivable
+from .step.gradients import FixedPointGradients, NativeGradients
+from .step.loss import LossTerms, assemble_loss, loss_mask
+from .step.metrics import StepMeter, StepWork
+from .step.plan import Layout, MicroBatch, plan_window
+from .step.statistics import StepContext, batch_context, keep_whole_batch, measure_step
 
 logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function

@@ -28,12 +28,13 @@ from accelerate.utils import broadcast_object_list
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
-from grpo_ext.engine.checkpoint import checkpoints
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
-from grpo_ext.tools.console import Console, quiet_libraries
+from grpo_ext.rewards.registry import resolve_rewards, reward_names
+from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
-from grpo_ext.tools.report import report_or_reason
-from grpo_ext.tools.rewards import resolve_rewards, reward_names
+from grpo_ext.tools.quiet import quiet_libraries
+from grpo_ext.tools.report.page import report_or_reason
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"

@@ -124,7 +124,7 @@ def plan(
     lora_rank: Annotated[OptionalInt, typer.Option(help="With model: train adapters of this rank alone.")] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
-    from ..core.geometry import describe_plan, resolve_geometry
+    from ..batching.sizes import describe_plan, resolve_geometry
 
     given = {
         "num_generations": num_generations,
@@ -180,8 +180,8 @@ def _plan_memory(
     settings: dict[str, Any],
 ) -> None:
     quiet_libraries()
-    from ..core.memory_model import Layout
-    from .memory_plan import balance, load_config, measure, memory_table, simulated
+    from .plan.measure import balance, load_config, measure, memory_table, simulated
+    from .plan.memory import MemoryLayout
 
     if compute not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"compute={compute!r}: use float32, bfloat16 or float16.")
@@ -194,7 +194,7 @@ def _plan_memory(
     largest = -(-micro // own) * prompt + micro * longest
     if settings["budget"] is not None:
         largest = min(largest, max(settings["budget"], prompt + longest))
-    layout = Layout(
+    layout = MemoryLayout(
         engine,
         geometry.num_processes,
         largest,
@@ -239,8 +239,8 @@ def check(
     plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
     """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
-    from .check import Split, default_splits
     from .check import check as run_check
+    from .check.comparison import Split, default_splits
     from .plots import load_pyplot, write_check_plot
 
     if plot is not None:
@@ -314,7 +314,7 @@ def bench(
     ] = False,
 ) -> None:
     """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
-    from .bench import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json
+    from .bench.shapes import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json
     from .plots import load_pyplot, write_bench_plot
 
     if plot is not None:
@@ -342,8 +342,8 @@ def bench(
 
 
 def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str, console: Console) -> None:
-    from .bench import PARTS, parts_tables, run_part
-    from .bench_worker import cost_of
+    from .bench.shapes import PARTS, parts_tables, run_part
+    from .bench.worker import cost_of
 
     results = [
         run_part(part, shapes[part.shape], model, rounds, 8, dtype, lambda text: console.print(f"[dim]{text}[/dim]"))
@@ -405,7 +405,7 @@ def report(
     ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
-    from .report import report as write
+    from .report.page import report as write
 
     page = write(runs, output)
     Console().print(f"{page}: {page.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
@@ -444,8 +444,8 @@ def _recipe_fields(file: dict[str, Any], path: Path | None) -> dict[str, Any]:
 
 def _task(recipe: dict[str, Any]) -> dict[str, Any]:
     """Model, adapter, data, rewards and settings: the demo's where neither a model nor data is named."""
+    from ..rewards.registry import resolve_rewards
     from .data import OPTIONS, load_prompts
-    from .rewards import resolve_rewards
 
     peft = _adapter({name: value for name, value in recipe.items() if name.startswith(("use_", "lora_"))})
     trained = "all weights" if peft is None else f"LoRA of rank {peft['r']}"

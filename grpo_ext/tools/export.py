@@ -21,11 +21,11 @@ from huggingface_hub import ModelCard, ModelCardData, split_state_dict_into_shar
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..engine.checkpoint import checkpoints, is_verified, why_broken
-from ..engine.identity import IDENTITY
-from ..engine.manifest import read_manifest
-from ..engine.samples import Samples, score_alone
 from ..errors import CheckpointError, ConfigError, GrpoExtError
+from ..run.checkpoint import checkpoints, is_verified, why_broken
+from ..run.fingerprint import IDENTITY
+from ..run.manifest import read_manifest
+from ..run.recorded_completions import Samples, score_alone
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains

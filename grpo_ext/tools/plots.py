@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .runs import OURS, STOCK
+from .check.runs import OURS, STOCK
 
 if TYPE_CHECKING:
-    from .bench import Result
+    from .bench.shapes import Result
     from .check import CheckReport
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}

@@ -41,10 +41,11 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         if mine and moment == "rewards" and rewards[0] == at:
             die()
         if mine and moment != "rewards" and rewards[0] == 1:
-            import grpo_ext.resumable as resumable
-            import grpo_ext.sampling as sampling
-            from grpo_ext.engine import checkpoint, gradients
-            from grpo_ext.engine.run_state import RunState
+            import grpo_ext.resumable_trainer as resumable
+            import grpo_ext.sampling_trainer as sampling
+            from grpo_ext.run import checkpoint
+            from grpo_ext.run.state import RunState
+            from grpo_ext.step import gradients
 
             owner, name = {
                 "rollouts": (sampling, "sample_chunk"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.engine.checkpoint import checkpoints, newest_whole, why_broken
-from grpo_ext.tools.runs import LaunchError, RunResult, run_all
+from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
+from grpo_ext.tools.check.runs import LaunchError, RunResult, run_all
 from tests.crash.kills import MOMENTS, dying, dying_after
 from tests.helpers import letter_reward
 from tests.invariance.cases import Bench

@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         fsdp_on_the_cpu()
-    from grpo_ext.tools.run_worker import leave
+    from grpo_ext.tools.check.worker import leave
 
     fp16_on_the_cpu()
     main(Path(sys.argv[1]))

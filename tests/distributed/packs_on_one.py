@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine import packed_forward
-from grpo_ext.engine.attention import TakesNoPacks
 from grpo_ext.errors import ModelError
-from grpo_ext.tools.run_worker import leave
+from grpo_ext.forward import packed as packed_forward
+from grpo_ext.forward.attention import TakesNoPacks
+from grpo_ext.tools.check.worker import leave
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 

@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.tools.check.runs import free_port
 from grpo_ext.tools.export import export
-from grpo_ext.tools.runs import free_port
 from tests.distributed.launch import ROOT
 from tests.helpers import tiny_model, tiny_tokenizer
 from tests.invariance.cases import LORA, SETTINGS

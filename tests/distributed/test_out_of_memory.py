@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.tools.check import update_error
-from grpo_ext.tools.runs import RunResult, run_all
+from grpo_ext.tools.check.comparison import update_error
+from grpo_ext.tools.check.runs import RunResult, run_all
 from tests.crash.kills import out_of_memory
 from tests.invariance.cases import Bench
 from tests.tolerances import UPDATE

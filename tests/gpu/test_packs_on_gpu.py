@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
-from grpo_ext.engine import attention
-from grpo_ext.engine.lm_head import install
-from grpo_ext.engine.pack_check import try_pack
-from grpo_ext.engine.packed_forward import score_packed, score_padded
+from grpo_ext.forward import attention
+from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.pack_check import try_pack
+from grpo_ext.forward.packed import score_packed, score_padded
 from tests.trainer.test_layout import make, parameters
-from tests.unit.engine.test_packed_forward import batch_of, gradient
+from tests.unit.forward.test_packed import batch_of, gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

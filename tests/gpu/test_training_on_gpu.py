@@ -12,8 +12,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.loss_scaler import LossScaler
-from grpo_ext.tools.memory_plan import Layout, measure, memory_of
+from grpo_ext.precision.loss_scaler import LossScaler
+from grpo_ext.tools.plan.measure import measure
+from grpo_ext.tools.plan.memory import MemoryLayout, memory_of
 from tests.helpers import letter_reward, tiny_tokenizer
 
 pytestmark = [
@@ -75,7 +76,7 @@ def test_a_model_of_half_a_billion_weights_trains(tmp_path, precision):
     assert isinstance(trainer.accelerator.scaler, LossScaler) == (precision == "fp16")
     config = Qwen2Config(**HALF_B)
     sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
-    expected = memory_of(sizes, Layout("ddp", 1, PROMPT + GROUP * COMPLETION, 1, 1))["training"]
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1, 1))["training"]
     peak = torch.cuda.max_memory_allocated()
     print(f"{precision}: expected {expected / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")
     assert 0.7 < expected / peak < 1.3

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.runs import OURS, Run
+from grpo_ext.tools.check.runs import OURS, Run
 from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ext.tools.check import metric_difference
-from grpo_ext.tools.runs import OURS, Run
+from grpo_ext.tools.check.comparison import metric_difference
+from grpo_ext.tools.check.runs import OURS, Run
 from tests.invariance.cases import CASES, Bench
 from tests.invariance.test_matrix import REFERENCE, SIZES, Launches
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from grpo_ext.tools.check import describe_difference, metric_difference, update_error
-from grpo_ext.tools.runs import OURS, STOCK, Run, RunResult, run_all
+from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
+from grpo_ext.tools.check.runs import OURS, STOCK, Run, RunResult, run_all
 from tests.helpers import STOCK_SCORES, stock_scores
 from tests.invariance.cases import CASES, Bench
 from tests.tolerances import (

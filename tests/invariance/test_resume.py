@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.engine.checkpoint import checkpoints, newest_whole
-from grpo_ext.tools.check import metric_difference, update_error
-from grpo_ext.tools.runs import STOCK, LaunchError, Run, RunResult, run_all
+from grpo_ext.run.checkpoint import checkpoints, newest_whole
+from grpo_ext.tools.check.comparison import metric_difference, update_error
+from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult, run_all
 from tests.crash.kills import dying
 from tests.helpers import letter_reward, sparse_reward, stock_scores
 from tests.invariance.cases import Bench

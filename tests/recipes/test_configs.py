@@ -11,7 +11,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from grpo_ext.core.geometry import check_equal_shares
+from grpo_ext.batching.sizes import check_equal_shares
 from grpo_ext.tools.cli import app
 
 from .tiny import (

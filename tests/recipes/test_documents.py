@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import grpo_ext
 from grpo_ext import GRPOConfig
-from grpo_ext.core.advantages import ESTIMATORS
+from grpo_ext.algorithms.advantages import ESTIMATORS
 from grpo_ext.tools.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -25,4 +25,4 @@ def test_the_two_commands_of_the_readme_work_in_a_fresh_clone(tmp_path):
     trained = make("train", "ARGS=--max_steps 30")
     assert "held-out exact match 0." in trained
     assert (clone / "runs" / "demo-1" / "model.safetensors").exists()
-    assert "passed" in make("test", "ARGS=tests/unit/core/test_geometry.py")
+    assert "passed" in make("test", "ARGS=tests/unit/batching/test_sizes.py")

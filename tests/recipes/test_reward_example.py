@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ext.tools.rewards import resolve_rewards
+from grpo_ext.rewards.registry import resolve_rewards
 
 from .tiny import ROOT
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import grpo_ext.engine.forms
-import grpo_ext.sampling
+import grpo_ext.forward.scorer
+import grpo_ext.sampling_trainer
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.rollouts import by_length
 from grpo_ext.errors import SplitDependentError
+from grpo_ext.sampling.chunks import by_length
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -66,7 +66,7 @@ def test_virtual_tokens_do_not_make_the_update_depend_on_the_split(tmp_path, kin
 @pytest.mark.parametrize("kind", ["prompt", "p_tuning"])
 def test_padding_behind_virtual_tokens_would(tmp_path, monkeypatch, kind):
     stock = lambda score, *args, **kwargs: score(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(grpo_ext.engine.forms, "_without_left_padding", stock)
+    monkeypatch.setattr(grpo_ext.forward.scorer, "_without_left_padding", stock)
     whole, rows = (update(tmp_path, KINDS[kind](), per_device_train_batch_size=size) for size in (16, 3))
     assert error(whole, rows) > DIFFERENT
 

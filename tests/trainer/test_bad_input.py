@@ -13,7 +13,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.core.losses import LOSS_TYPES
+from grpo_ext.algorithms.losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 

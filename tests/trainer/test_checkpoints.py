@@ -16,10 +16,10 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine import checkpoint
-from grpo_ext.engine.checkpoint import checkpoints, why_broken
-from grpo_ext.engine.manifest import MANIFEST, read_manifest
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
+from grpo_ext.run import checkpoint
+from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.manifest import MANIFEST, read_manifest
 from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.trainer.test_layout import BASE, make, parameters
 
@@ -186,7 +186,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("grpo_ext.engine.run_state.save_file", full)
+    monkeypatch.setattr("grpo_ext.run.state.save_file", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
@@ -493,7 +493,7 @@ def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
 
 
 def test_threads_and_kernels_are_as_before_after_a_run(tmp_path):
-    from grpo_ext.engine.bitwise import environment
+    from grpo_ext.runtime.determinism import environment
 
     before = environment()
     trainer = make(tmp_path, bitwise_invariant=True, bitwise_threads=2)

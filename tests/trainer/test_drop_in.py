@@ -244,7 +244,7 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
-    from grpo_ext import sampling as module
+    from grpo_ext import sampling_trainer as module
     from tests.trainer.test_layout import make
 
     trainer = make(tmp_path)
@@ -364,7 +364,7 @@ def tool_tokenizer():
 
 
 def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):
-    import grpo_ext.sampling as module
+    import grpo_ext.sampling_trainer as module
 
     turns = []
 

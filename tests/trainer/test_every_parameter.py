@@ -104,10 +104,10 @@ TESTED = {
     "pad_to_multiple_of steps_per_generation",
     "tests/trainer/test_parity.py": "epsilon router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos "
     "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
-    "tests/unit/core/test_geometry.py": "generation_batch_size",
-    "tests/unit/core/test_losses.py": "vllm_importance_sampling_correction",
-    "tests/unit/engine/test_checks.py": "neftune_noise_alpha",
-    "tests/unit/engine/test_decoding.py": "cache_implementation",
+    "tests/unit/batching/test_sizes.py": "generation_batch_size",
+    "tests/unit/algorithms/test_losses.py": "vllm_importance_sampling_correction",
+    "tests/unit/test_checks.py": "neftune_noise_alpha",
+    "tests/unit/sampling/test_decoding.py": "cache_implementation",
     "tests/trainer/test_fp16.py": "fp16",
     "tests/trainer/test_out_of_memory.py": "auto_find_batch_size",
     "tests/trainer/test_trackers.py": "report_to",
@@ -202,7 +202,7 @@ def test_a_file_names_the_parameters_it_is_said_to_test(path):
 def test_an_unknown_parameter_would_be_found():
     known = {*SMOKE, *MATRIX.split()} | words(TESTED) | words(PASSED_ON) | words(DECIDED)
     assert "a_parameter_of_next_year" not in known
-    assert "a_parameter_of_next_year" not in mentioned("tests/unit/engine/test_window.py")
+    assert "a_parameter_of_next_year" not in mentioned("tests/unit/step/test_plan.py")
 
 
 def logged_keys(trainer_class, config_class, folder, **settings) -> set[str]:

@@ -14,8 +14,8 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.loss_scaler import LossScaler
 from grpo_ext.errors import ConfigError, ModelError, PrecisionError
+from grpo_ext.precision.loss_scaler import LossScaler
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.test_layout import parameters
 

@@ -15,8 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.checkpoint import checkpoints, why_broken
-from grpo_ext.engine.interrupts import EXIT_STATUS, TrainingInterrupted
+from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.distributed.launch import accelerate_launch
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.test_layout import make, parameters

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext import GRPOTrainer, sampling
+from grpo_ext import GRPOTrainer
+from grpo_ext import sampling_trainer as sampling
 from grpo_ext.errors import MemoryShortageError
 from tests.tolerances import UPDATE
 from tests.trainer.test_layout import error, make, parameters, update
@@ -63,7 +64,7 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settin
 
 
 def test_without_throwing_the_gradients_away_the_update_would_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_ext.engine.gradients.NativeGradients.discard", lambda self: None)
+    monkeypatch.setattr("grpo_ext.step.gradients.NativeGradients.discard", lambda self: None)
     expected, _ = update(tmp_path / "a")
     trainer = limited(tmp_path / "b")
     before = parameters(trainer)

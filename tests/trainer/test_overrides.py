@@ -10,8 +10,8 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.window import MicroBatch
 from grpo_ext.errors import ConfigError
+from grpo_ext.step.plan import MicroBatch
 from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 from tests.trainer.test_own_generate import Sampler, apart, change, model_with

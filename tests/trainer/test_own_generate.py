@@ -12,8 +12,8 @@ import trl
 from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.decoding import own_generate
 from grpo_ext.errors import ConfigError
+from grpo_ext.sampling.decoding import own_generate
 from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 from tests.trainer.test_drop_in import (  # noqa: F401

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_ext.trainer
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.rope import covered_length, depends_on_length, longest_prompt
 from grpo_ext.errors import DataError, SplitDependentError
+from grpo_ext.forward.positions import covered_length, depends_on_length, longest_prompt
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.engine.run_log import LOG, read_log
-from grpo_ext.tools.report import ReportCallback
-from grpo_ext.tools.report_runs import load_run
+from grpo_ext.run.log import LOG, read_log
+from grpo_ext.tools.report.page import ReportCallback
+from grpo_ext.tools.report.runs import load_run
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 

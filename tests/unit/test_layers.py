@@ -1,4 +1,4 @@
-"""Layers: imports go one way, only engine/ names collectives, only sampling.py and config.py subclass TRL."""
+"""Rooms: imports go one way, one file names collectives, only trainer.py and config.py subclass TRL."""
 
 from __future__ import annotations
 
@@ -12,20 +12,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext").rglob("*.py"))
 
-# layer -> layers it may import; "package" is grpo_ext/__init__.py
-ALLOWED = {
-    "errors": set(),
-    "compat": {"errors"},
-    "core": {"core", "errors"},
-    "config": {"compat", "core", "errors"},
-    "engine": {"compat", "core", "engine", "errors"},
-    "sampling": {"compat", "core", "engine", "config", "errors"},
-    "resumable": {"core", "engine", "errors", "sampling"},
-    "trainer": {"compat", "core", "engine", "config", "errors", "resumable"},
-    "demo": {"demo", "core", "config", "errors"},
-    "tools": {"core", "engine", "config", "trainer", "demo", "tools", "errors", "package"},
-    "package": {"config", "core", "tools", "trainer"},
-}
+# rooms from the bottom to the top: each may import itself and those before it; "package" is grpo_ext/__init__.py
+ROOMS = (
+    "errors",
+    "algorithms",
+    "batching",
+    "compat",
+    "runtime",
+    "precision",
+    "config",
+    "forward",
+    "sampling",
+    "rewards",
+    "step",
+    "run",
+    "checks",
+    "sampling_trainer",
+    "resumable_trainer",
+    "trainer",
+    "package",
+    "demo",
+    "tools",
+)
+PURE = ("errors", "algorithms", "batching")  # torch and the standard library alone
+NAMES_COLLECTIVES = "grpo_ext/runtime/collectives.py"
 COLLECTIVES = {
     "gather",
     "gather_object",
@@ -48,7 +58,7 @@ COMMUNICATORS = {"accelerator", "accelerate", "dist", "distributed", "state"}
 
 
 def layer_of(path: str) -> str:
-    """The layer of a file, by its place: "grpo_ext/core/losses.py" is in core."""
+    """The layer of a file, by its place: "grpo_ext/algorithms/losses.py" is in core."""
     parts = Path(path).with_suffix("").parts[1:]
     return "package" if parts == ("__init__",) else parts[0]
 
@@ -74,15 +84,15 @@ def layer_violations(path: str, source: str) -> list[str]:
         if parts[0] in ("recipes", "tests"):
             found.append(f"{path}:{line} imports {module}")
         elif parts[0] == "grpo_ext":
-            known = len(parts) > 1 and parts[1] in ALLOWED
+            known = len(parts) > 1 and parts[1] in ROOMS
             target = parts[1] if known else "package"
-            if target not in ALLOWED[layer]:
+            if layer != "package" and ROOMS.index(target) > ROOMS.index(layer):  # it imports lazily
                 found.append(f"{path}:{line} ({layer}) imports {module} ({target})")
     return found
 
 
 def impurities(path: str, source: str) -> list[str]:
-    """Imports of core/ that are neither torch, nor the standard library, nor this package."""
+    """Imports of a pure room that are neither torch, nor the standard library, nor this package."""
     pure = {*sys.stdlib_module_names, "torch", "grpo_ext"}
     found = [(line, module) for line, module in imported_modules(path, source) if module.split(".")[0] not in pure]
     found += [(n, m) for n, m in imported_modules(path, source) if m.startswith("torch.distributed")]
@@ -153,7 +163,7 @@ def source_of(path: str) -> str:
 
 def test_every_file_is_in_a_known_layer():
     assert len(FILES) > 20
-    assert {layer_of(path) for path in FILES} == set(ALLOWED)
+    assert {layer_of(path) for path in FILES} == set(ROOMS)
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -171,17 +181,17 @@ def test_only_compat_imports_from_inside_trl_and_compares_versions():
     "line", ["import trl.kernels", "from trl.trainer.utils import pad", "from trl.models import x"]
 )
 def test_an_import_from_inside_trl_would_be_found(line):
-    assert inside_trl("grpo_ext/engine/x.py", line)
-    assert not inside_trl("grpo_ext/engine/x.py", "from trl import GRPOTrainer\nimport trl")
+    assert inside_trl("grpo_ext/step/x.py", line)
+    assert not inside_trl("grpo_ext/step/x.py", "from trl import GRPOTrainer\nimport trl")
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) in ("core", "errors")])
-def test_the_core_needs_torch_and_the_standard_library_alone(path):
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) in PURE])
+def test_the_pure_rooms_need_torch_and_the_standard_library_alone(path):
     assert impurities(path, source_of(path)) == []
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) != "engine"])
-def test_only_the_engine_names_collectives(path):
+@pytest.mark.parametrize("path", [p for p in FILES if p != NAMES_COLLECTIVES])
+def test_one_file_names_collectives(path):
     assert collectives(path, source_of(path)) == []
 
 
@@ -192,20 +202,21 @@ def test_only_the_base_of_the_trainer_and_the_config_subclass_trl(path):
     assert len(classes) == expected, classes
 
 
-def test_the_engine_does_name_collectives():
+def test_that_file_does_name_collectives():
     # or the search above finds nothing anywhere
-    assert [path for path in FILES if collectives(path, source_of(path))] != []
+    assert collectives(NAMES_COLLECTIVES, source_of(NAMES_COLLECTIVES)) != []
 
 
-def test_importing_the_core_loads_neither_trl_nor_transformers():
+def test_importing_the_pure_rooms_loads_neither_trl_nor_transformers():
     code = (
         "import sys\n"
-        "from grpo_ext.core import advantages, geometry, keyed_random, losses\n"
+        "from grpo_ext.algorithms import advantages, keyed_random, losses\n"
+        "from grpo_ext.batching import packing, sizes\n"
         "loaded = {'trl', 'transformers', 'accelerate', 'datasets', 'peft'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"importing grpo_ext.core loads {done.stderr}"
+    assert done.returncode == 0, f"importing the pure rooms loads {done.stderr}"
 
 
 # ---- Each rule can fail ---------------------------------------------------------------------------------------------
@@ -214,21 +225,21 @@ def test_importing_the_core_loads_neither_trl_nor_transformers():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("grpo_ext/core/losses.py", "from ..engine.window import run_window"),
-        ("grpo_ext/core/losses.py", "from ..config import GRPOConfig"),
-        ("grpo_ext/core/losses.py", "from .. import trainer"),
-        ("grpo_ext/core/losses.py", "import grpo_ext"),
-        ("grpo_ext/core/losses.py", "def f():\n    from grpo_ext.engine import window"),
-        ("grpo_ext/engine/window.py", "from ..trainer import GRPOTrainer"),
-        ("grpo_ext/engine/window.py", "from grpo_ext import GRPOTrainer"),
-        ("grpo_ext/engine/window.py", "from ..tools.check import check"),
-        ("grpo_ext/config.py", "from .engine import checks"),
-        ("grpo_ext/trainer.py", "from .tools.runs import Run"),
+        ("grpo_ext/algorithms/losses.py", "from ..step.plan import plan_step"),
+        ("grpo_ext/algorithms/losses.py", "from ..config import GRPOConfig"),
+        ("grpo_ext/algorithms/losses.py", "from .. import trainer"),
+        ("grpo_ext/algorithms/losses.py", "import grpo_ext"),
+        ("grpo_ext/algorithms/losses.py", "def f():\n    from grpo_ext.step import plan"),
+        ("grpo_ext/step/plan.py", "from ..trainer import GRPOTrainer"),
+        ("grpo_ext/step/plan.py", "from grpo_ext import GRPOTrainer"),
+        ("grpo_ext/step/plan.py", "from ..tools.check import check"),
+        ("grpo_ext/config.py", "from .forward import scorer"),
+        ("grpo_ext/trainer.py", "from .tools.check.runs import Run"),
         ("grpo_ext/trainer.py", "from .demo.task import load_demo"),
         ("grpo_ext/demo/task.py", "from ..tools.data import load_prompts"),
         ("grpo_ext/tools/cli.py", "import recipes.grpo"),
         ("grpo_ext/tools/cli.py", "from tests.helpers import tiny_model"),
-        ("grpo_ext/errors.py", "from .core.geometry import ceil_div"),
+        ("grpo_ext/errors.py", "from .batching.sizes import ceil_div"),
     ],
 )
 def test_an_import_against_the_direction_would_be_found(path, source):
@@ -238,8 +249,11 @@ def test_an_import_against_the_direction_would_be_found(path, source):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("grpo_ext/core/losses.py", "from ..errors import ConfigError\nfrom .geometry import ceil_div\nimport torch"),
-        ("grpo_ext/engine/window.py", "from ..core.geometry import ceil_div\nfrom .rollouts import chunks_of"),
+        (
+            "grpo_ext/batching/micro_batches.py",
+            "from ..errors import ConfigError\nfrom .sizes import ceil_div\nimport torch",
+        ),
+        ("grpo_ext/step/plan.py", "from ..batching.sizes import ceil_div\nfrom ..sampling.rollout import Rollout"),
         ("grpo_ext/tools/cli.py", "from grpo_ext import GRPOTrainer\nfrom ..demo.task import load_demo"),
     ],
 )
@@ -251,8 +265,8 @@ def test_an_import_along_the_direction_is_allowed(path, source):
     "source",
     ["import transformers", "from trl.trainer.utils import pad", "import numpy", "import torch.distributed as d"],
 )
-def test_an_impure_core_would_be_found(source):
-    assert impurities("grpo_ext/core/losses.py", source) != []
+def test_an_impure_room_would_be_found(source):
+    assert impurities("grpo_ext/algorithms/losses.py", source) != []
 
 
 @pytest.mark.parametrize(

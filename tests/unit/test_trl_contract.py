@@ -23,7 +23,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from grpo_ext import GRPOTrainer, compat
 from grpo_ext.compat import Point, broken_point
-from grpo_ext.engine.collectives import ragged_scoring
+from grpo_ext.runtime.collectives import ragged_scoring
 
 
 def require(owner, name: str, expected: list[str]) -> None:

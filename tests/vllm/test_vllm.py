@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext.core.keyed_random import completion_keys
-from grpo_ext.engine.vllm_sampling import completion_seeds, seeded
-from grpo_ext.tools.runs import free_port
+from grpo_ext.algorithms.keyed_random import completion_keys
+from grpo_ext.sampling.vllm_seeds import completion_seeds, seeded
+from grpo_ext.tools.check.runs import free_port
 from tests.distributed.launch import ROOT
 
 pytestmark = pytest.mark.skipif(

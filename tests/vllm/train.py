@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import grpo_ext.sampling as sampling
+import grpo_ext.sampling_trainer as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.vllm.on_the_cpu import in_float32, keep_weights

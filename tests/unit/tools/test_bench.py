@@ -8,8 +8,8 @@ import json
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools import bench
-from grpo_ext.tools.bench import (
+from grpo_ext.tools.bench import shapes as bench
+from grpo_ext.tools.bench.shapes import (
     OURS,
     PARTS,
     PHASES,
@@ -26,7 +26,7 @@ from grpo_ext.tools.bench import (
     run_shape,
     write_json,
 )
-from grpo_ext.tools.bench_worker import _Given, cost_of
+from grpo_ext.tools.bench.worker import _Given, cost_of
 from grpo_ext.tools.plots import write_bench_plot
 from tests.helpers import stock_scores
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, GrpoExtError
-from grpo_ext.tools.check import (
+from grpo_ext.tools.check.comparison import (
     CheckReport,
     Split,
     SplitResult,
@@ -20,7 +20,7 @@ from grpo_ext.tools.check import (
     metric_difference,
     update_error,
 )
-from grpo_ext.tools.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
+from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
 from tests.helpers import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 
@@ -207,7 +207,7 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
 
 
 def test_a_reward_from_a_file_reaches_the_processes(tmp_path):
-    from grpo_ext.tools.rewards import resolve_rewards
+    from grpo_ext.rewards.registry import resolve_rewards
 
     (tmp_path / "mine.py").write_text(
         "SCALE = 0.5\n\n\ndef brief(completions, **kwargs):\n    return [-SCALE * len(c) for c in completions]\n"

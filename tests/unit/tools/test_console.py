@@ -21,7 +21,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 import grpo_ext
-from grpo_ext.tools.console import Console, fitting, plain_line, quiet_libraries
+from grpo_ext.tools.console import Console, fitting, plain_line
+from grpo_ext.tools.quiet import quiet_libraries
 
 from .terminal import on_terminal, screen
 
@@ -224,7 +225,7 @@ def test_quiet_libraries_leaves_the_warnings_of_this_project():
         with warnings.catch_warnings(record=True) as seen:
             quiet_libraries()
             warnings.warn_explicit("theirs", UserWarning, "trl.py", 1, module="trl.trainer")
-            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.engine.window")
+            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.step.plan")
         assert [str(warning.message) for warning in seen] == ["ours"]
         assert logging.getLogger("grpo_ext.trainer").isEnabledFor(logging.WARNING)
         assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)

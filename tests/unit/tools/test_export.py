@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from grpo_ext.engine.checkpoint import write_listing
-from grpo_ext.engine.samples import SAMPLES, Samples
 from grpo_ext.errors import CheckpointError, ConfigError
+from grpo_ext.run.checkpoint import write_listing
+from grpo_ext.run.recorded_completions import SAMPLES, Samples
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
@@ -168,7 +168,7 @@ def test_a_partial_checkpoint_is_refused(copy, tmp_path):
 
 
 def test_a_newer_version_is_refused(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_ext.engine.checkpoint.FORMAT", 2)
+    monkeypatch.setattr("grpo_ext.run.checkpoint.FORMAT", 2)
     relist(copy)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"newer version \(format 2, this one reads 1\)"):

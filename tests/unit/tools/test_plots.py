@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.check import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.runs import OURS, STOCK
 from grpo_ext.tools.plots import load_pyplot, write_check_plot
-from grpo_ext.tools.runs import OURS, STOCK
 
 SPLITS = [Split(32, 1), Split(5, 1), Split(16, 2)]
 ERRORS = {OURS: [0.0, 4.7e-6, 5.9e-6], STOCK: [0.0, math.nan, 0.82]}

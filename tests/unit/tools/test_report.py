@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools import report as report_module
-from grpo_ext.tools.report import ReportCallback, distinct_names, report, report_or_reason, write_comparison
-from grpo_ext.tools.report_plots import comparison_panels, draw, panels
-from grpo_ext.tools.report_runs import completions_over_run, differences, load_run, plan_of
+from grpo_ext.tools.report import page as report_module
+from grpo_ext.tools.report.page import ReportCallback, distinct_names, report, report_or_reason, write_comparison
+from grpo_ext.tools.report.plots import comparison_panels, draw, panels
+from grpo_ext.tools.report.runs import completions_over_run, differences, load_run, plan_of
 
 GEOMETRY = {
     "num_generations": 4,

@@ -1,0 +1,320 @@
+"""Planning: which process trains on which completions, and how they are cut into micro-batches.
+
+Differs from TRL: work is dealt by its cost, not by count, and cut by tokens where a budget is set. The plan follows
+from the lengths alone, so every process makes it for all without talking. Runs once per optimizer step, before the
+window. A row is a completion with its prompt; rows of one group are neighbours and share their prompt. A step may hold
+a part of a group.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .sizes import ceil_div, even_share
+
+BALANCED = 1.02  # largest load over the mean at which dealing stops to cut groups
+WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Tokens of the completions of a step.
+
+    Attributes:
+        groups_B: number of the group of each completion.
+        prompts_B: tokens of the prompt of each completion, alike within a group.
+        completions_B: tokens of each completion.
+        multiple: packs, and the widths of padded batches, are filled up to a multiple of this.
+    """
+
+    groups_B: Sequence[int]
+    prompts_B: Sequence[int]
+    completions_B: Sequence[int]
+    multiple: int = 1
+
+    def up(self, tokens: int) -> int:
+        """Filled up to the multiple."""
+        return ceil_div(tokens, self.multiple) * self.multiple
+
+    def pieces(self, rows: Iterable[int]) -> list[list[int]]:
+        """The rows, in order, cut where the group changes."""
+        result: list[list[int]] = []
+        for row in sorted(rows):
+            if result and self.groups_B[result[-1][0]] == self.groups_B[row]:
+                result[-1].append(row)
+            else:
+                result.append([row])
+        return result
+
+    def tokens(self, rows: Iterable[int], packed: bool) -> int:
+        """Tokens that one forward over these rows holds: unique ones in a pack, all columns in a padded batch."""
+        rows = list(rows)
+        if not rows:
+            return 0
+        if packed:
+            prompts = {self.groups_B[row]: self.prompts_B[row] for row in rows}
+            return self.up(sum(prompts.values()) + sum(self.completions_B[row] for row in rows))
+        prompt = max(self.prompts_B[row] for row in rows)
+        return len(rows) * (self.up(prompt) + self.up(max(self.completions_B[row] for row in rows)))
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """What a token costs in training, in units of one token's pass through the layers without attention.
+
+    Attributes:
+        attention: of one (query, key) pair.
+        head: of one scored token in the language-model head.
+    """
+
+    attention: float = 0.0
+    head: float = 0.0
+
+    @classmethod
+    def of_model(cls, attention_width: int, body: int, head: int) -> TokenCost:
+        """From a model's sizes, in multiply-adds.
+
+        Args:
+            attention_width: heads times head dimension, summed over the layers that attend.
+            body: weights of the layers (those active for a token).
+            head: weights of the language-model head, which also recomputes its forward in the backward pass.
+        """
+        body = max(body, 1)
+        return cls(2 * attention_width / body, 4 / 3 * head / body)
+
+    def prompt(self, tokens: int) -> float:
+        """Cost of a prompt, once."""
+        return tokens + self.attention * tokens**2 / 2
+
+    def completion(self, tokens: int, prompt: int) -> float:
+        """Cost of a completion behind a prompt that is there already."""
+        return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
+
+
+def deal_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
+    """Deal rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
+
+    Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
+    many processes), completions move to the least loaded process, which runs their prompt again.
+
+    Returns:
+        For each process, its rows in order. Every row is dealt once; a process may get none.
+    """
+    group_cost = {sizes.groups_B[r]: cost.prompt(sizes.prompts_B[r]) for r in rows}
+    row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
+    pieces = sizes.pieces(rows)
+    whole = [group_cost[sizes.groups_B[p[0]]] + sum(row_cost[r] for r in p) for p in pieces]
+    heap = [(0.0, process) for process in range(processes)]
+    dealt: list[dict[int, list[int]]] = [{} for _ in range(processes)]
+    loads = [0.0] * processes
+    for index in sorted(range(len(pieces)), key=lambda i: (-whole[i], i)):
+        load, process = heapq.heappop(heap)
+        dealt[process][sizes.groups_B[pieces[index][0]]] = list(pieces[index])
+        loads[process] = load + whole[index]
+        heapq.heappush(heap, (loads[process], process))
+    for _ in range(8 * processes):
+        if max(loads) <= BALANCED * sum(loads) / processes or not _level(dealt, loads, group_cost, row_cost):
+            break
+    return [sorted(row for piece in mine.values() for row in piece) for mine in dealt]
+
+
+def _level(
+    dealt: list[dict[int, list[int]]], loads: list[float], group_cost: Mapping[int, float], row_cost: dict[int, float]
+) -> bool:
+    """Move completions of one group from the most to the least loaded process; False if nothing helps."""
+    high, low = loads.index(max(loads)), loads.index(min(loads))
+    best: tuple[float, int, list[int], float, float] | None = None
+    for group, piece in dealt[high].items():
+        again = 0.0 if group in dealt[low] else group_cost[group]
+        wanted = (loads[high] - loads[low] - again) / 2
+        moved: list[int] = []
+        total = 0.0
+        for row in sorted(piece, key=lambda r: -row_cost[r]):
+            if total + row_cost[row] <= wanted:
+                moved.append(row)
+                total += row_cost[row]
+        if not moved:
+            continue
+        freed = total + (group_cost[group] if len(moved) == len(piece) else 0.0)
+        result = max(loads[high] - freed, loads[low] + total + again)
+        if best is None or result < best[0]:
+            best = (result, group, moved, freed, total + again)
+    if best is None or best[0] > loads[high] * WORTH_CUTTING:
+        return False
+    _, group, moved, freed, added = best
+    left = [row for row in dealt[high][group] if row not in set(moved)]
+    if left:
+        dealt[high][group] = left
+    else:
+        del dealt[high][group]
+    dealt[low][group] = sorted(dealt[low].get(group, []) + moved)
+    loads[high] -= freed
+    loads[low] += added
+    return True
+
+
+def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
+    """Units of at most `unit_rows` completions of one group: they follow from the data, whatever runs them.
+
+    The parts of a group are as even as they can be.
+    """
+    units: list[list[int]] = []
+    for piece in sizes.pieces(rows):
+        count = ceil_div(len(piece), unit_rows)
+        units += [[piece[i] for i in even_share(len(piece), count, number)] for number in range(count)]
+    return units
+
+
+def deal_units(
+    sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
+) -> list[list[list[int]]]:
+    """Deal units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
+    loads = [(0.0, process) for process in range(processes)]
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    prices = []
+    for unit in units:
+        prompt = sizes.prompts_B[unit[0]]
+        prices.append(cost.prompt(prompt) + sum(cost.completion(sizes.completions_B[row], prompt) for row in unit))
+    for index in sorted(range(len(units)), key=lambda i: (-prices[i], i)):
+        load, process = heapq.heappop(loads)
+        dealt[process].append(index)
+        heapq.heappush(loads, (load + prices[index], process))
+    return [[list(units[i]) for i in sorted(mine)] for mine in dealt]
+
+
+def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Cut rows, in order, into the fewest micro-batches of at most `max_rows`, at the ends of groups where it can."""
+    rows = sorted(rows)
+    count = ceil_div(len(rows), max_rows)
+    result, start = [], 0
+    for number in range(count):
+        left, after = len(rows) - start, count - number - 1
+        fewest, most = max(left - after * max_rows, 1), min(max_rows, left - after)
+        even = len(even_share(left, after + 1, 0))
+        ends = [n for n in range(fewest, most + 1) if _ends_group(sizes, rows, start + n)]
+        size = min(ends, key=lambda n: (abs(n - even), n)) if ends else min(max(even, fewest), most)
+        result.append(list(rows[start : start + size]))
+        start += size
+    return result
+
+
+def _ends_group(sizes: StepSizes, rows: Sequence[int], stop: int) -> bool:
+    return stop == len(rows) or sizes.groups_B[rows[stop - 1]] != sizes.groups_B[rows[stop]]
+
+
+def cut_by_tokens(
+    sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool
+) -> list[list[int]]:
+    """Cut rows into few and even micro-batches of at most `max_rows` rows and `max_tokens` tokens.
+
+    A row that is larger than the budget on its own goes alone.
+    """
+    if not packed:
+        return _cut_padded(sizes, rows, max_rows, max_tokens)
+    max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)  # what is filled up stays within it
+    exact = replace(sizes, multiple=1)
+    pieces = [part for piece in sizes.pieces(rows) for part in _cut_piece(sizes, piece, max_rows, max_tokens)]
+    tokens = [exact.tokens(piece, packed) for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: (-tokens[i], i))
+    count = max(ceil_div(sum(tokens), max_tokens), ceil_div(len(rows), max_rows)) if pieces else 0
+    while (bins := _fit(order, tokens, pieces, count, max_rows, max_tokens)) is None:
+        count += 1
+    return [sorted(row for i in content for row in pieces[i]) for content in bins if content]
+
+
+def _cut_piece(sizes: StepSizes, piece: list[int], max_rows: int, max_tokens: int) -> list[list[int]]:
+    """Cut the rows of one group so that each part, prompt included, is within the limits; even parts."""
+    prompt = sizes.prompts_B[piece[0]]
+    room = max(max_tokens - prompt, 1)
+    order = sorted(piece, key=lambda row: (-sizes.completions_B[row], row))
+    lengths = [sizes.completions_B[row] for row in order]
+    units = [[row] for row in order]
+    count = max(ceil_div(sum(lengths), room), ceil_div(len(piece), max_rows), 1)
+    while (bins := _fit(range(len(order)), lengths, units, count, max_rows, room)) is None:
+        count += 1
+    return [sorted(order[i] for i in content) for content in bins if content]
+
+
+def _fit(
+    order: Iterable[int],
+    sizes: Sequence[int],
+    units: Sequence[Sequence[int]],
+    count: int,
+    max_rows: int,
+    capacity: int,
+) -> list[list[int]] | None:
+    """Longest first into the emptiest of `count` bins; None if something does not fit. Oversized units go alone."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load, held = [0] * count, [0] * count
+    for i in order:
+        target = min(
+            (
+                b
+                for b in range(count)
+                if not bins[b] or (load[b] + sizes[i] <= capacity and held[b] + len(units[i]) <= max_rows)
+            ),
+            key=lambda b: (load[b], b),
+            default=None,
+        )
+        if target is None:
+            return None
+        bins[target].append(i)
+        load[target] += sizes[i]
+        held[target] += len(units[i])
+    return bins
+
+
+def _cut_padded(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int) -> list[list[int]]:
+    """For padded batches: rows of like length together, each batch filled as far as it goes."""
+
+    def length(row: int) -> int:
+        return sizes.prompts_B[row] + sizes.completions_B[row]
+
+    result: list[list[int]] = []
+    for row in sorted(rows, key=lambda r: (-length(r), r)):
+        grown = [*result[-1], row] if result else []
+        if result and len(grown) <= max_rows and sizes.tokens(grown, packed=False) <= max_tokens:
+            result[-1] = grown
+        else:
+            result.append([row])
+    return [sorted(part) for part in result]
+
+
+def cut_in_order(
+    prompts_B: Sequence[int],
+    completions_B: Sequence[int],
+    same_prompt: Sequence[bool],
+    max_rows: int,
+    max_tokens: int | None,
+    packed: bool,
+    multiple: int = 1,
+) -> list[slice]:
+    """Cut rows that have to keep their order into slices within the limits, for passes without gradients.
+
+    Args:
+        same_prompt: for each row but the first, whether its prompt is that of the row before.
+        multiple: as in `StepSizes`.
+    """
+
+    def up(tokens: int) -> int:
+        return ceil_div(tokens, multiple) * multiple
+
+    result: list[slice] = []
+    start = tokens = prompt = completion = 0
+    for row, (p, c) in enumerate(zip(prompts_B, completions_B)):
+        shared = packed and row > start and same_prompt[row - 1]
+        prompt, completion = max(prompt, p), max(completion, c)
+        grown = tokens + c + (0 if shared else p) if packed else (row - start + 1) * (up(prompt) + up(completion))
+        if row > start and (row - start >= max_rows or (max_tokens is not None and up(grown) > max_tokens)):
+            result.append(slice(start, row))
+            start, prompt, completion, grown = row, p, c, p + c
+        tokens = grown
+    result.append(slice(start, len(prompts_B)))
+    return result
+
+
+def oversized(sizes: StepSizes, max_tokens: int, packed: bool = True) -> list[int]:
+    """Rows that are larger than the budget on their own."""
+    return [row for row in range(len(sizes.completions_B)) if sizes.tokens([row], packed) > max_tokens]

@@ -1,0 +1,264 @@
+"""Loaders: one item per optimizer step, holding the rows this process samples from for the step's rollout batch.
+
+Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
+walks the same order and takes its share of it, so the number of processes changes nothing. Feeds engine.rollouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..algorithms.keyed_random import ORDER_STREAM, RESERVE_STREAM, derive_key
+from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, rollout_share, step_layout
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What a process has to know about a rollout batch besides its own rows.
+
+    Attributes:
+        epoch, layout: where the step stands.
+        share: prompts (positions in the rollout batch) this process samples from.
+        ghost: the share is empty; the rows are a stand-in that must not reach any result.
+        num_generations: completions per prompt; rows repeat each prompt this often.
+        first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
+    """
+
+    epoch: int
+    layout: StepLayout
+    share: range
+    ghost: bool
+    num_generations: int
+    first_prompt: int = 0
+
+
+class StepRows(list):
+    """The rows of one process for one optimizer step (a list of dicts, as TRL expects), with their `request`."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest) -> None:
+        super().__init__(rows)
+        self.request = request
+
+    def __reduce__(self) -> Any:
+        # lists pickle without __init__'s arguments; loader workers send these between processes
+        return (StepRows, (list(self), self.request))
+
+
+def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+    """The order in which an epoch visits the prompts: a function of (seed, epoch) alone."""
+    if not shuffle:
+        return list(range(num_prompts))
+    # 63 bits: torch seeds are signed
+    generator = torch.Generator().manual_seed(derive_key(seed, ORDER_STREAM, epoch) >> 1)
+    return torch.randperm(num_prompts, generator=generator).tolist()
+
+
+@dataclass(frozen=True)
+class ShareRule:
+    """How a rollout batch is dealt to processes for sampling."""
+
+    num_generations: int
+    chunk_size: int
+    num_processes: int
+    rank: int
+
+    def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
+        """The request of this process for the rollout batch of `layout`; an empty share borrows the first prompt."""
+        return self.part(epoch, layout, len(layout.rollout_prompts))
+
+    def part(self, epoch: int, layout: StepLayout, prompts: int, first_prompt: int = 0) -> RolloutRequest:
+        """The request for `prompts` prompts of that rollout batch, numbered from `first_prompt`."""
+        share = rollout_share(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
+        ghost = len(share) == 0
+        return RolloutRequest(epoch, layout, range(1) if ghost else share, ghost, self.num_generations, first_prompt)
+
+    def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
+        """Fetch the share's rows; each completion gets a row of its own, since rewards and tools may write to it."""
+        rows = []
+        for position in request.share:
+            row = fetch(position)
+            rows += [copy.deepcopy(row) for _ in range(self.num_generations)]
+        return StepRows(rows, request)
+
+
+class EpochSteps(Sampler[list[tuple[int, int]]]):
+    """Batch sampler of one key `(epoch, step)` per optimizer step, so that skipping on resume loads nothing."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(self.epoch, step)] for step in range(self.num_steps))
+
+
+class StepDataset(Dataset):
+    """A map-style data set of optimizer steps over a map-style data set of prompts."""
+
+    def __init__(self, prompts: Any, layout: EpochLayout, rule: ShareRule, order: Callable[[int], list[int]]) -> None:
+        self.prompts, self.layout, self.rule, self.order = prompts, layout, rule, order
+        self._cached: tuple[int, list[int]] | None = None
+
+    def __len__(self) -> int:
+        return self.layout.num_prompts
+
+    def __getitem__(self, key: tuple[int, int]) -> StepRows:
+        epoch, step = key
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, self.order(epoch))
+        order, layout = self._cached[1], self.layout[step]
+        return self.rule.rows(
+            self.rule.request(epoch, layout), lambda p: self.prompts[order[layout.rollout_prompts.start + p]]
+        )
+
+
+class StepStream(IterableDataset):
+    """Optimizer steps over a stream: every process reads the whole stream and keeps its share of each rollout.
+
+    It passes over the stream again and again, because the Trainer takes a loader without a length for one long epoch;
+    so a step's place is its number, and skipping steps on resume arrives where the run had been.
+    """
+
+    def __init__(self, stream: Any, geometry: BatchGeometry, rule: ShareRule, drop_last: bool) -> None:
+        self.stream, self.geometry, self.rule, self.drop_last = stream, geometry, rule, drop_last
+
+    def __iter__(self) -> Iterator[StepRows]:
+        for epoch in itertools.count():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)  # reshuffles a shuffled stream
+            empty = True
+            for rows in self._pass(epoch):
+                empty = False
+                yield rows
+            if empty:
+                return
+
+    def _pass(self, epoch: int) -> Iterator[StepRows]:
+        g, rows = self.geometry, iter(self.stream)
+        for rollout in itertools.count():
+            batch = list(itertools.islice(rows, g.prompts_per_rollout))
+            completions = len(batch) * g.num_generations
+            if self.drop_last:
+                completions -= completions % g.global_batch_size
+            if not completions:
+                return
+            for inside in range(ceil_div(completions, g.global_batch_size) * g.num_iterations):
+                request = self.rule.request(epoch, step_layout(g, rollout, inside, completions))
+                yield self.rule.rows(request, batch.__getitem__)
+
+
+class Reserve:
+    """Further prompts for a rollout batch: the rest of the data set, in an order that (seed, epoch, rollout) decide.
+
+    So they do not depend on the number of processes, nor on what other rollouts took, and a resumed run finds the same.
+    """
+
+    def __init__(self, prompts: Any, rule: ShareRule, order: Callable[[int], list[int]], seed: int) -> None:
+        self.prompts, self.rule, self.order, self.seed = prompts, rule, order, seed
+        self._cached: tuple[tuple[int, int], list[int]] | None = None
+
+    def _rest(self, request: RolloutRequest) -> list[int]:
+        name = (request.epoch, request.layout.rollout)
+        if self._cached is None or self._cached[0] != name:
+            order = self.order(request.epoch)
+            taken = {order[p] for p in request.layout.rollout_prompts}
+            generator = torch.Generator().manual_seed(derive_key(self.seed, RESERVE_STREAM, *name) >> 1)
+            mixed = torch.randperm(len(self.prompts), generator=generator).tolist()
+            self._cached = (name, [p for p in mixed if p not in taken])
+        return self._cached[1]
+
+    def rows(self, request: RolloutRequest, taken: int, wanted: int) -> StepRows | None:
+        """This process's rows of up to `wanted` further prompts, after the `taken` first; None where none is left."""
+        chosen = self._rest(request)[taken : taken + wanted]
+        if not chosen:
+            return None
+        first = len(request.layout.rollout_prompts) + taken
+        further = self.rule.part(request.epoch, request.layout, len(chosen), first)
+        return self.rule.rows(further, lambda p: self.prompts[chosen[p]])
+
+
+class StepLoader(DataLoader):
+    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since the shares are cut inside."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
+        if isinstance(self.batch_sampler, EpochSteps):  # a stream counts its own passes
+            self.batch_sampler.set_epoch(epoch)
+
+
+def _first(items: list[StepRows]) -> StepRows:
+    return items[0]
+
+
+def _itself(item: Any) -> Any:
+    return item
+
+
+def make_loader(
+    prompts: Any,
+    geometry: BatchGeometry,
+    rule: ShareRule,
+    *,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    worker_options: dict[str, Any] | None = None,
+) -> StepLoader:
+    """The training loader over a map-style data set or a stream of prompts.
+
+    Args:
+        prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
+        worker_options: keyword arguments of `DataLoader` about workers; a stream is read in this process.
+    """
+    if not hasattr(prompts, "__len__"):
+        stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
+        steps = StepStream(stream, geometry, rule, drop_last)
+        return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
+    layout = EpochLayout(geometry, len(prompts), drop_last)
+    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle))
+    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
+
+
+def make_eval_loader(prompts: Any, rule: ShareRule) -> StepLoader:
+    """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means."""
+    rows = prompts if hasattr(prompts, "__len__") else list(prompts)
+    layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
+    dataset = _EvalSet(rows, rule, layout)
+    return StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """`prompt_order` as a function of the epoch alone; a class, since loader workers pickle it."""
+
+    num_prompts: int
+    seed: int
+    shuffle: bool
+
+    def __call__(self, epoch: int) -> list[int]:
+        return prompt_order(self.num_prompts, self.seed, epoch, self.shuffle)
+
+
+class _EvalSet(Dataset):
+    def __init__(self, rows: Any, rule: ShareRule, layout: StepLayout) -> None:
+        self.rows, self.rule, self.layout = rows, rule, layout
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: tuple[int, int]) -> StepRows:
+        return self.rule.rows(self.rule.request(0, self.layout), lambda p: self.rows[p])

@@ -1,0 +1,329 @@
+"""What is refused before training: models and data that cannot be trained on, or whose update depends on the split.
+
+Differs from TRL: these are found at construction, with the values, the rule and the remedy. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from accelerate.logging import get_logger
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PretrainedConfig
+
+from .errors import ConfigError, DataError, ModelError, SplitDependentError
+from .forward.positions import covered_length
+
+logger = get_logger(__name__)
+
+_RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
+
+
+# what these kinds of PEFT adapters do in a forward pass
+_SPLIT_DEPENDENT_ADAPTERS = {
+    "LILY": "averages its router over the micro-batch",
+    "PVERA": "draws noise for each micro-batch",
+}
+
+
+def check_causal_lm(model: Any) -> None:
+    """Refuse what cannot generate and score text.
+
+    Raises:
+        ModelError: the object is no module, cannot `generate`, or has no language-model head.
+    """
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {name}; pass a model id, a path, or a transformers causal language model.")
+    remedy = "load it with AutoModelForCausalLM (a bare AutoModel has no language-model head)"
+    if not callable(getattr(model, "generate", None)):
+        raise ModelError(f"{name} has no `generate` method, so it cannot sample completions; {remedy}.")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attributes of a module that are rates of random noise, and above zero; PEFT keeps some in a dict per adapter."""
+    is_dropout = "dropout" in type(module).__name__.lower()
+    for attribute, value in vars(module).items():
+        if not any(word in attribute for word in _RANDOM_ATTRIBUTES) and not (is_dropout and attribute == "p"):
+            continue
+        values = value.values() if isinstance(value, dict) else (value,)
+        if any(_is_rate(v) for v in values):
+            yield attribute, value
+
+
+def random_parts(model: nn.Module) -> Iterator[str]:
+    """Names of the parts of a model that draw random numbers in training, with their rates."""
+    for path, module in model.named_modules():
+        for attribute, value in _rates(module):
+            yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
+
+
+def disable_random_parts(model: nn.Module) -> None:
+    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules.
+
+    Some models read a rate from their configuration in every forward, so it is set to zero there too.
+    """
+    for module in model.modules():
+        for attribute, value in list(_rates(module)):
+            setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            for attribute, value in list(vars(config).items()):
+                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and _is_rate(value):
+                    setattr(config, attribute, 0.0)
+
+
+def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
+    """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
+    found = []
+    parts = list(random_parts(model))
+    if parts:
+        shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+        found.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")
+    norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if norms:
+        found.append(
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
+            " model with layer or group normalisation"
+        )
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in _SPLIT_DEPENDENT_ADAPTERS:
+            found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+    if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
+        found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
+    if neftune_noise_alpha:
+        found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
+    return found
+
+
+def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None, allow: bool) -> list[str]:
+    """Raise for split-dependent parts, or return them as warnings if they were explicitly allowed.
+
+    Raises:
+        SplitDependentError: something depends on the split and `allow` is false.
+    """
+    return refuse_sentences(split_dependence(model, neftune_noise_alpha), allow)
+
+
+def refuse_sentences(found: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it as it is if that was explicitly allowed.
+
+    Raises:
+        SplitDependentError: there is something and `allow` is false.
+    """
+    if found and not allow:
+        raise SplitDependentError(
+            "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
+            "allow_split_dependent=True."
+        )
+    return found
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
+
+    Args:
+        optimizer: as the user gave it, or None.
+
+    Raises:
+        ConfigError: names the optimizer, or the parameter that steps by itself.
+    """
+    reason = None
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer" or hasattr(optimizer, "fused_backward"):
+        reason = f"the optimizer {type(optimizer).__name__} updates"
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
+            reason = f"a hook on the gradient of {name} (of a layerwise optimizer, for example) works on"
+            break
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} the model during the backward pass, before the step's gradient is complete; use an optimizer "
+            "that acts in its step(), for example optim='adamw_torch', and remove such hooks."
+        )
+
+
+_UNUSED_HOOKS = (
+    "_get_train_sampler",
+    "_get_eval_sampler",
+    "get_high_entropy_mask",
+    "get_gamma_weights",
+    "get_off_policy_mask",
+)
+
+
+def check_overrides(cls: type, ours: type) -> None:
+    """Warn of methods a subclass overrides that TRL calls and this trainer does not."""
+    unused = [name for name in _UNUSED_HOOKS if getattr(cls, name) is not getattr(ours, name)]
+    if unused:
+        logger.warning(
+            f"{cls.__name__} overrides {', '.join(unused)}, which stock TRL calls and grpo_ext does not; the override"
+            " has no effect here. Loaders and losses are built from engine.prompt_order and core.losses."
+        )
+
+
+def check_parallelism(tensor_parallel_size: int) -> None:
+    """Refuse tensor parallelism, whose ranks would be given different rows.
+
+    Raises:
+        ConfigError: more than one rank holds parts of one layer.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor parallel size {tensor_parallel_size}: this trainer deals rows to every process, and the ranks of "
+            "one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
+        )
+
+
+def check_data_sets(train: Any, evaluation: Any) -> None:
+    """`check_prompts` for the training set and every evaluation set.
+
+    Raises:
+        DataError: names the set.
+    """
+    named = {"training": train}
+    if isinstance(evaluation, dict):
+        named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}
+    else:
+        named["evaluation"] = evaluation
+    for split, dataset in named.items():
+        if dataset is not None:
+            check_prompts(dataset, split)
+
+
+def check_prompts(dataset: Any, split: str) -> None:
+    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
+
+    Raises:
+        DataError: names the split, and the row where there is one.
+    """
+    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
+        return
+    if len(dataset) == 0:
+        raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
+    if _is_transformed(dataset):  # the columns come into being row by row
+        if "prompt" not in dataset[0]:
+            raise DataError(
+                f"the transform of the {split} data set gives no 'prompt'; it gives {', '.join(dataset[0])}."
+            )
+        return
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise DataError(
+            f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds"
+            " the prompt, for example dataset.rename_column('question', 'prompt')."
+        )
+    for row, prompt in enumerate(iterate_prompts(dataset)):
+        if not _has_text(prompt):
+            raise DataError(
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
+                "complete; filter such rows out."
+            )
+
+
+def _is_transformed(dataset: Any) -> bool:
+    return getattr(dataset, "format", {}).get("type") == "custom"
+
+
+def has_readable_prompts(dataset: Any) -> bool:
+    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not _is_transformed(dataset)
+
+
+def iterate_prompts(dataset: Any) -> Iterator[Any]:
+    """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
+    if _is_transformed(dataset):
+        return
+    for block in dataset.select_columns("prompt").iter(batch_size=1000):
+        yield from block["prompt"]
+
+
+def _has_text(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return isinstance(prompt, list) and len(prompt) > 0
+
+
+def model_length_limit(config: Any) -> tuple[int | None, bool]:
+    """The longest input of a model in tokens, and whether it is absolute (learned position table).
+
+    Rotary positions are taken as far as their scaling covers them.
+    """
+    text = config.get_text_config()
+    rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
+    return covered_length(config), not rotary
+
+
+def check_chat_template(dataset: Any, tokenizer: Any) -> None:
+    """Refuse conversational prompts for a tokenizer that cannot write them as text.
+
+    Raises:
+        DataError: names the remedy.
+    """
+    first = next(iter(iterate_prompts(dataset)), None)
+    if isinstance(first, list) and getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            "the prompts are messages, and the tokenizer has no chat template to write them with; use an instruct "
+            "model, set chat_template_path, or give prompts as plain text (recipe: leave --conversational out)."
+        )
+
+
+def check_prompt_lengths(
+    prompts: Iterable[Any],
+    lengths_of: Any,
+    config: Any,
+    max_completion_length: int,
+    micro_batch_tokens: int | None = None,
+    batch: int = 256,
+) -> None:
+    """Refuse prompts that the model has no positions for, or the token budget no room.
+
+    Only prompts long enough (in bytes) to be able to break the limit are tokenised.
+
+    Args:
+        lengths_of: function from a list of prompts to their lengths in tokens.
+
+    Raises:
+        DataError: names the row, its length and the limit.
+    """
+    limit, absolute = model_length_limit(config)
+    positions = None if limit is None else limit - (max_completion_length if absolute else 0)
+    budget = None if micro_batch_tokens is None else micro_batch_tokens - 1
+    if positions is None and budget is None:
+        return
+    room = min(n for n in (positions, budget) if n is not None)
+    suspects: list[tuple[int, Any]] = []
+
+    def check() -> None:
+        for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
+            if positions is not None and length > positions:
+                less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                    f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
+                    + (", or lower max_completion_length." if absolute else ".")
+                )
+            if budget is not None and length > budget:
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to "
+                    f"hold a prompt and at least one token of its completion; set it to {length + 1} or more (prompt "
+                    "plus max_completion_length holds every completion), or filter long prompts."
+                )
+        suspects.clear()
+
+    for row, prompt in enumerate(prompts):
+        # a token is at least one byte; the margin stands for what a chat template adds
+        if len(str(prompt).encode()) + 512 > room:
+            suspects.append((row, prompt))
+        if len(suspects) == batch:
+            check()
+    check()

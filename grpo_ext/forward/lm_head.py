@@ -1,0 +1,261 @@
+"""The language-model head: the part of a model's forward that scores tokens, installed on the model.
+
+Differs from TRL's fused head: needs no Triton on any device, sees the scored positions only, and knows the logits of
+more models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions,
+H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import ModelOutput
+
+from ..algorithms.losses import load_balancing_loss, router_statistics
+from ..compat import triton_head
+from ..errors import ModelError
+from .architecture import experts_per_token
+from .tiled_log_probs import LogitTransform, tiled_log_probs
+
+SCORE = "grpo_ext_score"  # keyword that carries a `Wanted` through the wrapped model to its forward
+
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_KERNEL_COLUMNS = 32768  # of the vocabulary at a time; TRL's choice
+_UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that leave these settings of their configuration unread
+
+
+def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
+    """What the model of this configuration does to its logits, by the names that transformers' models use."""
+    if config.model_type in _UNREAD:
+        return LogitTransform(temperature=temperature)
+    config = config.get_text_config()
+
+    def first(names: tuple[str, ...]) -> float | None:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    scale, divisor = first(_FACTORS), first(_DIVISORS)
+    if scale is None and divisor is not None:
+        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    vocabulary = getattr(config, "unpadded_vocab_size", None)
+    return LogitTransform(1.0 if scale is None else scale, first(_CAPS), temperature, vocabulary)
+
+
+def gathered(*parameters: Any) -> AbstractContextManager[Any]:
+    """Inside, the parameters are whole where ZeRO-3 has cut them."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    # an embedding that is whole already (tied weights) is DeepSpeed's to cut again
+    known = [p for p in parameters if hasattr(p, "ds_status")]
+    cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
+    return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
+
+
+def log_probs(
+    hidden_SH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_S: torch.Tensor,
+    transform: LogitTransform,
+    with_entropy: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities (S,) of the targets and entropies (S,), in nats, by the fastest way this device has."""
+    whole = transform.vocabulary is None or transform.vocabulary >= weight_VH.size(0)
+    if hidden_SH.device.type == "cuda" and hidden_SH.dtype != torch.float64 and whole and triton_head() is not None:
+        outputs = ("log_probs", "entropy") if with_entropy else ("log_probs",)
+        kernel: Any = triton_head()
+        settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale, outputs)
+        return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings)[:2]
+    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, gathered)
+
+
+class RouterOutput(NamedTuple):
+    """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).
+
+    That is the attention mask of a padded batch; in a pack a prompt counts once for each of its completions.
+    """
+
+    logits: tuple[torch.Tensor, ...]
+    counts_BL: torch.Tensor
+
+    def aux_loss(self, top_k: int) -> torch.Tensor:
+        """The load-balancing loss of this forward on its own."""
+        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
+        return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
+
+
+class RouterRequest:
+    """Takes the router's output of one forward; given as `compute_aux_loss`, which it is a true value of."""
+
+    output: RouterOutput | None = None
+
+
+class Wanted:
+    """What a forward is to score; a plain class, because FSDP copies dataclasses among a forward's arguments.
+
+    Attributes:
+        predictor_S: positions in the flattened input whose hidden states predict the targets.
+        targets_S: the tokens to score.
+        entropy, router: whether entropies and a MoE model's router logits are wanted too.
+    """
+
+    def __init__(
+        self, predictor_S: torch.Tensor, targets_S: torch.Tensor, entropy: bool = True, router: bool = False
+    ) -> None:
+        self.predictor_S, self.targets_S, self.entropy, self.router = predictor_S, targets_S, entropy, router
+
+
+@dataclass
+class ScoredOutput(ModelOutput):
+    """What a model with this head returns: (S,) for a `Wanted`, the shape of the labels for TRL's call."""
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    router_counts: torch.Tensor | None = None
+
+
+def _backbone(model: Any) -> Any:
+    """The part of a causal language model that comes before its head; the model itself where it has none."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
+def refuse_unknown_head(model: Any) -> None:
+    """Refuse a model whose logits are not made of its backbone's hidden states by one linear layer.
+
+    Raises:
+        ModelError: names what else there is.
+    """
+    backbone, head = _backbone(model), model.get_output_embeddings()
+    if backbone is model or head is None:
+        raise ModelError(
+            f"{type(model).__name__} has no backbone with a linear language-model head after it; such a model cannot "
+            "be scored. Use a causal language model of transformers."
+        )
+    if isinstance(head, BaseTunerLayer):
+        raise ModelError(
+            f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
+            "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
+    inner = getattr(head, "original_module", head)  # under PEFT's modules_to_save
+    if type(inner).forward is not torch.nn.Linear.forward:
+        raise ModelError(
+            f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
+            "and scoring reads its weight as that of a linear layer. Use a model with a plain, unquantised head."
+        )
+    known = {id(p) for part in (backbone, head) for p in part.parameters()}
+    further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    if further:
+        raise ModelError(
+            f"{type(model).__name__} has more than a linear layer between its hidden states and its logits "
+            f"({', '.join(further[:4])}), which scoring would leave out. Use a model with a plain language-model head."
+        )
+
+
+def _unbound(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
+    """Let the forward of `model` score tokens through this head, beside what it does already.
+
+    Called with `grpo_ext_score=Wanted(...)` or TRL's `fused_lm_head=True`, it returns a `ScoredOutput`; otherwise it
+    is the forward it was. To be called before anything wraps the model.
+
+    Args:
+        model: the causal language model, under PEFT the one inside.
+        temperature: the logits are divided by it.
+        cast_to_fp32: compute the head in float32, outside autocast.
+    """
+    transform = logit_transform(model.config, temperature)
+    below = getattr(model.forward, "__func__", None)  # not bound: a deep copy of the model runs its own weights
+    if below is None:
+        below = functools.partial(_unbound, model.forward)
+
+    @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted, fused = kwargs.pop(SCORE, None), kwargs.pop("fused_lm_head", False)
+        if wanted is None and not fused:
+            return below(self, *args, **kwargs)
+        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        kwargs.pop("num_items_in_batch", None)
+        run = functools.partial(_run, self, transform, cast_to_fp32)
+        if wanted is not None:
+            return run(wanted, *args, **kwargs)
+        return _as_trl(run, experts_per_token(self), labels, shifted, *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _whole(parameter: Any) -> Any:
+    """A parameter that FSDP2 has cut, put together; any other as it is."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _run(
+    model: Any, transform: LogitTransform, cast_to_fp32: bool, wanted: Wanted, *args: Any, **kwargs: Any
+) -> ScoredOutput:
+    if wanted.router:
+        kwargs["output_router_logits"] = True
+    output = _backbone(model)(*args, **{**kwargs, "use_cache": False, "return_dict": True})
+    if wanted.router and not getattr(output, "router_logits", None):
+        raise ModelError(
+            f"{type(model).__name__} returned no router logits, so there is nothing that its router_aux_loss_coef "
+            "could weigh; set router_aux_loss_coef=0."
+        )
+    hidden, head = output.last_hidden_state, model.get_output_embeddings()  # PEFT and FSDP replace the head later
+    hidden_SH = hidden.reshape(-1, hidden.size(-1))[wanted.predictor_S.to(hidden.device)]
+    weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
+    hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
+    precision: AbstractContextManager[Any] = nullcontext()
+    if cast_to_fp32:
+        hidden_SH = hidden_SH.float()
+        precision = torch.autocast(hidden_SH.device.type, enabled=False)
+    with precision, gathered(weight, bias):
+        targets = wanted.targets_S.to(weight.device)
+        logps, entropy = log_probs(hidden_SH, weight, bias, targets, transform, wanted.entropy)
+    return ScoredOutput(logps, entropy, None, output.router_logits if wanted.router else None)
+
+
+def _as_trl(
+    run: Callable[..., ScoredOutput],
+    top_k: int,
+    labels: torch.Tensor | None,
+    shifted: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> ScoredOutput:
+    """Answer TRL's call: values in the shape of the shifted labels, 0 where a label is -100."""
+    if shifted is None:
+        assert labels is not None
+        labels_BT = labels[:, 1:]
+        scored = torch.nn.functional.pad(labels_BT != -100, (0, 1))
+    else:
+        labels_BT = shifted
+        scored = shifted != -100
+    mask = labels_BT != -100
+    predictor_S = scored.reshape(-1).nonzero().squeeze(1)
+    router = bool(kwargs.get("output_router_logits"))
+    output = run(Wanted(predictor_S, labels_BT[mask], router=router), *args, **kwargs)
+    for name in ("log_probs", "entropy"):
+        # connected to the model also where nothing is scored, so that every process can run its backward pass
+        output[name] = output[name].new_zeros(mask.shape).masked_scatter(mask.to(output[name].device), output[name])
+    if output.router_logits is not None:
+        counts = kwargs.get("attention_mask")
+        output.router_counts = counts = torch.ones_like(scored) if counts is None else counts
+        output.aux_loss = RouterOutput(output.router_logits, counts).aux_loss(top_k)
+    return output

@@ -1,0 +1,1 @@
+"""Loss scale, fixed-point sums, and reports of numbers that are not finite."""

@@ -1,0 +1,1 @@
+"""Reward functions: found by name, called by chunks, checked."""

@@ -1,0 +1,149 @@
+"""Calls of reward functions by canonical chunks, and what they log in them (`log_metric`, `log_extra`).
+
+Differs from TRL, which calls a function with the share of a process: a chunk holds the same completions for every
+number of processes, so a function that looks beyond the group, its metrics and its columns are the same too.
+Filled by engine.rewards while a rollout batch is scored; put into TRL's records by sampling.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+from accelerate.logging import get_logger
+
+from ..runtime.collectives import gather_lists
+
+logger = get_logger(__name__)
+_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # keyword -> TRL's own method
+
+
+@dataclass
+class RewardCall:
+    """One call of a reward function, and what it logged.
+
+    Attributes:
+        function: its name.
+        number: its place among the reward functions.
+        first: place of the call's first completion in the rollout batch, over all processes.
+        rows: completions of the call.
+        metrics: names and values, in the order logged.
+        columns: values by column, at best one for each completion of the call.
+    """
+
+    function: str
+    number: int
+    first: int
+    rows: int
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number; the metric is the mean over all calls that logged it."""
+        self.metrics.append((name, float(value)))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of the completions table, one value for each completion of the call."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def with_recorders(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of the call, with TRL's recorders replaced by those of the call; others are the user's own."""
+        found = dict(keywords)
+        for name, method in _RECORDERS.items():
+            stock = getattr(trl.GRPOTrainer, method, None)
+            if stock is not None and getattr(keywords.get(name), "__func__", None) is stock:
+                found[name] = getattr(self, name)
+        return found
+
+
+@dataclass
+class ShareCalls:
+    """The calls that score one process's share of a rollout batch.
+
+    Attributes:
+        first: place of the share's first completion in the rollout batch.
+        chunk: completions per call; the share is whole chunks, so cutting it from its start cuts by global order. None:
+            the whole share in one call.
+        made: calls that returned rewards.
+    """
+
+    first: int = 0
+    chunk: int | None = None
+    made: list[RewardCall] = field(default_factory=list)
+
+    def cut(self, keywords: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """For each chunk the place of its first completion in the share, and the keywords of its call.
+
+        Every list with one entry for each completion is cut: columns, token ids, environments.
+        """
+        rows = len(keywords["completions"])
+        size = self.chunk or rows
+        if rows <= size:
+            yield 0, keywords
+            return
+        for start in range(0, rows, size):
+            yield (
+                start,
+                {
+                    name: value[start : start + size] if isinstance(value, list) and len(value) == rows else value
+                    for name, value in keywords.items()
+                },
+            )
+
+    def begin(self, function: str, number: int, start: int, rows: int) -> RewardCall:
+        """The record of a call; it counts once it is in `made`."""
+        return RewardCall(function, number, self.first + start, rows)
+
+
+def gather_calls(calls: Sequence[RewardCall]) -> list[RewardCall]:
+    """The calls of all processes, in the order of the completions, on every process."""
+    return sorted(gather_lists(list(calls)), key=lambda call: (call.first, call.number))
+
+
+def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
+    """The values of each metric, one for each time it was logged."""
+    values: dict[str, list[float]] = {}
+    for call in calls:
+        for name, value in call.metrics:
+            values.setdefault(name, []).append(value)
+    return dict(sorted(values.items()))
+
+
+def columns_of(calls: Sequence[RewardCall], rows: int, said: set[tuple[str, str]]) -> dict[str, list[Any]]:
+    """Columns of the completions table with one entry for each of `rows` completions, None where none was logged.
+
+    Of several functions that log one column for a completion, the last counts.
+
+    Args:
+        said: functions and columns whose wrong number of values was said already; added to.
+    """
+    table: dict[str, list[Any]] = {}
+    for call in calls:
+        for column, values in call.columns.items():
+            if len(values) != call.rows and (call.function, column) not in said:
+                said.add((call.function, column))
+                logger.warning(
+                    f"reward function '{call.function}' logged {len(values)} value(s) in the column '{column}' for "
+                    f"{call.rows} completions; log one for each. What is missing is None, what is too much is left out."
+                )
+            kept = values[: call.rows]
+            table.setdefault(column, [None] * rows)[call.first : call.first + len(kept)] = kept
+    return dict(sorted(table.items()))
+
+
+def add_columns(table: MutableMapping[str, Any], columns: dict[str, list[Any]], rows: int, length: int) -> None:
+    """Add the columns of a rollout batch to TRL's record, so that every column stays as long as the prompts'.
+
+    Args:
+        table: TRL's record, bounded like that of the prompts.
+        columns: of this rollout batch.
+        rows: completions of this rollout batch.
+        length: entries in the record of the prompts, those of this rollout batch included.
+    """
+    for column in [*table, *(name for name in columns if name not in table)]:
+        entries = table[column]
+        new = list(columns.get(column, ()))
+        entries.extend(new + [None] * (rows - len(new)))
+        entries.extendleft([None] * (length - len(entries)))

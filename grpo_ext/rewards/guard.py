@@ -1,0 +1,288 @@
+"""Reward functions, checked: what they return must be rewards, and an error names the function, the row, the value.
+
+Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
+call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions while a rollout batch
+is scored, and cuts their calls by chunks (engine.reward_log); called by TRL's `_calculate_rewards`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+)
+
+from ..errors import RewardError
+from .calls import RewardCall, ShareCalls
+
+logger = get_logger(__name__)
+_LARGEST = torch.finfo(torch.float32).max
+_SCORED = {"prompts", "completions"}  # what a call that scores a share names
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:
+    """The rewards as floats or `None`.
+
+    Raises:
+        RewardError: not a sequence, the wrong number of values, or a value that is no finite number.
+    """
+    try:
+        iterator = iter(rewards)
+    except TypeError:
+        raise RewardError(
+            f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for"
+            f" each of the {len(completions)} completions."
+        ) from None
+    try:
+        values = list(iterator)
+    except Exception as error:  # a generator runs only now
+        raise _failed(name, error) from error
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward function '{name}' returned {len(values)} rewards for {len(completions)} completions; return one "
+            "number or None for each."
+        )
+    return [_checked(name, row, value, prompts[row], completions[row]) for row, value in enumerate(values)]
+
+
+def _checked(name: str, row: int, value: Any, prompt: Any, completion: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    elif hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()  # numpy scalars
+    if not isinstance(value, Real | Decimal) or not -_LARGEST <= _as_float(value) <= _LARGEST:  # NaN compares false
+        raise RewardError(
+            f"reward function '{name}' returned {_short(value)} in row {row} (prompt {_short(prompt)}, completion "
+            f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."
+        )
+    return float(value)
+
+
+def _as_float(value: Any) -> float:
+    """The number as a float; infinity for an integer that has none."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _failed(name: str, error: Exception) -> RewardError:
+    remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
+    if isinstance(error, TypeError) and "argument" in str(error):
+        remedy = (
+            "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
+            "**kwargs, and ask only for columns the data has."
+        )
+    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is done about a reward function that hangs or raises.
+
+    Attributes:
+        timeout: seconds a call may take; None: any time.
+        retries: further calls after one that failed.
+        on_failure: after the last: "error", or "none" for `None` as the reward of every completion of the call.
+    """
+
+    timeout: float | None = None
+    retries: int = 0
+    on_failure: str = "error"
+
+    def policy(self, name: str) -> dict[str, Any]:
+        """Keywords of tenacity's retry loops."""
+
+        def say(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            logger.warning(
+                f"reward function '{name}' failed ({type(error).__name__}: {error}); try {state.attempt_number + 1} of "
+                f"{self.retries + 1} follows."
+            )
+
+        return {
+            "stop": stop_after_attempt(self.retries + 1),
+            "wait": wait_exponential(multiplier=0.5, max=30),
+            "retry": retry_if_exception_type(Exception),
+            "before_sleep": say,
+            "reraise": True,
+        }
+
+    def after_the_last(self, name: str, error: Exception, completions: Sequence[Any]) -> list[float | None]:
+        """The rewards of a call that failed for good.
+
+        Raises:
+            RewardError: unless failures count as "does not apply".
+        """
+        if self.on_failure != "none":
+            raise _failed(name, error) from error
+        logger.warning(
+            f"reward function '{name}' failed ({type(error).__name__}: {error}); its {len(completions)} completions "
+            "get None from it (reward_on_failure='none')."
+        )
+        return [None] * len(completions)
+
+
+STRICT = Faults()
+
+
+def _in_time(function: Callable[..., Any], seconds: float | None, keywords: dict[str, Any]) -> Any:
+    """What `function` returns, within a time.
+
+    Raises:
+        TimeoutError: it did not return; the thread it ran in is left behind, as no thread can be stopped.
+    """
+    if seconds is None:
+        return _listed(function(**keywords))
+    results: list[Any] = []
+    errors: list[BaseException] = []
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            results.append(_listed(context.run(function, **keywords)))
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="reward")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(_too_late(seconds))
+    return results[0]
+
+
+def _too_late(seconds: float | None) -> str:
+    return f"no answer within reward_timeout={seconds} seconds"
+
+
+def _listed(rewards: Any) -> Any:
+    """Generators run where they can be timed and tried again."""
+    return list(rewards) if isinstance(rewards, Iterator) else rewards
+
+
+def checked_reward(
+    function: Callable[..., Any], name: str, faults: Faults = STRICT, calls: ShareCalls | None = None, number: int = 0
+) -> Callable[..., Any]:
+    """`function` with its result checked; synchronous or asynchronous as it was.
+
+    A call that names prompts and completions, as TRL makes it, becomes one for each chunk of `calls`; chunks of an
+    asynchronous function run concurrently. Any other call goes to the function as it is.
+
+    Args:
+        calls: how the completions are cut, and where what is logged is kept; None: one call, recorders as they are.
+        number: the function's place among the reward functions.
+    """
+    one = _Scoring(function, name, faults, calls or ShareCalls(), number)
+    if _is_async(function):
+
+        @functools.wraps(function)
+        async def checked_async(*args: Any, **kwargs: Any) -> Any:
+            if args or not kwargs.keys() >= _SCORED:
+                return await function(*args, **kwargs)
+            parts = [one.later(start, keywords) for start, keywords in one.calls.cut(kwargs)]
+            return [reward for rewards in await asyncio.gather(*parts) for reward in rewards]
+
+        return checked_async
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if args or not kwargs.keys() >= _SCORED:
+            return function(*args, **kwargs)
+        return [reward for start, keywords in one.calls.cut(kwargs) for reward in one.now(start, keywords)]
+
+    return checked
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """Calls a function for one chunk, as often as it may be tried, and checks what it returns."""
+
+    function: Callable[..., Any]
+    name: str
+    faults: Faults
+    calls: ShareCalls
+    number: int
+
+    def _begin(self, start: int, keywords: dict[str, Any]) -> tuple[RewardCall, dict[str, Any]]:
+        # every try has a record of its own, so that what a failed one logged does not count
+        call = self.calls.begin(self.name, self.number, start, len(keywords["completions"]))
+        return call, call.with_recorders(keywords)
+
+    def _end(self, call: RewardCall, rewards: Any, keywords: dict[str, Any]) -> list[float | None]:
+        checked = check_rewards(self.name, rewards, keywords["prompts"], keywords["completions"])
+        self.calls.made.append(call)
+        return checked
+
+    def now(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
+        """The rewards of a chunk of a synchronous function."""
+
+        def attempt() -> tuple[RewardCall, Any]:
+            call, given = self._begin(start, keywords)
+            return call, _in_time(self.function, self.faults.timeout, given)
+
+        try:
+            call, rewards = Retrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self.faults.after_the_last(self.name, error, keywords["completions"])
+        return self._end(call, rewards, keywords)
+
+    async def later(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
+        """The rewards of a chunk of an asynchronous function."""
+
+        async def attempt() -> tuple[RewardCall, Any]:
+            call, given = self._begin(start, keywords)
+            try:
+                return call, await asyncio.wait_for(self.function(**given), self.faults.timeout)
+            except asyncio.TimeoutError as error:
+                raise TimeoutError(str(error) or _too_late(self.faults.timeout)) from None
+
+        try:
+            found: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self.faults.after_the_last(self.name, error, keywords["completions"])
+        return self._end(*found, keywords)
+
+
+def check_reward_functions(
+    functions: list[Any], names: list[str], faults: Faults = STRICT, calls: ShareCalls | None = None
+) -> list[Any]:
+    """Wrap the callables of a list; reward models (modules) are returned as they are."""
+    return [
+        f if isinstance(f, torch.nn.Module) else checked_reward(f, name, faults, calls, number)
+        for number, (f, name) in enumerate(zip(functions, names))
+    ]

@@ -1,0 +1,302 @@
+"""Reward functions by name: TRL's own, a number check and a length penalty that TRL lacks, plugins', and yours.
+Unlike TRL's, the math rewards take plain completions too, and the gold from `answer` where a set has no `solution`.
+Between the rollouts and the advantages in the flow; `resolve_rewards` is what recipes/grpo.py calls."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, DataError
+
+FILE_MODULE_PREFIX = "grpo_ext_reward_"  # names of modules that are loaded from a file
+
+RewardFunction = Callable[..., Sequence["float | None"]]
+
+# A minus is a sign unless it stands after a word, a digit or a closing bracket ("10-5" holds 10 and 5).
+_NUMBER = re.compile(
+    r"(?<!\w)(?<!\d\.)(?P<sign>(?<![)}])[-\u2212])?(?:\$(?P<inner>-)?)?"
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d])|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}\b)?|(?<![\w.])\.\d+)"
+)
+_BOXED = re.compile(r"\\boxed\s*\{")
+
+
+def numbers_in(text: str) -> list[Decimal]:
+    """The numbers of a text in order: thousands commas, `$`, signs and LaTeX spacing understood."""
+    for latex, plain in (("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "$")):
+        text = text.replace(latex, plain)
+    found = []
+    for match in _NUMBER.finditer(text):
+        value = Decimal(match["digits"].replace(",", ""))
+        found.append(-value if match["sign"] or match["inner"] else value)
+    return found
+
+
+def _last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}`, inner braces included."""
+    starts = list(_BOXED.finditer(text))
+    if not starts:
+        return None
+    begin = starts[-1].end()
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return text[begin:]
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number a text ends up with: the first after the last `####`, else the last in `\\boxed{}`, else the last."""
+    if "####" in text:
+        marked = numbers_in(text.rsplit("####", 1)[1])
+        if marked:
+            return marked[0]
+    boxed = _last_boxed(text)
+    numbers = numbers_in(boxed) if boxed is not None else numbers_in(text)
+    return numbers[-1] if numbers else None
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, which is a string, or a list of messages of which the last counts."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1]["content"] if completion else ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _gold(reward: str, columns: dict[str, Any]) -> list[Any]:
+    for column in ("answer", "solution"):
+        if columns.get(column) is not None:
+            return columns[column]
+    raise DataError(
+        f"The reward '{reward}' needs a gold answer, and the data has neither a column 'answer' nor 'solution'; "
+        "name the one to use as answer_column."
+    )
+
+
+def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
+    """1.0 where the final number of the completion equals that of the gold answer, else 0.0.
+
+    Args:
+        completions: (B,) strings or lists of messages.
+        columns: the gold in `answer` or `solution`: strings or numbers. A gold without a number gives None, which TRL
+            leaves out of the mean.
+
+    Raises:
+        DataError: neither column is there.
+    """
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, _gold("exact_number", columns)):
+        wanted = final_number(str(gold))
+        rewards.append(None if wanted is None else float(final_number(completion_text(completion)) == wanted))
+    return rewards
+
+
+class LengthPenalty:
+    """Minus the share of the completion budget that was used: 0 for nothing, -1 for all of it.
+
+    A class, not a closure, so that it can be pickled to a rollout worker; TRL logs it under `__name__`.
+    """
+
+    __name__ = "length_penalty"
+
+    def __init__(self, max_completion_length: int) -> None:
+        self.max_completion_length = max_completion_length  # tokens
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [-min(len(ids) / self.max_completion_length, 1.0) for ids in completion_ids]
+
+
+class TrlReward:
+    """A reward of TRL, called the way it wants: completions as messages, the gold under `solution`."""
+
+    def __init__(self, function: RewardFunction, needs_gold: bool) -> None:
+        self.function, self.needs_gold = function, needs_gold
+        self.__name__ = function.__name__
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
+        messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
+        if self.needs_gold:
+            gold = columns.get("solution")
+            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(self.__name__, columns))]
+        return self.function(completions=messages, **columns)
+
+
+# short name: TRL's name, whether it needs math-verify (and so a gold), and its arguments from the completion budget
+_FROM_TRL: dict[str, tuple[str, bool, Callable[[int], dict[str, int]] | None]] = {
+    "accuracy": ("accuracy_reward", True, None),
+    "reasoning_accuracy": ("reasoning_accuracy_reward", True, None),
+    "cosine": ("get_cosine_scaled_reward", True, lambda budget: {"max_len": budget}),
+    "think_format": ("think_format_reward", False, None),
+    "repetition": ("get_repetition_penalty_reward", False, lambda budget: {}),
+    "soft_overlong": (
+        "get_soft_overlong_punishment",
+        False,
+        # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
+        lambda budget: {"max_completion_len": budget, "soft_punish_cache": max(budget // 5, 1)},
+    ),
+}
+_BY_TRL_NAME = {trl_name: short for short, (trl_name, _, _) in _FROM_TRL.items()}
+
+
+_OWN = ("exact_number", "length_penalty")
+PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
+
+
+def reward_names() -> list[str]:
+    """The short names that `resolve_rewards` knows, those of plugins included."""
+    return sorted({*_FROM_TRL, *_OWN, *entry_points(group=PLUGIN_GROUP).names})
+
+
+def _plugin(name: str) -> EntryPoint | None:
+    """The entry point of a name, if an installed distribution offers one.
+
+    Raises:
+        ConfigError: a built-in reward has that name too, or another distribution offers another function under it.
+    """
+    offered = {entry.value: entry for entry in entry_points(group=PLUGIN_GROUP, name=name)}
+    origins = [_origin(entry) for entry in offered.values()]
+    if offered and name in (*_FROM_TRL, *_BY_TRL_NAME, *_OWN):
+        raise ConfigError(
+            f"The reward '{name}' is built into grpo_ext, and is {origins[0]} too; rename the plugin's, or uninstall "
+            "it."
+        )
+    if len(offered) > 1:
+        raise ConfigError(
+            f"The reward '{name}' is {', and also '.join(origins)}; uninstall one of them, or ask for "
+            "package.module.function."
+        )
+    return next(iter(offered.values()), None)
+
+
+def _origin(entry: EntryPoint) -> str:
+    return f"{entry.value} of the plugin {entry.dist.name if entry.dist else 'without a name'}"
+
+
+def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
+    """Reward functions by short name (`reward_names()`), `package.module.function`, or `path/to/file.py:function`.
+
+    Plugins add short names: entry points of the group `grpo_ext.rewards`.
+
+    Args:
+        names: in the order of `reward_weights`.
+        max_completion_length: tokens; what `length_penalty`, `soft_overlong` and `cosine` measure against.
+
+    Raises:
+        ConfigError: no such name, module, file or function; math-verify missing; a budget needed and not given; a
+            plugin that cannot be imported, or has the name of another reward.
+    """
+    if not names:
+        raise ConfigError(f"No reward was named, and GRPO needs at least one; use {_known()}.")
+    return [_resolve(name, max_completion_length) for name in names]
+
+
+def _known() -> str:
+    return f"one of {', '.join(reward_names())}, package.module.function, or path/to/file.py:function"
+
+
+def _resolve(name: str, budget: int | None) -> RewardFunction:
+    plugin, short = _plugin(name), _BY_TRL_NAME.get(name, name)
+    if short == "exact_number":
+        return exact_number
+    if short == "length_penalty":
+        return LengthPenalty(_budget(short, budget))
+    if short in _FROM_TRL:
+        return _from_trl(short, budget)
+    if plugin is not None:
+        return _from_plugin(plugin)
+    if ".py:" in name:
+        return _from_file(name)
+    if "." in name:
+        return _from_module(name)
+    raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
+
+
+def _budget(name: str, budget: int | None) -> int:
+    if budget is None or budget < 1:
+        raise ConfigError(
+            f"The reward '{name}' measures against the completion budget, and max_completion_length={budget}; "
+            "give max_completion_length, in tokens, 1 or more."
+        )
+    return budget
+
+
+def _from_trl(short: str, budget: int | None) -> RewardFunction:
+    from trl import rewards
+
+    trl_name, needs_gold, arguments = _FROM_TRL[short]
+    if needs_gold and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"The reward '{short}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
+            "exact_number."
+        )
+    function = getattr(rewards, trl_name)
+    if arguments is not None:
+        function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
+    return TrlReward(function, needs_gold)
+
+
+def _from_plugin(entry: EntryPoint) -> RewardFunction:
+    try:
+        function = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The reward '{entry.name}' is {_origin(entry)}, which could not be loaded ({error}); mend or uninstall it."
+        ) from error
+    if not callable(function):
+        raise ConfigError(
+            f"The reward '{entry.name}' is {_origin(entry)}, a {type(function).__name__}; it should be a function that "
+            "takes completions and returns a reward for each."
+        )
+    return function
+
+
+def _from_file(name: str) -> RewardFunction:
+    file, _, function = name.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"The reward '{name}' is asked from the file {path}, which does not exist; check the path.")
+    module_name = f"{FILE_MODULE_PREFIX}{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None  # a file with this suffix always has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # so that what the file defines can be pickled
+    spec.loader.exec_module(module)
+    return _function_of(module, function, name)
+
+
+def _from_module(name: str) -> RewardFunction:
+    module_name, _, function = name.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The reward '{name}' is asked from the module {module_name}, which could not be imported ({error}); use "
+            f"{_known()}."
+        ) from error
+    return _function_of(module, function, name)
+
+
+def _function_of(module: Any, function: str, name: str) -> RewardFunction:
+    found = getattr(module, function, None)
+    if callable(found):
+        return found
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise ConfigError(
+        f"The reward '{name}' asks for '{function}', and the module has no function of that name; it has "
+        f"{', '.join(sorted(functions)) or 'none'}."
+    )

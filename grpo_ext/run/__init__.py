@@ -1,0 +1,1 @@
+"""Keeping a run: checkpoints, state, fingerprint, manifest, interrupts, log."""

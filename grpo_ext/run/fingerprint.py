@@ -1,0 +1,271 @@
+"""What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
+
+A run may go on with another number of processes, another micro-batch or another machine, and stays the run it was;
+with another seed, batch, loss, data set or model it would be another run, and that is said before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+
+from ..algorithms.learning_rate import global_batch_advice
+from ..errors import CheckpointError, ConfigError
+
+IDENTITY = "grpo_ext_identity.json"
+_ROWS_READ = 256  # of the data set, evenly spread
+
+# fields of transformers' TrainingArguments that decide what is learned
+_LOOP = [
+    "seed",
+    "data_seed",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "optim_args",
+    "bf16",
+    "fp16",
+    "dataloader_drop_last",
+    "neftune_noise_alpha",
+    "full_determinism",
+]
+# fields of TRL's GRPOConfig that do not
+_TRL_LAYOUT = [
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations_eval",
+    "ds3_gather_for_generation",
+    "log_completions",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "log_completions_hub_repo",
+    "remove_unused_columns",
+    "model_init_kwargs",
+    "use_transformers_continuous_batching",
+    "cache_implementation",
+    "pad_to_multiple_of",
+    "chat_template_path",
+    "trust_remote_code",
+    "log_multimodal",
+]
+# fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
+_BITWISE = ("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")  # in that mode
+_OURS = (
+    "advantage_estimator",
+    "loss_aggregation",
+    "dynamic_sampling",
+    "dynamic_sampling_max_rounds",
+    "bitwise_invariant",
+    *_BITWISE,
+)
+# what may change in the middle of a rollout batch: its completions and their advantages stay what they are
+KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+COMPARED = ("data", "model", "tokenizer", "rewards")  # beside the settings
+SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
+    """The settings that decide what is learned."""
+    inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    own = [f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in inherited and f.name not in _TRL_LAYOUT]
+    own = [n for n in own if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
+    names = [n for n in (*_LOOP, *own, *_OURS) if hasattr(args, n)]
+    values = {name: _plain(getattr(args, name)) for name in names}
+    if not args.bitwise_invariant:
+        values = {name: value for name, value in values.items() if name not in _BITWISE}
+    return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
+
+
+def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
+    """Length, columns and a hash of some rows of a data set; None for a stream."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    rows = len(dataset)
+    digest = hashlib.sha256()
+    for number in range(min(rows, _ROWS_READ)):
+        row = dataset[number * rows // min(rows, _ROWS_READ)]
+        digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+    return {"rows": rows, "columns": sorted(getattr(dataset, "column_names", None) or []), "sha256": digest.hexdigest()}
+
+
+def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A hash of some elements of each tensor, evenly spread."""
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        last = max(flat.numel() - 1, 0)
+        index = torch.linspace(0, last, min(flat.numel(), 64)).long().clamp_(max=last)  # float32 rounds up past 2**24
+        digest.update(name.encode())
+        digest.update(tensor_hash(flat[index.to(flat.device)]).encode())
+    return digest.hexdigest()
+
+
+def model_fingerprint(
+    model: torch.nn.Module, reference: torch.nn.Module | None = None, whole: bool = True
+) -> dict[str, Any]:
+    """Class, adapter, a hash of the names, shapes and types of the weights, and one of those that no checkpoint holds.
+
+    Args:
+        reference: the reference model, where it is one of its own.
+        whole: whether this process holds all weights.
+    """
+    adapters = {name: _plain(vars(c)) for name, c in getattr(model, "peft_config", {}).items()}
+    for adapter in adapters.values():
+        adapter.pop("base_model_name_or_path", None)
+        adapter.pop("inference_mode", None)
+    frozen = None
+    if whole:
+        fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        fixed += [] if reference is None else [(f"reference {name}", p) for name, p in reference.named_parameters()]
+        frozen = _sample_hash(sorted(fixed, key=lambda pair: pair[0]))
+    digest = hashlib.sha256()
+    count = 0
+    for name, parameter in sorted(model.named_parameters()):
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # of a ZeRO-3 shard, as a whole
+        digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())
+        count += math.prod(shape)
+    shapes = digest.hexdigest()
+    name = type(model).__name__
+    return {"class": name, "parameters": count, "sha256": shapes, "adapters": adapters, "frozen": frozen}
+
+
+def tokenizer_fingerprint(processing_class: Any) -> str | None:
+    """A hash of the vocabulary and the chat template; None for what is no tokenizer."""
+    if not hasattr(processing_class, "get_vocab"):
+        return None
+    content = [sorted(processing_class.get_vocab().items()), getattr(processing_class, "chat_template", None)]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def tensor_hash(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and bits."""
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
+    if plain.numel():
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
+    """Hashes of every trainable parameter, and of every tensor the optimizer keeps for it."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    hashes = {f"parameter/{names[id(p)]}": tensor_hash(p) for p in model.parameters() if id(p) in names}
+    for parameter, values in getattr(optimizer, "state", {}).items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and id(parameter) in names:
+                hashes[f"optimizer/{names[id(parameter)]}/{key}"] = tensor_hash(value)
+    return hashes
+
+
+def identity_of(
+    args: Any, geometry: Any, dataset: Any, model: dict[str, Any], tokenizer: str | None, rewards: list[str]
+) -> dict[str, Any]:
+    """Everything that is compared on resume, in plain JSON types."""
+    parts = {"data": data_fingerprint(dataset), "model": _plain(model), "tokenizer": tokenizer, "rewards": rewards}
+    return {**parts, "settings": settings_of(args, geometry)}
+
+
+def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
+    """Refuse names in `allow_changed_on_resume` that nothing is compared by.
+
+    Raises:
+        ConfigError: names the nearest one.
+    """
+    comparable = [*settings, *COMPARED]
+    for name in allowed or ():
+        if name.split(".")[0] not in comparable:
+            near = get_close_matches(name, comparable, 1)
+            meant = f"did you mean {near[0]!r}?" if near else f"use names of settings, or of {', '.join(COMPARED)}."
+            raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
+
+
+def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
+    """Write into a checkpoint's folder."""
+    (Path(folder) / IDENTITY).write_text(json.dumps(identity, indent=1) + "\n")
+
+
+def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, as `name: (saved, current)`; of the model as `model.part`.
+
+    What only one of the two versions knows is not compared. `model.frozen` are the weights that are not trained, those
+    of the reference model among them.
+    """
+
+    def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
+        return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
+
+    found = differing(saved, current, ("data", "tokenizer", "rewards"))
+    model = differing(saved["model"], current["model"], saved["model"].keys())
+    found |= {f"model.{part}": values for part, values in model.items()}
+    return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
+
+
+def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Refuse to go on with what would be another run.
+
+    Args:
+        allowed: names that may differ; "model" stands for all its parts.
+
+    Returns:
+        What differs and is allowed.
+
+    Raises:
+        CheckpointError: names each field that changed, with both values.
+    """
+    path, allowed = Path(folder) / IDENTITY, set(allowed)
+    if not path.is_file():
+        return {}
+    saved = json.loads(path.read_text())
+    found = changed(saved, current)
+    refused = {name: values for name, values in found.items() if allowed.isdisjoint((name, name.split(".")[0]))}
+    if refused:
+        advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
+        lines = "\n".join(
+            f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
+        )
+        raise CheckpointError(
+            f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
+            f"set allow_changed_on_resume={sorted(refused)} (as an option: --allow_changed_on_resume "
+            f"{' '.join(sorted(refused))}).{advice and f' {advice}'}"
+        )
+    return found
+
+
+def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
+    """What a changed global batch means for the learning rate; empty where it did not change.
+
+    Args:
+        found: what differs, as from `check_identity`.
+        learning_rate: that of the saved run.
+    """
+    if "global_batch_size" not in found:
+        return ""
+    return global_batch_advice(learning_rate, *found["global_batch_size"])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,93 @@
+"""`manifest.json` in a run's folder: with what, on what and from where a run was trained, and what came out.
+
+One entry for each time `train()` was called on the run, so a resumed run has several. Written by the main process when
+training starts and again when it ends; for people, and for `grpo-ext`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime.determinism import environment
+from .fingerprint import state_hashes
+
+MANIFEST = "manifest.json"
+_PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions of what a run depends on."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The kind of machine, without its name."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count(), "gpu": accelerator}
+
+
+def opening(geometry: Any, identity: dict[str, Any], device: torch.device, resumed_from: str | None) -> dict[str, Any]:
+    """The entry of a training that starts."""
+    return {
+        "started": _now(),
+        "finished": None,
+        "resumed_from": resumed_from,
+        "versions": versions(),
+        "machine": machine(device),
+        "environment": environment(),
+        "geometry": dataclasses.asdict(geometry),
+        **identity,
+    }
+
+
+def closing(step: int, ended: str, model: torch.nn.Module | None, optimizer: Any = None) -> dict[str, Any]:
+    """What is added when it ends.
+
+    Args:
+        ended: "finished", "interrupted" or "failed".
+        model: whose parameters are hashed; None where no process holds all of them.
+    """
+    entry: dict[str, Any] = {"finished": _now(), "ended": ended, "step": step}
+    if model is not None:
+        hashes = state_hashes(model, optimizer)
+        own = {name: value for name, value in hashes.items() if name.startswith("parameter/")}
+        digest = hashlib.sha256("\n".join(f"{name} {value}" for name, value in sorted(own.items())).encode())
+        entry |= {"parameters_sha256": digest.hexdigest(), "tensors": hashes}
+    return entry
+
+
+def read_manifest(folder: str | Path) -> list[dict[str, Any]]:
+    """The entries of a run, oldest first; none where there is no manifest that can be read."""
+    try:
+        return list(json.loads((Path(folder) / MANIFEST).read_text())["trainings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def write_manifest(folder: str | Path, entries: list[dict[str, Any]]) -> None:
+    """Write all entries; the file is whole or the old one."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    beside = root / f".{MANIFEST}"
+    beside.write_text(json.dumps({"format": 1, "trainings": entries}, indent=1, default=str) + "\n")
+    os.replace(beside, root / MANIFEST)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,123 @@
+"""A few completions with their log-probabilities, kept in every checkpoint: what an exported model has to reproduce.
+
+Written by the trainer (engine of any kind), read by `grpo-ext export`, which scores the same tokens with the model it
+wrote.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..errors import CheckpointError
+from ..sampling.rollout import Rollout
+
+SAMPLES = "grpo_ext_samples.safetensors"
+_COUNT = 4
+
+
+@dataclass
+class Samples:
+    """See the module.
+
+    Attributes:
+        prompts, completions: token ids of each sample.
+        logps: log-probability of every token of each completion.
+        dtype: in which the recording model computed ("float32", "bfloat16", "float16").
+        temperature: the logits were divided by it.
+        quantised: whether the weights were; a plain copy of them scores differently.
+    """
+
+    prompts: list[torch.Tensor]
+    completions: list[torch.Tensor]
+    logps: list[torch.Tensor]
+    dtype: str
+    temperature: float
+    quantised: bool = False
+
+    def save(self, folder: str | Path) -> None:
+        """Write into a checkpoint's folder."""
+        tensors: dict[str, torch.Tensor] = {}
+        for i, (prompt, completion, logps) in enumerate(zip(self.prompts, self.completions, self.logps)):
+            tensors |= {f"{i}/prompt": prompt, f"{i}/completion": completion, f"{i}/logps": logps}
+        plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+        about = {"count": str(len(self.prompts)), "dtype": self.dtype, "temperature": json.dumps(self.temperature)}
+        about["quantised"] = json.dumps(self.quantised)
+        save_file(plain, Path(folder) / SAMPLES, metadata=about)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Samples | None:
+        """Read from a checkpoint's folder; None if it holds none.
+
+        Raises:
+            CheckpointError: they are there and cannot be read.
+        """
+        path = Path(folder) / SAMPLES
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata()
+
+                def read(name: str) -> list[torch.Tensor]:
+                    return [file.get_tensor(f"{i}/{name}") for i in range(int(about["count"]))]
+
+                tokens, logps = (read("prompt"), read("completion")), read("logps")
+            return cls(*tokens, logps, about["dtype"], json.loads(about["temperature"]), json.loads(about["quantised"]))
+        except Exception as error:  # whatever the parser raises
+            raise CheckpointError(f"{path} is broken: {error}.") from None
+
+
+def sample_rows(rollout: Rollout) -> list[int]:
+    """A few completions of at least the median length, the shortest such with their prompts."""
+    lengths = {row: int(mask.sum()) for row, mask in enumerate(rollout.fields["completion_mask"])}
+    lengths = {row: n for row, n in lengths.items() if n}
+    if not lengths:
+        return []
+    median = sorted(lengths.values())[len(lengths) // 2]
+    total = {row: n + len(rollout.fields["prompt_ids"][row]) for row, n in lengths.items() if n >= median}
+    return sorted(sorted(total, key=lambda row: (total[row], row))[:_COUNT])
+
+
+def record(
+    rollout: Rollout, score: Callable[[int], torch.Tensor], dtype: str, temperature: float, quantised: bool = False
+) -> Samples | None:
+    """Samples of a rollout batch.
+
+    Args:
+        score: from a row to its log-probabilities, (T,), padded on the right.
+    """
+    rows = sample_rows(rollout)
+    if not rows:
+        return None
+    lengths = [int(rollout.fields["completion_mask"][row].sum()) for row in rows]
+    return Samples(
+        [rollout.fields["prompt_ids"][row] for row in rows],
+        [rollout.fields["completion_ids"][row][:n] for row, n in zip(rows, lengths)],
+        [score(row)[:n].float() for row, n in zip(rows, lengths)],
+        dtype,
+        temperature,
+        quantised,
+    )
+
+
+def score_alone(model: Any, samples: Samples) -> list[torch.Tensor]:
+    """Log-probabilities of every sample, each run on its own by an ordinary transformers model."""
+    found = []
+    narrow = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        for prompt, completion in zip(samples.prompts, samples.completions):
+            ids = torch.cat([prompt, completion]).long()[None]
+            options = {"logits_to_keep": len(completion) + 1} if narrow else {}
+            logits = model(input_ids=ids, **options).logits[0, -len(completion) - 1 : -1].float() / samples.temperature
+            chosen = torch.log_softmax(logits, dim=-1).gather(1, completion.long()[:, None])
+            found.append(chosen.squeeze(1))
+    return found

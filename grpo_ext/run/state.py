@@ -1,0 +1,108 @@
+"""What a run has to remember beside model, optimizer and scheduler: the rollout in progress and the log in progress.
+
+Differs from TRL, which forgets both on resume and samples again. Saved as safetensors and JSON, so reading executes
+nothing. Written and read by the trainer around transformers' own checkpoint files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from ..errors import CheckpointError
+from ..sampling.rollout import Rollout
+
+REFERENCE = "grpo_ext_reference.safetensors"
+STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_rollout.safetensors"
+
+
+@dataclass
+class RunState:
+    """See the module.
+
+    Attributes:
+        rollout: the scored rollout batch that is being trained on.
+        rollout_name: its epoch and its index in the epoch.
+        step: steps of this trainer's own count.
+        metrics: values of the steps since the last log line, by name.
+        loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
+        losses: of every step so far.
+        entropy: the adaptive entropy controller.
+        limits: sizes that fit into memory, where they are smaller than those asked for.
+    """
+
+    rollout: Rollout | None = None
+    rollout_name: tuple[int, int] | None = None
+    step: int = 0
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    entropy: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: str | Path) -> None:
+        """Write into a checkpoint's folder."""
+        plain = {name: value for name, value in vars(self).items() if name != "rollout"}
+        (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
+        tensors: dict[str, torch.Tensor] = {}
+        for name, rows in ({} if self.rollout is None else self.rollout.fields).items():
+            tensors[f"{name}/values"] = torch.cat(rows).contiguous()
+            tensors[f"{name}/lengths"] = torch.tensor([row.numel() for row in rows])
+        save_file(tensors, Path(folder) / TENSORS)
+
+    @classmethod
+    def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
+        """Read from a checkpoint's folder; None if it is one of another trainer.
+
+        Args:
+            num_generations: completions per group of the rollout batch.
+
+        Raises:
+            CheckpointError: it is there and cannot be read.
+        """
+        path = Path(folder) / STATE
+        if not path.is_file():
+            return None
+        try:
+            plain = json.loads(path.read_text())
+            tensors = load_file(Path(folder) / TENSORS)
+            state = cls(**plain)
+        except Exception as error:  # whatever the parsers raise
+            raise CheckpointError(f"{path} or {TENSORS} beside it is broken: {error}.") from None
+        if state.rollout_name is not None:
+            state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
+            names = sorted({key.rsplit("/", 1)[0] for key in tensors})
+            rows = {n: list(tensors[f"{n}/values"].split(tensors[f"{n}/lengths"].tolist())) for n in names}
+            state.rollout = Rollout.of_groups(rows, num_generations)
+        return state
+
+
+class RestoreAtBegin(TrainerCallback):
+    """Restores what the Trainer's loop resets between reading its checkpoint and its first step."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self.restore = restore
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """The loop has set its sums to zero."""
+        self.restore()
+
+
+def save_reference(model: torch.nn.Module, folder: str | Path) -> None:
+    """Write a reference model that moves during the run (`sync_ref_model`)."""
+    state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    save_file(state, Path(folder) / REFERENCE)
+
+
+def load_reference(model: torch.nn.Module, folder: str | Path) -> None:
+    """Read it again, where it was written."""
+    path = Path(folder) / REFERENCE
+    if path.is_file():
+        model.load_state_dict(load_file(path))

@@ -1,0 +1,1 @@
+"""What processes and devices do: collectives, memory that runs out, settings that change bits."""

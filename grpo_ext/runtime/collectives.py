@@ -1,0 +1,182 @@
+"""Collectives that take a different number of rows from every process, including none.
+
+Accelerate's `gather` wants equal shapes on all processes; shares of a rollout batch are unequal by design. Used by the
+trainer around TRL's scoring code and by engine.rollouts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather_object
+from accelerate.utils import gather as equal_gather
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ..compat import trl_module
+from ..errors import CheckpointError
+
+_BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
+
+
+def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    """Concatenate tensors of any length along the first dimension, in process order, on every process.
+
+    Args:
+        tensor: any shape; a scalar counts as one row, as in Accelerate's `gather`.
+        rows: rows of this process that count (default: all).
+    """
+    flat = tensor[None] if tensor.dim() == 0 else tensor
+    flat = flat[:rows].contiguous()
+    lengths = equal_gather(torch.tensor([flat.size(0)], device=flat.device))
+    longest = int(lengths.max())
+    if len(lengths) == 1 or longest == 0:
+        return flat
+    padded = flat.new_zeros((longest, *flat.shape[1:]))
+    padded[: flat.size(0)] = flat
+    gathered = equal_gather(padded).view(len(lengths), longest, *flat.shape[1:])
+    return torch.cat([part[:n] for part, n in zip(gathered, lengths.tolist())])
+
+
+@contextmanager
+def ragged_scoring(accelerator: Accelerator, ghost: bool) -> Iterator[None]:
+    """Let TRL's scoring code gather shares of unequal size; a `ghost` process takes part but adds no row.
+
+    TRL gathers through `accelerator.gather` and through the functions it imported by name; all three are replaced for
+    the duration of the call by versions that agree with the originals where every share has the same size.
+    """
+    rows = 0 if ghost else None
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:  # sums and counts: a ghost's are zero
+            return equal_gather(torch.zeros_like(tensor) if ghost else tensor)
+        return ragged_gather(tensor, rows)
+
+    def objects(items: Any) -> Any:
+        return gather_object([] if ghost else items)
+
+    with (
+        mock.patch.object(accelerator, "gather", gather),
+        mock.patch.object(trl_module, "gather", gather),
+        mock.patch.object(trl_module, "gather_object", objects),
+    ):
+        yield
+
+
+def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
+    """The tensors of all processes, which have one shape, as rows of one: (processes, ...)."""
+    return equal_gather(values[None])
+
+
+def gather_lists(items: list[Any]) -> list[Any]:
+    """The lists of all processes as one, in process order; for objects that can be pickled."""
+    return gather_object(items)
+
+
+def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The main process's tensor, on every process."""
+    return broadcast(tensor)
+
+
+def broadcast_value(value: Any) -> Any:
+    """The main process's object, on every process."""
+    return broadcast_object_list([value])[0]
+
+
+def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
+    """One object of each of the `size` processes of a torch process group."""
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
+    """Sum tensors over all processes in place, in buckets of one type."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_type.values():
+        buckets: list[list[torch.Tensor]] = [[]]
+        for tensor in same:
+            if sum(t.nbytes for t in buckets[-1]) >= _BUCKET_BYTES:
+                buckets.append([])
+            buckets[-1].append(tensor)
+        for bucket in buckets:
+            flat = _flatten_dense_tensors(bucket)
+            dist.all_reduce(flat)
+            for own, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+                own.copy_(summed)
+
+
+def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over all processes; equal to `values` on one process."""
+    return stack_over_processes(values).sum(0)
+
+
+def max_over_processes(value: int, device: torch.device) -> int:
+    """Largest of one integer per process."""
+    return int(equal_gather(torch.tensor([value], device=device)).max())
+
+
+def any_process(value: bool, device: torch.device) -> bool:
+    """Whether a value is true on any process."""
+    return bool(max_over_processes(int(value), device))
+
+
+def first_of_all_processes(value: Any) -> Any:
+    """The first value that is not None, in process order; None if all are."""
+    return next((found for found in gather_object([value]) if found is not None), None)
+
+
+@contextmanager
+def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
+    """What fails inside on one process fails on all of them, so that none waits for it in a later collective.
+
+    Args:
+        explain: from the first failure's message to that of the error.
+
+    Raises:
+        CheckpointError: on every process.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # told to the others first
+        failure = error
+    first = first_of_all_processes(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if first is None:
+        return
+    if isinstance(failure, CheckpointError):
+        raise failure
+    raise CheckpointError(explain(first)) from failure
+
+
+def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
+    """What the main process makes, on every process."""
+    return broadcast_value(make() if accelerator.is_main_process else None)
+
+
+@functools.cache
+def leave_in_order(seconds: float = 0.2) -> None:
+    """Let gloo's threads finish with the last collective before the interpreter is torn down.
+
+    They let go of its tensors after it has returned, and want the GIL for that. CPython ends a thread that wants the
+    GIL of an interpreter that is being torn down, here inside a destructor, and the process aborts ("terminate called
+    without an active exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds
+    the group.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        atexit.register(time.sleep, seconds)
+
+
+def shards_parameters(accelerator: Accelerator) -> bool:
+    """Whether a forward is itself a collective (FSDP, DeepSpeed), so that all processes need the same number."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

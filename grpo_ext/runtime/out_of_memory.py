@@ -1,0 +1,134 @@
+"""Out of memory is survivable: work that does not fit is cut in half and done again.
+
+Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
+smaller size is layout, so the update stays the same. Used around generation, scoring and the window.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from ..batching.sizes import ceil_div
+from ..errors import MemoryShortageError
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+
+class WindowOutOfMemory(Exception):
+    """A process ran out of memory in the window; raised on all of them, after the gradients were thrown away."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that a device (or the host) has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, Exception) and should_reduce_batch_size(error)
+
+
+def free_memory() -> None:
+    """Let go of what a failed attempt left behind."""
+    gc.collect()
+    clear_device_cache()
+
+
+class Halving:
+    """Does work on rows in pieces that fit, and remembers the size that did.
+
+    Args:
+        what: the work, for messages.
+        remedy: what makes its smallest piece smaller.
+        enabled: whether a piece may be cut; in a canonical layout, or where a forward is a collective, it may not.
+    """
+
+    def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
+        self.what, self.remedy, self.enabled = what, remedy, enabled
+        self.limit: int | None = None
+
+    def run(self, rows: Sequence[int], work: Callable[[Sequence[int]], T]) -> list[T]:
+        """The results of `work` on consecutive pieces of `rows`.
+
+        Raises:
+            MemoryShortageError: one row alone does not fit, or cutting is not allowed.
+        """
+        size = len(rows) if self.limit is None else min(self.limit, len(rows))
+        results: list[T] = []
+        start = 0
+        while start < len(rows):
+            piece = rows[start : start + size]
+            try:
+                results.append(work(piece))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0]
+            else:
+                start += size
+                continue
+            free_memory()
+            if not self.enabled or len(piece) == 1:
+                raise MemoryShortageError(
+                    f"{self.what} ran out of memory with {len(piece)} completion(s) ({reason}); {self.remedy}."
+                )
+            size = self.limit = ceil_div(len(piece), 2)
+            logger.warning(
+                f"{self.what} ran out of memory with {len(piece)} completions; {size} at a time from now on."
+            )
+        return results
+
+
+@dataclass
+class WindowLimits:
+    """The size of a micro-batch: what was asked for, and what fits.
+
+    Attributes:
+        rows: completions.
+        tokens: tokens, or None.
+        failures: how often memory ran out.
+    """
+
+    rows: int
+    tokens: int | None = None
+    failures: int = 0
+
+    def shrink(self, largest_rows: int, largest_tokens: int) -> str:
+        """Halve after a window that failed; what is now allowed, as a sentence.
+
+        Args:
+            largest_rows, largest_tokens: of the micro-batches of that window, over all processes.
+
+        Raises:
+            MemoryShortageError: a single completion does not fit.
+        """
+        self.failures += 1
+        if largest_rows <= 1:
+            raise MemoryShortageError(
+                f"the window ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
+                "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
+                "max_completion_length, bf16=True, LoRA, or sharding (FSDP, ZeRO-3)."
+            )
+        if self.tokens is not None:
+            self.tokens = max(min(self.tokens, largest_tokens) // 2, 2)
+            self.rows = min(self.rows, largest_rows)
+            return f"micro_batch_tokens={self.tokens}"
+        self.rows = ceil_div(min(self.rows, largest_rows), 2)
+        return f"per_device_train_batch_size={self.rows}"
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"rows": self.rows, "tokens": self.tokens, "failures": self.failures}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take a checkpoint's sizes over where they are smaller; memory ran out with larger ones."""
+        if state["failures"]:
+            self.rows = min(self.rows, state["rows"])
+            limits = [n for n in (self.tokens, state["tokens"]) if n is not None]
+            self.tokens = min(limits) if limits else None
+            self.failures = state["failures"]

@@ -1,0 +1,1 @@
+"""From prompts to the rollout batch: keyed sampling, vLLM seeds, rounds of dynamic sampling."""

@@ -1,0 +1,171 @@
+"""Keyed sampling: one completion per row, whose random numbers depend on the row's key alone.
+
+Differs from transformers' sampling, which draws from one generator for the whole batch. Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..algorithms.keyed_random import choose, completion_keys, uniform
+from ..batching.prompt_order import RolloutRequest
+from ..errors import PrecisionError
+from .decoding import compact_decode, growing_cache, unique_prompts
+from .rollout import padded
+
+_FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+_NOT_PLAIN = (
+    "watermarking_config",
+    "guidance_scale",
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
+
+
+class KeyedChoice(LogitsProcessor):
+    """Last processor of a greedy `generate`: leaves only the token that the row's key samples.
+
+    With `do_sample=False` the processors given to `generate` run after the model's own, in the order given, so the
+    filters can be put before this one; arg-max then picks the token.
+    """
+
+    def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
+        self.keys_B, self.offsets_B, self.prompt_width = keys_B, offsets_B, prompt_width
+        self.broken = torch.zeros((), dtype=torch.bool, device=keys_B.device)  # read once, after the last token
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        position = input_ids.size(1) - self.prompt_width
+        tokens = choose(scores, uniform(self.keys_B, self.offsets_B + position))
+        self.broken |= (tokens == scores.size(1)).any().to(self.broken.device)
+        tokens = tokens.clamp(max=scores.size(1) - 1)
+        chosen = torch.full_like(scores, -torch.inf)
+        return chosen.scatter_(1, tokens[:, None], 0.0)  # type: ignore[return-value]
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Go on with these rows only."""
+        self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
+
+
+def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
+    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them."""
+    filters: list[LogitsProcessor] = []
+    if config.temperature not in (None, 1.0):
+        filters.append(TemperatureLogitsWarper(config.temperature))
+    if config.top_h is not None:
+        filters.append(TopHLogitsWarper(config.top_h))
+    if config.top_k not in (None, 0):
+        filters.append(TopKLogitsWarper(config.top_k))
+    if config.top_p is not None and config.top_p < 1.0:
+        filters.append(TopPLogitsWarper(config.top_p))
+    if config.min_p not in (None, 0.0):
+        filters.append(MinPLogitsWarper(config.min_p))
+    if config.typical_p is not None and config.typical_p < 1.0:
+        filters.append(TypicalLogitsWarper(config.typical_p))
+    if config.epsilon_cutoff is not None and 0.0 < config.epsilon_cutoff < 1.0:
+        filters.append(EpsilonLogitsWarper(config.epsilon_cutoff))
+    if config.eta_cutoff is not None and 0.0 < config.eta_cutoff < 1.0:
+        filters.append(EtaLogitsWarper(config.eta_cutoff))
+    return filters
+
+
+def _split_sampling(config: GenerationConfig, model: Any) -> tuple[list[LogitsProcessor], GenerationConfig]:
+    """The filters `generate` would sample with, and the configuration without them for a greedy `generate`.
+
+    Like `generate`, what the configuration leaves open is taken from the model's own.
+    """
+    sampling, greedy = copy.deepcopy(config), copy.deepcopy(config)
+    for name in _FILTERS:
+        if getattr(sampling, name, None) is None:
+            setattr(sampling, name, getattr(model.generation_config, name, None))
+        setattr(greedy, name, None)
+    if sampling.top_k is None:
+        sampling.top_k = 50  # transformers' default, where neither says anything
+    greedy.do_sample = False
+    return sampling_filters(sampling), greedy
+
+
+def can_sample_by_key(config: GenerationConfig) -> bool:
+    """Whether this configuration is plain sampling, which is what keys can stand in for."""
+    plain = bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
+    return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
+
+
+def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
+    """Keys of the rows of this process, shape (B,), int64 on the CPU: one per completion, in row order."""
+    numbers = torch.tensor(list(request.share)) + request.first_prompt
+    prompts = numbers.repeat_interleave(request.num_generations)
+    generations = torch.arange(request.num_generations).repeat(len(request.share))
+    return completion_keys(seed, stream, request.epoch, request.layout.rollout, prompts, generations)
+
+
+def sample_chunk(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    keys_B: torch.Tensor,
+    offsets_B: torch.Tensor,
+    config: GenerationConfig,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+    pad_to_multiple_of: int | None = None,
+    compact: bool = False,
+) -> list[list[int]]:
+    """Sample one completion for each row with the model's `generate`.
+
+    Args:
+        prompts: token ids of each row, without padding.
+        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
+        config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
+        eos_token_ids: any of these ends a completion (and is kept).
+        compact: run each different prompt once, and let finished rows leave the batch (engine.decoding).
+
+    Returns:
+        The new token ids of each row, without padding.
+
+    Raises:
+        PrecisionError: the model's scores are no distribution.
+    """
+    firsts, numbers = unique_prompts(prompts) if compact else (range(len(prompts)), [])
+    ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
+    input_ids = padded(ids, config.pad_token_id, "left", pad_to_multiple_of).to(device)
+    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", pad_to_multiple_of).to(device)
+    filters, greedy = _split_sampling(config, model)
+    width = input_ids.size(1)
+    keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if compact:
+        rows = torch.tensor(numbers, device=device)
+        inputs["custom_generate"] = functools.partial(compact_decode, rows_B=rows, choice=keyed)
+        inputs["past_key_values"] = growing_cache(model)
+    processors = LogitsProcessorList([*filters, keyed])
+    output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
+    if bool(keyed.broken):
+        raise PrecisionError("while sampling, the scores of the next token were not finite")
+    return [_until_eos(row, eos_token_ids) for row in output[:, width:].tolist()]
+
+
+def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: i + 1]
+    return tokens

@@ -1,0 +1,1 @@
+"""One optimizer step: its plan, counts, losses, gradients and log values."""

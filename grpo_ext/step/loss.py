@@ -1,0 +1,113 @@
+"""Assembles a micro-batch's part of the loss of the step from the pure terms of core.losses, and meters the logs.
+
+Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
+from ..errors import ModelError
+from ..forward.lm_head import RouterOutput
+from .statistics import StepContext, router_term
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Terms beside the policy loss.
+
+    Attributes:
+        entropy_coefficient: factor of the entropy bonus in this step, None without a bonus.
+        router_coefficient: factor of the MoE load-balancing loss, None without one.
+    """
+
+    entropy_coefficient: float | None = None
+    router_coefficient: float | None = None
+
+
+def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """1 on the completion tokens that carry loss, (B, T): real, and written by the model."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def assemble_loss(
+    cfg: LossConfig,
+    terms: LossTerms,
+    inputs: dict[str, Any],
+    logps: torch.Tensor,
+    entropies: torch.Tensor,
+    router: RouterOutput | None,
+) -> torch.Tensor:
+    """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
+
+    Args:
+        inputs: the collated micro-batch, with its `StepContext` under "step" and its weight under "weight", and
+            which group of the step each completion belongs to under "groups".
+        logps, entropies: (B, T), from the policy, with gradient.
+        router: router output of a MoE model.
+    """
+    context, weight, mask = inputs["step"], inputs["weight"], loss_mask(inputs)
+    keep = inputs.get("entropy_keep")
+    batch = TokenBatch(
+        logps_BT=logps,
+        mask_BT=mask,
+        advantages_B=inputs["advantages"],
+        old_logps_BT=inputs.get("old_per_token_logps"),
+        ref_logps_BT=inputs.get("ref_per_token_logps"),
+        sampling_logps_BT=inputs.get("sampling_per_token_logps"),
+        sampling_ratio=inputs.get("importance_sampling_ratio"),
+        entropy_keep_BT=keep,
+    )
+    tokens = token_loss(cfg, batch)
+    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, inputs.get("groups"))).sum()
+    context.meter.add_total("policy_loss", loss, weight)
+    if terms.entropy_coefficient is not None:
+        bonus_mask = mask if keep is None else mask * keep
+        bonus = (entropies * bonus_mask).sum()
+        context.meter.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
+        loss = loss - terms.entropy_coefficient * bonus / max(context.counts.entropy_tokens, 1)
+    if terms.router_coefficient is not None:
+        if router is None:
+            raise ModelError(
+                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and scoring "
+                "brought no router logits; set router_aux_loss_coef=0, or let an override of "
+                "_get_per_token_logps_and_entropies pass compute_aux_loss on."
+            )
+        aux = router_term(router, context)
+        context.meter.add_total("aux_loss", aux, weight)
+        loss = loss + terms.router_coefficient * aux
+    context.meter.add_tokens("entropy", entropies, mask, weight)
+    _meter_policy(cfg, tokens, inputs["advantages"], mask, context, weight)
+    return loss * weight
+
+
+def _meter_policy(
+    cfg: LossConfig,
+    tokens: TokenLoss,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    context: StepContext,
+    weight: float,
+) -> None:
+    meter = context.meter
+    if tokens.kl_BT is not None:
+        meter.add_tokens("kl", tokens.kl_BT, mask, weight)
+    if tokens.vespo_phi_B1 is not None:
+        meter.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
+    per_sequence = cfg.importance_sampling_level == "sequence"
+    for name, clipped in clip_indicators(cfg, tokens.ratio, advantages).items():
+        mean_name = name if name == "cispo_clip_ratio" else f"{name}_mean"
+        if per_sequence:
+            meter.add_sequences(mean_name, clipped, weight)
+        else:
+            meter.add_tokens(mean_name, clipped, mask, weight)
+        per_row = clipped.squeeze(1) if per_sequence else (clipped * mask).sum(-1) / mask.sum(-1)
+        if name == "clip_ratio/low":
+            meter.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
+        elif name == "clip_ratio/high":
+            meter.add_extreme("clip_ratio/high_max", per_row, weight)

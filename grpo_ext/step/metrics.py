@@ -1,0 +1,128 @@
+"""What the logs show of a step: sums over its micro-batches, made step-wide by one reduction; work and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..algorithms.exact import exact_sum
+from ..batching.micro_batches import (
+    StepSizes,
+)
+from ..runtime.collectives import ragged_gather, stack_over_processes
+from .plan import MicroBatch
+
+
+@dataclass
+class StepMeter:
+    """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
+
+    What the micro-batches add is kept apart and summed exactly rounded at the end (`math.fsum`), so that neither the
+    order of the micro-batches nor the process that ran them shows in the digits. Every process has to add the same
+    names, micro-batches of weight zero included.
+    """
+
+    device: torch.device
+    totals: set[str] = field(default_factory=set)
+    terms: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    highs: dict[str, torch.Tensor] = field(default_factory=dict)
+    lowest: set[str] = field(default_factory=set)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64, or float32 on the one kind of device that has no float64."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def add_total(self, name: str, part: torch.Tensor, weight: float) -> None:
+        """Add a part of a step-wide total, such as the loss."""
+        self.totals.add(name)
+        self.add(name, part, 0.0, weight)
+
+    def add_number(self, name: str, value: float) -> None:
+        """Add a process's part of a step-wide total that is no tensor."""
+        self.add_total(name, torch.tensor(float(value)), 1.0)
+
+    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
+        """Add a sum and the number of things summed; the metric is their quotient over the step."""
+        pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])
+        self.terms.append((name, pair.to(self.device) * weight))
+
+    def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
+        """Add token values under a mask; the metric is their mean over the step's tokens."""
+        self.add(name, (values_BT * mask_BT).sum(), mask_BT.sum(), weight)
+
+    def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
+        """Add one value per sequence; the metric is their mean over the step's completions."""
+        self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
+
+    def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
+        """Keep the largest (or lowest) of values over the step; NaN entries do not count."""
+        signed = (-values if lowest else values).detach().to(self.dtype)
+        if weight == 0.0:
+            signed = torch.full_like(signed, -math.inf)
+        high = torch.nan_to_num(signed, nan=-math.inf, neginf=-math.inf).max().to(self.device)
+        self.highs[name] = torch.maximum(self.highs[name], high) if name in self.highs else high
+        if lowest:
+            self.lowest.add(name)
+
+    def reduce(self) -> dict[str, float]:
+        """Step-wide values, the same on every process; NaN where nothing was counted."""
+        result: dict[str, float] = {}
+        names = sorted({name for name, _ in self.terms})
+        if names:
+            number = {name: float(i) for i, name in enumerate(names)}
+            index = torch.tensor([[number[name]] for name, _ in self.terms], dtype=self.dtype, device=self.device)
+            rows = torch.cat([index, torch.stack([pair for _, pair in self.terms])], dim=1)
+            sums: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+            for which, total, count in ragged_gather(rows).tolist():
+                sums[names[int(which)]].append((total, count))
+            for name, pairs in sums.items():
+                total, count = (exact_sum(column) for column in zip(*pairs))
+                result[name] = total if name in self.totals else total / count if count else math.nan
+        if self.highs:
+            names = sorted(self.highs)
+            best = stack_over_processes(torch.stack([self.highs[n] for n in names])).max(0).values.tolist()
+            for name, value in zip(names, best):
+                result[name] = math.nan if value == -math.inf else -value if name in self.lowest else value
+        return result
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Tokens of a step.
+
+    Attributes:
+        useful: unique tokens of the whole step: each prompt once, each completion, of those that are run.
+        computed: tokens that this process's forwards hold.
+        padding: those among them that are padding.
+    """
+
+    useful: int
+    computed: int
+    padding: int
+
+    @classmethod
+    def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], packed: bool) -> StepWork:
+        """Count a plan: `rows` are those of the whole step that are run, `parts` this process's micro-batches."""
+        held = [(part.rows, sizes.tokens(part.rows, packed)) for part in parts if part.weight]
+        real = sum(sizes.tokens([row], packed=True) for own, _ in held for row in own)
+        computed = sum(tokens for _, tokens in held)
+        return cls(sizes.tokens(rows, packed=True), computed, 0 if packed else computed - real)
+
+    def add_to(self, meter: StepMeter) -> None:
+        """Meter this process's part."""
+        for name in ("computed", "padding"):
+            meter.add_number(f"layout/{name}", getattr(self, name))
+
+    def shares(self, values: dict[str, float], seconds: float) -> dict[str, float]:
+        """What is logged, from the reduced values (taken out of `values`) and this process's seconds in the window."""
+        computed, padding = values.pop("layout/computed"), values.pop("layout/padding")
+        spare = max(computed - padding - self.useful, 0.0)
+        return {
+            "layout/padding_share": padding / max(computed, 1.0),
+            "layout/duplicate_share": spare / max(computed, 1.0),
+            "layout/useful_tokens_per_second": self.useful / max(seconds, 1e-9),
+        }

@@ -1,0 +1,428 @@
+"""`grpo-ext bench`: ours against stock TRL, phase by phase, on the same rollouts.
+
+Each trainer lives in a process of its own (tools.bench_worker) and does one optimizer step when it is told to; the
+steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
+over the rounds are compared, after a warm-up step of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...batching.micro_batches import StepSizes, TokenCost, deal_rows
+from ...batching.sizes import even_share, group_numbers
+from ...errors import ConfigError
+
+MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
+AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no more than this times its seconds
+PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
+OURS, STOCK = "grpo_ext", "TRL"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one optimizer step trains on.
+
+    Attributes:
+        prompt: tokens of each prompt.
+        shortest, longest: tokens of the completions.
+        skewed: exponential lengths (many short, few long) instead of uniform ones.
+        groups, group: prompts per step, completions per prompt.
+        without_variance: share of the groups whose rewards are all equal.
+        lora, checkpointing: train an adapter, recompute activations.
+        sample: time the sampling of completions instead of training on given ones.
+    """
+
+    name: str
+    prompt: int
+    shortest: int
+    longest: int
+    skewed: bool = False
+    groups: int = 4
+    group: int = 8
+    without_variance: float = 0.0
+    lora: bool = False
+    checkpointing: bool = False
+    sample: bool = False
+
+    def lengths(self) -> list[list[int]]:
+        """Completion lengths of every group, the same on every call."""
+        source = random.Random(f"{self.name}:{self.longest}")
+
+        def one() -> int:
+            if not self.skewed:
+                return source.randint(self.shortest, self.longest)
+            return min(self.longest, self.shortest + int(source.expovariate(4 / self.longest)))
+
+        return [[one() for _ in range(self.group)] for _ in range(self.groups)]
+
+
+REFERENCE = (
+    Shape("long prompt", 512, 32, 256),
+    Shape("ragged answers", 64, 64, 768, skewed=True),
+    Shape("half without variance", 512, 32, 256, without_variance=0.5),
+    Shape("short everything", 16, 8, 16),
+    Shape("long prompt, LoRA + checkpointing", 512, 32, 256, lora=True, checkpointing=True),
+    Shape("rollout, ragged answers", 64, 1, 768, skewed=True, sample=True),
+)
+
+# 28 million weights: hidden 512, 8 layers, vocabulary 8192
+REFERENCE_MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1280,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A shape from text like `prompt=512,completions=32-256,group=8,groups=4,skewed,lora,checkpointing,sample`.
+
+    Raises:
+        ConfigError: unknown words or values.
+    """
+    values: dict[str, Any] = {"name": text}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = word.partition("=")
+        try:
+            if key == "completions":
+                low, _, high = value.partition("-")
+                values |= {"shortest": int(low), "longest": int(high or low)}
+            elif key in ("skewed", "lora", "checkpointing", "sample") and not value:
+                values[key] = True
+            elif key == "without_variance":
+                values[key] = float(value)
+            elif key in ("prompt", "group", "groups"):
+                values[key] = int(value)
+            elif key == "name":
+                values[key] = value
+            else:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(
+                f"{word!r} in the shape {text!r} is unknown; use prompt=N, completions=N-N, group=N, groups=N, "
+                "without_variance=0.5, name=..., skewed, lora, checkpointing, sample."
+            ) from None
+    if not {"prompt", "shortest"} <= values.keys():
+        raise ConfigError(f"the shape {text!r} needs prompt=N and completions=N-N.")
+    return Shape(**values)
+
+
+class Worker:
+    """A process that holds one trainer and runs a step when asked."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_ext.tools.bench.worker", json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.about = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def step(self) -> dict[str, Any]:
+        """Run one optimizer step (or sample one rollout); what it took."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians of one shape.
+
+    Attributes:
+        micro: completions per forward of each trainer, the best of those tried.
+        seconds: for each trainer and phase.
+        working_mib, peak_mib: peak memory of a step beyond the process with its model loaded (so with gradients,
+            optimizer state and activations), and all of it.
+        tokens: unique tokens of the completions and prompts that are trained on (or sampled).
+        flops: multiply-adds times two that those tokens need, forward and backward.
+        matmul: floating point operations per second of large matrix products on this machine.
+    """
+
+    shape: Shape
+    micro: dict[str, int]
+    seconds: dict[str, dict[str, float]]
+    working_mib: dict[str, float]
+    peak_mib: dict[str, float]
+    tokens: dict[str, float]
+    flops: float
+    matmul: float
+    rounds: int
+
+    @property
+    def speed_up(self) -> float:
+        """Stock TRL's seconds per token over ours, in the phases that the shape is about."""
+        names = PHASES[:1] if self.shape.sample else PHASES[1:]
+        seconds = {who: sum(self.seconds[who][name] for name in names) for who in (OURS, STOCK)}
+        return seconds[STOCK] / self.tokens[STOCK] / (seconds[OURS] / self.tokens[OURS])
+
+    def matmul_share(self, who: str) -> float:
+        """Share of the machine's matrix-product rate that the useful tokens of forward and backward reach."""
+        return self.flops / self.seconds[who]["forward/backward"] / self.matmul
+
+
+def matmul_rate(device: str, dtype: str) -> float:
+    """Floating point operations per second of large matrix products, the best of a few."""
+    import torch
+
+    a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
+    best = 0.0
+    for _ in range(12):
+        start = time.perf_counter()
+        for _ in range(3):
+            a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 3 * 2 * 2048**3 / (time.perf_counter() - start))
+    return best
+
+
+def _spec(
+    shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    shared = {"shape": dataclasses.asdict(shape), "model": model, "dtype": dtype}
+    return {**shared, "who": who, "micro": micro, "options": dict(options or {})}
+
+
+def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]) -> int:
+    """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
+    rows = shape.groups * shape.group
+    dividing = sorted({min(size, rows) for size in sizes if who == OURS or rows % min(size, rows) == 0})
+    if not dividing:
+        raise ConfigError(
+            f"{who} cannot run {rows} completions with micro-batches of {', '.join(map(str, sizes))}: it needs a size "
+            f"that divides them; add one of {', '.join(str(n) for n in range(1, rows + 1) if rows % n == 0)}."
+        )
+    width = shape.prompt + shape.longest
+    usable = [size for size in dividing if size == dividing[0] or size * width <= MOST]
+    if len(usable) == 1 or shape.sample:
+        return usable[-1]
+    seconds = {}
+    for size in usable:
+        worker = Worker(_spec(shape, who, size, model, dtype))
+        try:
+            worker.step()
+            seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
+        finally:
+            worker.close()
+        say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
+    return next(size for size in usable if seconds[size] <= AS_GOOD * min(seconds.values()))
+
+
+def _alternate(
+    specs: Mapping[str, dict[str, Any]], rounds: int, say: Callable[[str], Any]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Steps of several trainers in turn, after a warm-up step of each; and what they said of themselves."""
+    workers = {name: Worker(spec) for name, spec in specs.items()}
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
+    try:
+        for number in range(rounds + 1):
+            for name in list(specs)[:: 1 if number % 2 else -1]:
+                steps[name].append(workers[name].step())
+            say(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return {name: found[1:] for name, found in steps.items()}, {name: w.about for name, w in workers.items()}
+
+
+def _median(steps: Sequence[dict[str, Any]], get: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.median(get(step) for step in steps)
+
+
+def run_shape(
+    shape: Shape, model: Any, rounds: int, micros: Mapping[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
+) -> Result:
+    """Measure one shape, ours and stock in turn.
+
+    Args:
+        model: a model id or path, or a configuration as a dictionary (random weights).
+        micros: micro-batch sizes to choose the fastest of, for each trainer.
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    micro = {who: _best_micro(shape, who, micros[who], model, dtype, say) for who in (STOCK, OURS)}
+    matmul = matmul_rate(device, dtype)
+    specs = {who: _spec(shape, who, micro[who], model, dtype) for who in (STOCK, OURS)}
+    steps, about = _alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
+    return Result(
+        shape,
+        micro,
+        {who: {p: _median(steps[who], lambda s, p=p: s["seconds"][p]) for p in PHASES} for who in specs},  # type: ignore[misc]
+        {who: _median(steps[who], lambda s: s["working_mib"]) for who in specs},
+        {who: _median(steps[who], lambda s: s["peak_mib"]) for who in specs},
+        {who: statistics.fmean(s["tokens"] for s in steps[who]) for who in specs},
+        about[OURS]["flops"],
+        matmul,
+        rounds,
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimisation: the shape that shows it, and the settings with and without it."""
+
+    name: str
+    shape: str
+    without: Mapping[str, Any]
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+PARTS = (
+    Part("packed_forward", "long prompt", {"packed_forward": False}),
+    Part(
+        "score_completions_only (padded)",
+        "long prompt",
+        {"packed_forward": False, "score_completions_only": False},
+        {"packed_forward": False},
+    ),
+    Part("skip_zero_contribution", "half without variance", {"skip_zero_contribution": False}),
+    Part("micro_batch_tokens=1024", "ragged answers", {}, {"micro_batch_tokens": 1024}),
+    Part("compact_rollouts", "rollout, ragged answers", {"compact_rollouts": False}),
+)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """Medians with and without a part: seconds per token of its phases, peak memory beyond the loaded model."""
+
+    part: Part
+    seconds: tuple[float, float]
+    working_mib: tuple[float, float]
+
+    @property
+    def speed_up(self) -> float:
+        """Seconds without over seconds with it."""
+        return self.seconds[1] / self.seconds[0]
+
+
+def run_part(
+    part: Part, shape: Shape, model: Any, rounds: int, micro: int, dtype: str, say: Callable[[str], Any]
+) -> PartResult:
+    """Measure one part, with and without in turn, in processes of their own."""
+    specs = {
+        "with": _spec(shape, OURS, micro, model, dtype, part.given),
+        "without": _spec(shape, OURS, micro, model, dtype, part.without),
+    }
+    steps, _ = _alternate(specs, rounds, lambda text: say(f"{part.name}: {text}"))
+    phases = PHASES[:1] if shape.sample else PHASES[1:]
+
+    def seconds(name: str) -> float:
+        tokens = statistics.fmean(s["tokens"] for s in steps[name])
+        return _median(steps[name], lambda s: sum(s["seconds"][p] for p in phases)) / tokens
+
+    return PartResult(
+        part,
+        (seconds("with"), seconds("without")),
+        (_median(steps["with"], lambda s: s["working_mib"]), _median(steps["without"], lambda s: s["working_mib"])),
+    )
+
+
+def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
+    """Largest load over the mean, when groups are dealt by cost and by count (planned, not run)."""
+    lengths = shape.lengths()
+    rows = range(shape.groups * shape.group)
+    numbers, completions = group_numbers(len(rows), shape.group), [n for group in lengths for n in group]
+    sizes = StepSizes(numbers, [shape.prompt] * len(rows), completions)
+    by_count = [list(even_share(len(rows), processes, rank)) for rank in range(processes)]
+
+    def spread(shares: Sequence[Sequence[int]]) -> float:
+        loads = [
+            len(sizes.pieces(share)) * cost.prompt(shape.prompt)
+            + sum(cost.completion(sizes.completions_B[row], shape.prompt) for row in share)
+            for share in shares
+        ]
+        return max(loads) * processes / sum(loads)
+
+    return spread(deal_rows(sizes, rows, processes, cost)), spread(by_count)
+
+
+def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: TokenCost) -> list[Table]:
+    """What each part buys, for people."""
+    parts = Table(title="grpo_ext with and without one part (medians)")
+    for name in ("part", "shape", "ms per token", "without it", "speed-up", "working memory", "without it"):
+        parts.add_column(name, justify="left" if name in ("part", "shape") else "right")
+    for r in results:
+        seconds = [f"{1000 * s:.3f}" for s in r.seconds]
+        memory = [f"{m:.0f} MiB" for m in r.working_mib]
+        parts.add_row(r.part.name, r.part.shape, *seconds, f"{r.speed_up:.2f}x", *memory)
+    dealt = Table(title="balance_by_cost: the largest load over the mean, planned")
+    for name in ("shape", "processes", "by cost", "by count"):
+        dealt.add_column(name, justify="left" if name == "shape" else "right")
+    for shape in shapes:
+        for processes in (2, 3, 4):
+            dealt.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
+    return [parts, dealt]
+
+
+def as_tables(results: Sequence[Result]) -> list[Table]:
+    """The results for people: one row a shape and trainer, then the comparison."""
+    phases = Table(title="Seconds per step (median)")
+    for name in ("shape", "trainer", "micro-batch", *PHASES, "tokens/s", "working memory", "peak memory"):
+        phases.add_column(name, justify="left" if name in ("shape", "trainer") else "right")
+    for r in results:
+        for who in (STOCK, OURS):
+            seconds = r.seconds[who]
+            phases.add_row(
+                r.shape.name if who == STOCK else "",
+                who,
+                str(r.micro[who]),
+                *(f"{seconds[p]:.3f}" if seconds[p] else "-" for p in PHASES),
+                f"{r.tokens[who] / max(sum(seconds.values()), 1e-9):.0f}",
+                f"{r.working_mib[who]:.0f} MiB",
+                f"{r.peak_mib[who]:.0f} MiB",
+            )
+    compared = Table(title="grpo_ext against TRL, both at their best micro-batch size")
+    for name in ("shape", "speed-up", "working memory", "peak memory", "useful matmul share", "bound (s)"):
+        compared.add_column(name, justify="left" if name == "shape" else "right")
+    for r in results:
+        share = "-" if r.shape.sample else f"{r.matmul_share(STOCK):.0%} -> {r.matmul_share(OURS):.0%}"
+        compared.add_row(
+            r.shape.name,
+            f"{r.speed_up:.2f}x",
+            f"{r.working_mib[OURS] / max(r.working_mib[STOCK], 1):.2f}x",
+            f"{r.peak_mib[OURS] / r.peak_mib[STOCK]:.2f}x",
+            share,
+            "-" if r.shape.sample else f"{r.flops / r.matmul:.2f}",
+        )
+    return [phases, compared]
+
+
+def write_json(results: Sequence[Result], path: Path) -> None:
+    """All figures, for machines."""
+    rows = [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results]
+    path.write_text(json.dumps(rows, indent=1) + "\n")

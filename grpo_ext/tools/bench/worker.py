@@ -1,0 +1,321 @@
+"""The process behind `grpo-ext bench`: one trainer, ours or stock TRL's, that runs a step for each line on its input.
+
+Completions and rewards are given, so both trainers train on the same tokens; only the shapes about sampling sample.
+Answers each line with one JSON line: seconds by phase, memory, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from typing import Any
+
+from ...batching.micro_batches import TokenCost
+from .shapes import OURS, PHASES, Shape
+
+_END_SHARE = 3.0  # ragged answers end after a third of the longest on average: this many expected ends in the longest
+
+
+def _words(vocabulary: int) -> Any:
+    """A tokenizer whose token i is the word `w{i}`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, vocabulary)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def _model(spec: dict[str, Any]) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, spec["dtype"])
+    if isinstance(spec["model"], str):
+        return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
+    config = AutoConfig.for_model(**spec["model"])
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def cost_of(model: Any) -> TokenCost:
+    """What a token costs in a model, from its configuration alone: a model id or path, or a configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ...forward.architecture import token_cost
+
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
+    with torch.device("meta"):
+        return token_cost(AutoModelForCausalLM.from_config(config))
+
+
+class _Given:
+    """The rollouts of a shape: prompts, completions and rewards, the same for every trainer."""
+
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        import random
+
+        source = random.Random(0)
+
+        def tokens(count: int) -> list[int]:
+            return [source.randrange(2, vocabulary) for _ in range(count)]
+
+        self.prompts = [tokens(shape.prompt) for _ in range(shape.groups)]
+        self.completions = [[tokens(n) for n in lengths] for lengths in shape.lengths()]
+        even = round(shape.without_variance * shape.groups)
+        self.rewards = {
+            tuple(completion): 1.0 if g < even else float(source.random())
+            for g, group in enumerate(self.completions)
+            for completion in group
+        }
+        self.trained = [group for g, group in enumerate(self.completions) if g >= even]
+        self.shape = shape
+
+    def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
+        """Stands in for `_generate_single_turn`."""
+        used: dict[int, int] = defaultdict(int)
+        result = []
+        for ids in prompt_ids:
+            group = self.prompts.index(list(ids))
+            result.append(self.completions[group][used[group]])
+            used[group] += 1
+        return result, None
+
+    def reward(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        """The reward function."""
+        return [self.rewards.get(tuple(ids), float(len(ids))) for ids in completion_ids]
+
+    def flops(self, width: int, body: int, head: int) -> float:
+        """Forward and backward of the tokens that are trained on, each once.
+
+        Frozen weights (LoRA) need no gradient of their own; checkpointing runs the layers' forward again.
+        """
+        prompt, total = self.shape.prompt, 0.0
+        weights, again = 4 if self.shape.lora else 6, 2 if self.shape.checkpointing else 0
+        for group in self.trained:
+            lengths = [len(completion) for completion in group]
+            pairs = prompt**2 / 2 + sum(n * (prompt + n / 2) for n in lengths)
+            total += (weights + again) * body * (prompt + sum(lengths)) + weights * head * sum(lengths)
+            total += (12 + 2 * again) * width * pairs
+        return total
+
+    @property
+    def tokens(self) -> int:
+        """Unique tokens trained on."""
+        return sum(self.shape.prompt + sum(map(len, group)) for group in self.trained)
+
+
+class _Memory:
+    """Peak memory since the last reset, MiB: the accelerator's, or this process's resident set."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.cuda = torch.cuda.is_available()
+
+    def reset(self) -> None:
+        import torch
+
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        except OSError:
+            pass  # not Linux: the peak is that of the whole run
+
+    def now_and_peak(self) -> tuple[float, float]:
+        import psutil
+        import torch
+
+        if self.cuda:
+            return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+        now = psutil.Process().memory_info().rss / 2**20
+        try:
+            with open("/proc/self/status") as file:
+                peak = next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
+        except (OSError, StopIteration):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+        return now, peak
+
+
+class _Clock:
+    """Seconds by phase, from wrapped methods."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, owner: Any, method: str, phase: Any) -> None:
+        inner = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            import torch
+
+            name = phase() if callable(phase) else phase
+            start = time.perf_counter()
+            result = inner(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if name:
+                self.seconds[name] += time.perf_counter() - start
+            return result
+
+        setattr(owner, method, timed)
+
+
+def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, _Given]:
+    import torch
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    import grpo_ext
+
+    model = _model(spec)
+    vocabulary = model.config.get_text_config().vocab_size
+    given = _Given(shape, vocabulary)
+    if shape.sample:  # a random model says each token alike; enough of them end an answer
+        ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
+        model.generation_config.eos_token_id = list(range(1, 1 + ends))
+    package = grpo_ext if spec["who"] == OURS else trl
+    rows = shape.groups * shape.group
+    layout = (
+        {"global_batch_size": rows} if spec["who"] == OURS else {"gradient_accumulation_steps": rows // spec["micro"]}
+    )
+    args = package.GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=spec["micro"],
+        num_generations=shape.group,
+        max_completion_length=shape.longest,
+        max_steps=10**6,
+        learning_rate=1e-6,
+        shuffle_dataset=False,
+        gradient_checkpointing=shape.checkpointing,
+        bf16=spec["dtype"] == "bfloat16",
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        **layout,
+        **spec["options"],
+    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = package.GRPOTrainer(
+        model=model,
+        reward_funcs=given.reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in p) for p in given.prompts]}),
+        processing_class=_words(vocabulary),
+        peft_config=lora if shape.lora else None,
+        callbacks=[callback],
+    )
+    if not shape.sample:
+        trainer._generate_single_turn = given.generate
+    return trainer, given
+
+
+def main() -> None:
+    """Read the specification from the command line, then serve steps."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the plan, and whatever a library prints
+
+    import warnings
+
+    import torch
+    import transformers
+    from transformers import TrainerCallback
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    spec = json.loads(sys.argv[1])
+    shape = Shape(**spec["shape"])
+    clock, memory = _Clock(), _Memory()
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    def wait() -> None:
+        if sys.stdin.readline().strip() != "step":
+            os._exit(0)
+        clock.seconds.clear()
+        memory.reset()
+
+    def report(tokens: float) -> None:
+        peak = memory.now_and_peak()[1]
+        seconds = {phase: clock.seconds[phase] for phase in PHASES}
+        seconds["forward/backward"] = max(clock.seconds["window"] - clock.seconds["prepare"], 0.0)
+        answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - base, "peak_mib": peak})
+
+    class Serve(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            wait()
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            clock.seconds["optimizer"] = time.perf_counter() - self.start
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            report(given.tokens)
+
+    from ...forward.architecture import attention_sizes, weight_sizes
+    from ...forward.reference import base_model_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, given = _trainer(spec, shape, folder, Serve())
+        clock.wrap(trainer, "_generate_single_turn", "rollout")
+        clock.wrap(
+            trainer,
+            "_get_per_token_logps_and_entropies",
+            lambda: None if torch.is_grad_enabled() else "log-probs",
+        )
+        clock.wrap(trainer, "_prepare_inputs", "prepare")
+        clock.wrap(trainer, "training_step", "window")
+        model = base_model_of(trainer.model)
+        weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
+        width = attention_sizes(model.config).width
+        answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
+        base = memory.now_and_peak()[0]
+        if shape.sample:
+            _serve_sampling(trainer, wait, report)
+        trainer.train()
+
+
+def _serve_sampling(trainer: Any, wait: Any, report: Any) -> None:
+    """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
+    item = next(iter(trainer.get_train_dataloader()))
+    sampled: list[int] = []
+    generate = trainer._generate_single_turn
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = generate(*args, **kwargs)
+        sampled.append(sum(map(len, result[0])))
+        return result
+
+    trainer._generate_single_turn = counted
+    trainer.model.train()
+    while True:
+        wait()
+        trainer.args.seed += 1
+        trainer._buffered_inputs = trainer._rollout = None
+        sampled.clear()
+        trainer._prepare_inputs(item)
+        report(sum(sampled))
+
+
+if __name__ == "__main__":
+    main()

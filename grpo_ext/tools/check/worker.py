@@ -1,0 +1,162 @@
+"""The process side of `tools.runs`: trains the runs of a folder and writes their results beside it.
+
+Started by `run_all` on every process of a launch; only the main process writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import dill
+
+
+class _Refused(Exception):
+    """A run that was refused before training."""
+
+
+def _build(run: Any, folder: Path, processes: int) -> Any:
+    import torch
+    from datasets import load_from_disk
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .runs import STOCK, stock_config
+
+    config: dict[str, Any] = {
+        "output_dir": str(folder / run.name / "out"),
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        **run.config,
+    }
+    if run.trainer == STOCK:
+        from trl import GRPOConfig, GRPOTrainer
+
+        args: Any = GRPOConfig(**stock_config(config, processes))
+        trainer_class: Any = GRPOTrainer
+    else:
+        import grpo_ext
+
+        args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
+    model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=getattr(torch, run.dtype))
+    if run.nameless:
+        model.config._name_or_path = ""
+    return trainer_class(
+        model=model,
+        reward_funcs=list(run.rewards),
+        args=args,
+        train_dataset=load_from_disk(run.data_path),
+        eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
+        processing_class=AutoTokenizer.from_pretrained(run.model_path, padding_side="left"),
+        peft_config=LoraConfig(**run.peft) if run.peft else None,
+    )
+
+
+def _tracer(trainer: Any, trace: list[dict[str, str]]) -> Any:
+    """A callback that hashes what the trainer holds after every step."""
+    from transformers import TrainerCallback
+
+    from ...run.fingerprint import state_hashes
+
+    class Tracer(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            trace.append(state_hashes(trainer.accelerator.unwrap_model(trainer.model), trainer.optimizer))
+
+    return Tracer()
+
+
+def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    from transformers import PrinterCallback
+
+    if trainer.accelerator.num_processes != processes:
+        raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
+    trainer.remove_callback(PrinterCallback)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: p.detach().double().clone() for name, p in parameters.items()}
+    trace: list[dict[str, str]] = []
+    if run.trace:
+        trainer.add_callback(_tracer(trainer, trace))
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train(resume_from_checkpoint=run.resume_from)
+        seconds = time.perf_counter() - start
+        if run.eval_path:
+            trainer.evaluate()
+    delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
+    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": trace}
+
+
+def main(folder: Path) -> None:
+    """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
+    packed = dill.loads((folder / "runs.dill").read_bytes())
+    sys.path.extend(p for p in packed["path"] if p not in sys.path)
+    for name, path in packed["files"].items():
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is not None and spec.loader is not None:
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+    runs = dill.loads(packed["runs"])
+    processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    from safetensors.torch import save_file
+
+    # refusals at construction reach every process alike; an error in training on one of several would leave the
+    # others waiting in a collective, so there the launcher ends them all
+    recoverable: type[Exception] = Exception if processes == 1 else _Refused
+    for run in runs:
+        (folder / run.name).mkdir(exist_ok=True)
+        delta: dict[str, Any] = {}
+        try:
+            try:
+                trainer = _build(run, folder, processes)
+            except ValueError as error:  # ours and TRL's
+                raise _Refused(f"{type(error).__name__}: {error}") from error
+            delta, meta = _train(run, trainer, processes)
+        except recoverable as error:
+            text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+            meta = {"log": [], "error": text, "seconds": 0.0}
+        if main_process:
+            if delta:
+                save_file(delta, folder / run.name / "delta.safetensors")
+            (folder / run.name / "result.json").write_text(json.dumps(meta, default=float))
+
+
+def leave(folder: Path, patience_s: float = 60.0) -> None:
+    """End this process once every process of the launch is done, without taking torch's process group down.
+
+    With several models wrapped for data parallel training the order of destruction is open, and gloo's destructor can
+    wait for a thread that waits for the interpreter lock: a deadlock at exit, now and then.
+    """
+    (folder / f"done_{os.environ.get('RANK', '0')}").touch()
+    processes, start = int(os.environ.get("WORLD_SIZE", "1")), time.perf_counter()
+    while len(list(folder.glob("done_*"))) < processes and time.perf_counter() - start < patience_s:
+        time.sleep(0.05)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def reporting(folder: Path) -> None:
+    """`main`, leaving the error of this process where the caller finds it among what the launcher prints."""
+    try:
+        main(folder)
+    except Exception as error:
+        path = folder / f"error_{os.environ.get('RANK', '0')}.txt"
+        path.write_text(f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once, so that the launcher ends the others; see `leave`
+
+
+if __name__ == "__main__":
+    reporting(Path(sys.argv[1]))
+    leave(Path(sys.argv[1]))

@@ -1,0 +1,152 @@
+"""The planning table of `grpo-ext plan --model`: tokens, balance and memory per device, before anything is started.
+
+The saved activations are counted, not guessed: two layers of the architecture, with random weights and a tiny
+vocabulary, run forward once on the CPU, and every tensor autograd keeps is added up.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ...algorithms.keyed_random import uniform
+from ...batching.micro_batches import StepSizes, deal_rows
+from ...batching.sizes import BatchGeometry, group_numbers
+from ...errors import ConfigError
+from ...forward.architecture import attention_sizes, token_cost
+from .memory import MemoryLayout, ModelSizes, memory_of
+
+_TOKENS = 192
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_config(model: str) -> Any:
+    """The configuration of a model id, a folder, or a JSON file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        if model.endswith(".json"):
+            return AutoConfig.for_model(**json.loads(Path(model).read_text()))
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model={model!r} gives no configuration ({reason}); name a model or a config.json."
+        ) from None
+
+
+def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
+    """Bytes autograd keeps of one forward pass of a small copy of an architecture."""
+    from transformers import AutoModelForCausalLM
+
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.num_hidden_layers, text.vocab_size = layers, 64
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):  # a token keeps what its chosen ones do
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), max(8, getattr(text, "num_experts_per_tok", None) or 1)))
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    half = torch.autocast("cpu", _DTYPES[compute], enabled=compute != "float32")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
+        model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def measure(
+    config: Any, *, weights: str = "float32", compute: str = "bfloat16", lora_rank: int | None = None
+) -> ModelSizes:
+    """What counts of an architecture, without its weights.
+
+    Args:
+        weights: type of the weights; compute: type of a forward pass.
+        lora_rank: only adapters of this rank on every linear layer are trained.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
+    largest = max(
+        (sum(p.numel() for p in layer.parameters()) for stack in layers for layer in stack), default=parameters
+    )
+    trained = parameters
+    if lora_rank is not None:
+        head = model.get_output_embeddings()
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
+    long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    short = long // 3  # two lengths, so that what does not grow with tokens drops out
+    grows = {n: (_saved(config, n, long, compute) - _saved(config, n, short, compute)) / (long - short) for n in (1, 2)}
+    size = _DTYPES[compute].itemsize
+    return ModelSizes(
+        parameters=parameters,
+        trained=trained,
+        largest_layer=largest,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        weight_bytes=_DTYPES[weights].itemsize,
+        compute_bytes=size,
+        token_bytes=grows[2] - grows[1],
+        kept_bytes=text.hidden_size * _DTYPES[weights].itemsize,
+        cache_bytes=attention_sizes(config).cached * size,
+        cost=token_cost(model),
+    )
+
+
+def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> StepSizes:
+    """Lengths of a first step: prompts of one length, completions of exponential length, cut at the longest."""
+    rows = geometry.global_batch_size
+    numbers = uniform(torch.arange(rows), 0)
+    lengths = (-mean * torch.log1p(-numbers)).clamp(1, longest).long().tolist()
+    return StepSizes(group_numbers(rows, geometry.num_generations), [prompt] * rows, lengths)
+
+
+def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
+    """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
+    rows = range(len(sizes.completions_B))
+    loads = []
+    for share in deal_rows(sizes, rows, geometry.num_processes, model.cost):
+        work = sum(model.cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
+        work += sum(model.cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
+        loads.append(work)
+    tokens = sizes.tokens(rows, packed=True) / geometry.num_processes
+    return tokens, max(loads) / (sum(loads) / len(loads))
+
+
+def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
+    """Memory per device, by part."""
+    found = memory_of(model, layout)
+    table = Table(
+        title=f"Memory per device, {layout.engine} on {layout.processes} (GiB, expected)", title_justify="left"
+    )
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for name, size in found.items():
+        total = name in ("training", "rollout")
+        if size or total:
+            table.add_row(f"[bold]{name}[/bold]" if total else name, f"{size / 2**30:.2f}")
+    return table

@@ -1,0 +1,115 @@
+"""What a training step and a rollout take of a device's memory, from a model's sizes: arithmetic, no model is loaded.
+
+Sizes in bytes per device. The saved activations per token are measured on two layers (tools.plan.measure); the rest
+follows from the number of parameters and from what an engine shards. Used by `grpo-ext plan --model`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...batching.micro_batches import TokenCost
+from ...errors import ConfigError
+from ...forward.tiled_log_probs import TILE
+
+ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What counts of a model.
+
+    Attributes:
+        parameters: all weights; trained: those with a gradient.
+        largest_layer: parameters of the largest layer, which is gathered as a whole.
+        layers, hidden, vocabulary: of the configuration.
+        weight_bytes: per parameter, as it is trained (4: float32).
+        compute_bytes: per number in a forward (2: autocast to a half precision).
+        token_bytes: saved per token and layer for the backward pass.
+        kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
+        cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
+        cost: of a token in training, for dealing groups to processes.
+    """
+
+    parameters: int
+    trained: int
+    largest_layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    weight_bytes: int
+    compute_bytes: int
+    token_bytes: float
+    kept_bytes: float
+    cache_bytes: float
+    cost: TokenCost = field(default_factory=TokenCost)
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How it is run.
+
+    Attributes:
+        engine: one of `ENGINES`; processes: devices that share what it shards.
+        tokens: of the largest micro-batch, prompt included.
+        sampled_rows: completions per `generate` call; sampled_tokens: the longest of them, prompt included.
+        checkpointing: gradient checkpointing.
+        reference: a reference model of its own is held.
+        bitwise: gradient sums of 64-bit integers.
+        head_tile: logits that the head computes at a time.
+    """
+
+    engine: str
+    processes: int
+    tokens: int
+    sampled_rows: int
+    sampled_tokens: int
+    checkpointing: bool = True
+    reference: bool = False
+    bitwise: bool = False
+    head_tile: int = TILE[0] * TILE[1]
+
+
+def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
+    """Bytes per device by part, with the totals "training" and "rollout".
+
+    Raises:
+        ConfigError: unknown engine.
+    """
+    if layout.engine not in ENGINES:
+        raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
+    shares = layout.processes
+    deepspeed = layout.engine in ("zero2", "zero3")
+    half = model.compute_bytes < model.weight_bytes
+    # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
+    width = model.compute_bytes if deepspeed else model.weight_bytes
+    masters = model.weight_bytes if deepspeed and half else 0
+    whole = model.parameters * width
+    shards_weights = layout.engine in ("zero3", "fsdp2")
+    shards_states = layout.engine != "ddp"
+    gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0  # one in use, one on its way
+    casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
+    tile = min(layout.tokens * model.vocabulary, layout.head_tile)
+    parts = {
+        "weights": whole / shares + gathered if shards_weights else whole,
+        "half-precision copies": 0 if shards_weights else casts,
+        "reference": (whole / shares if shards_weights else whole) if layout.reference else 0,
+        "gradients": (width if deepspeed else 4) * model.trained / (shares if shards_states else 1),
+        "optimizer": (8 + masters) * model.trained / (shares if shards_states else 1),
+        "bitwise sums": 8 * model.trained if layout.bitwise else 0,
+        "activations": _activations(model, layout),
+        # float32 values and what becomes of them; in half precision the products too
+        "logits": tile * (2 * 4 + (model.compute_bytes if model.compute_bytes < 4 else 0)),
+        "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
+    }
+    held = parts["weights"] + parts["reference"] + parts["optimizer"]
+    step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
+    # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
+    sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
+    return {**parts, "training": held + step, "rollout": held + sampling}
+
+
+def _activations(model: ModelSizes, layout: MemoryLayout) -> float:
+    if layout.checkpointing:  # the inputs of all layers, and one layer that is run again
+        return layout.tokens * (model.kept_bytes * model.layers + model.token_bytes)
+    return layout.tokens * model.token_bytes * model.layers

@@ -1,0 +1,304 @@
+"""The plots of a report: which logged values go into which plot, and how it is drawn.
+
+Differs from a tracker: one picture for each question about a GRPO run, and only of what was logged. `panels` gives the
+numbers (tests compare them with the log), `draw` the picture; report.py puts both on the page.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ConfigError
+from .runs import HELD_OUT, Run, number
+
+MEMORY = "peak_memory_mib"  # of a log line, beside its values
+_COLOURS = ("#3566b8", "#d1622b", "#3f8f4f", "#a3417e", "#8a6d1d", "#4c9aa8", "#7a5cc0", "#777777")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve: values over steps, and the half width of a band around it where there is one."""
+
+    label: str
+    steps: list[int]
+    values: list[float]
+    band: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes:
+        name: of the file, without its ending.
+        unit: of the values.
+        kind: "line", "area" (stacked) or "log" (logarithmic values).
+    """
+
+    name: str
+    title: str
+    unit: str
+    lines: list[Line]
+    kind: str = "line"
+
+    @property
+    def caption(self) -> str:
+        """The numbers in words: first, last, least and most of every curve."""
+        return "; ".join(
+            f"{line.label}: {number(line.values[0])} at step {line.steps[0]}, {number(line.values[-1])} at step "
+            f"{line.steps[-1]} (least {number(min(line.values))}, most {number(max(line.values))})"
+            for line in self.lines
+        )
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a plot shows.
+
+    Attributes:
+        curves: (name of a logged value, label).
+        more: picks further logged values by name.
+        label: the label of a value that `more` has picked.
+        main: the one that stands for the plot where runs are compared; the first curve if empty.
+    """
+
+    name: str
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str], ...] = ()
+    more: Callable[[str], bool] | None = None
+    label: Callable[[str], str] = field(default=lambda name: name)
+    kind: str = "line"
+    main: str = ""
+
+
+def _after(prefix: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(prefix)
+
+
+def _reward_mean(name: str) -> bool:
+    return name.startswith("rewards/") and name.endswith("/mean")
+
+
+def _evaluation(name: str) -> bool:
+    return name == "eval_reward" or (name.startswith("eval_rewards/") and name.endswith("/mean"))
+
+
+def _accuracy(name: str) -> bool:
+    return "accuracy" in name and not name.startswith(("rewards/", "eval_rewards/"))
+
+
+SPECS = (
+    Spec(
+        "reward",
+        "Reward (band: one standard deviation)",
+        "reward",
+        (("reward", "reward"),),
+        _reward_mean,
+        lambda name: name.removeprefix("rewards/").removesuffix("/mean"),
+    ),
+    Spec(
+        "evaluation",
+        "Evaluation",
+        "reward",
+        more=_evaluation,
+        label=lambda name: name.removeprefix("eval_").removeprefix("rewards/").removesuffix("/mean"),
+        main="eval_reward",
+    ),
+    Spec(
+        "accuracy",
+        "Accuracy",
+        "share",
+        ((HELD_OUT, "held-out exact match"),),
+        _accuracy,
+    ),
+    Spec(
+        "length",
+        "Completion length",
+        "tokens",
+        (
+            ("completions/mean_length", "mean"),
+            ("completions/min_length", "shortest"),
+            ("completions/max_length", "longest"),
+        ),
+    ),
+    Spec("clipped", "Completions cut at the longest length", "share", (("completions/clipped_ratio", "cut"),)),
+    Spec("entropy", "Entropy", "nats per token", (("entropy", "entropy"),)),
+    Spec(
+        "clip_share",
+        "Tokens whose ratio is clipped",
+        "share",
+        (
+            ("clip_ratio/region_mean", "both sides"),
+            ("clip_ratio/low_mean", "low"),
+            ("clip_ratio/high_mean", "high"),
+            ("cispo_clip_ratio", "cispo"),
+        ),
+    ),
+    Spec("kl", "KL to the reference", "nats per token", (("kl", "kl"),)),
+    Spec("no_variance", "Groups without variance", "share", (("frac_reward_zero_std", "no variance"),)),
+    Spec(
+        "dynamic_sampling",
+        "Dynamic sampling",
+        "groups",
+        more=lambda name: name.startswith("dynamic_sampling/"),
+        label=_after("dynamic_sampling/"),
+        main="dynamic_sampling/replaced_groups",
+    ),
+    Spec(
+        "time",
+        "Time per phase",
+        "seconds per step",
+        more=lambda name: name.startswith("time/"),
+        label=_after("time/"),
+        kind="area",
+        main="step_time",
+    ),
+    Spec(
+        "tokens_per_second",
+        "Useful tokens per second of the window",
+        "tokens/s",
+        (("layout/useful_tokens_per_second", "useful tokens"),),
+    ),
+    Spec("memory", "Peak memory of the main process", "MiB", main=MEMORY),
+    Spec("loss_scale", "Loss scale (fp16)", "scale", (("fp16/loss_scale", "loss scale"),), kind="log"),
+    Spec(
+        "overflows",
+        "Overflows (fp16)",
+        "count",
+        more=lambda name: name.startswith("fp16/") and name != "fp16/loss_scale",
+        label=_after("fp16/"),
+    ),
+    Spec("grad_norm", "Gradient norm", "norm", (("grad_norm", "before clipping"),)),
+    Spec("learning_rate", "Learning rate", "learning rate", (("learning_rate", "learning rate"),)),
+    Spec("loss", "Loss", "loss", (("loss", "loss"),)),
+)
+
+
+def panels(run: Run) -> list[Panel]:
+    """The plots of one run, of what it logged."""
+    found = []
+    for spec in SPECS:
+        lines = [_memory(run)] if spec.main == MEMORY else _lines(run, spec)
+        lines = [line for line in lines if line.values]
+        if lines:
+            found.append(Panel(spec.name, spec.title, spec.unit, lines, spec.kind))
+    return found
+
+
+def _lines(run: Run, spec: Spec) -> list[Line]:
+    names = dict(spec.curves)
+    if spec.more is not None:
+        names |= {name: spec.label(name) for name in run.names() if spec.more(name) and name not in names}
+    lines = [Line(label, *run.series(name), _band(run, name)) for name, label in names.items()]
+    if spec.name == "reward" and len(lines) == 2 and lines[0].values == lines[1].values:
+        return lines[:1]  # a single function with weight 1
+    return lines
+
+
+def _band(run: Run, name: str) -> list[float] | None:
+    """The standard deviation beside the reward, where each of its steps has one."""
+    if name not in ("reward", "eval_reward"):
+        return None
+    steps, values = run.series(f"{name}_std")
+    return values if steps == run.series(name)[0] else None
+
+
+def _memory(run: Run, label: str | None = None) -> Line:
+    rows = [(entry["step"], entry.get(MEMORY), entry.get("memory_of")) for entry in run.entries]
+    rows = [row for row in rows if isinstance(row[1], (int, float))]
+    of = {"accelerator": "allocated on the accelerator"}.get(str(rows[-1][2]) if rows else "", "resident")
+    return Line(label or of, [row[0] for row in rows], [float(row[1] or 0.0) for row in rows])
+
+
+def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
+    """The plots of several runs, one curve each; a plot needs only one run that logged it."""
+    found = []
+    for spec in SPECS:
+        lines = [_main(run, spec, name) for run, name in zip(runs, names)]
+        lines = [line for line in lines if line.values]
+        if lines:
+            title = (
+                "Time per step" if spec.name == "time" else spec.title.removesuffix(" (band: one standard deviation)")
+            )
+            curves = dict(spec.curves)
+            main = spec.main or next(iter(curves), "")
+            detail = f", {curves[main]}" if len(curves) > 1 else ""
+            found.append(Panel(spec.name, title + detail, spec.unit, lines, "log" if spec.kind == "log" else "line"))
+    return found
+
+
+def _main(run: Run, spec: Spec, label: str) -> Line:
+    if spec.main == MEMORY:
+        return _memory(run, label)
+    candidates = [spec.main] if spec.main else [name for name, _ in spec.curves]
+    candidates += [name for name in run.names() if spec.more is not None and spec.more(name) and spec.kind != "area"]
+    found = (run.series(name) for name in candidates)
+    return Line(label, *next((series for series in found if series[1]), ([], [])))
+
+
+def draw(panel: Panel) -> bytes:
+    """The plot as a PNG of about 700 by 330 pixels.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure_class, locator = plotting()
+    figure = figure_class(figsize=(6.4, 3.0), dpi=110, layout="constrained")
+    axis = figure.subplots()
+    if panel.kind == "area":
+        _stack(axis, panel.lines)
+    else:
+        for line, colour in zip(panel.lines, _COLOURS * (1 + len(panel.lines) // len(_COLOURS))):
+            _curve(axis, line, colour)
+    if panel.kind == "log":
+        axis.set_yscale("log", base=2)
+    if not any(value for line in panel.lines for value in line.values):
+        axis.set_ylim(0, 1)  # nothing but zeros: no negative share
+    axis.set_xlabel("optimizer step")
+    axis.set_ylabel(panel.unit)
+    axis.xaxis.set_major_locator(locator(integer=True))
+    axis.grid(alpha=0.25)
+    if len(panel.lines) > 1:
+        axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1))
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()
+
+
+def _curve(axis: Any, line: Line, colour: str) -> None:
+    marker = "o" if len(line.steps) <= 12 else None
+    label = line.label.lstrip("_") or line.label  # a leading underscore hides a curve from the legend
+    axis.plot(line.steps, line.values, color=colour, marker=marker, markersize=3, linewidth=1.4, label=_plain(label))
+    if line.band is not None:
+        low = [value - half for value, half in zip(line.values, line.band)]
+        high = [value + half for value, half in zip(line.values, line.band)]
+        axis.fill_between(line.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _stack(axis: Any, lines: Sequence[Line]) -> None:
+    steps = sorted({step for line in lines for step in line.steps})
+    values = [[dict(zip(line.steps, line.values)).get(step, 0.0) for step in steps] for line in lines]
+    axis.stackplot(steps, values, labels=[_plain(line.label) for line in lines], colors=_COLOURS, alpha=0.85)
+
+
+def _plain(label: str) -> str:
+    """Without matplotlib's formulas, which an unfinished one would fail in."""
+    return label.replace("$", r"\$")
+
+
+def plotting() -> tuple[Any, Any]:
+    """matplotlib's Figure and MaxNLocator; no window, and the caller's own plots are left alone.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        raise ConfigError("the report needs matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
+    return Figure, MaxNLocator

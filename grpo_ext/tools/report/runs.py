@@ -1,0 +1,328 @@
+"""What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
+
+Differs from reading one file: it takes whatever there is, of a run that ended, was killed or still goes on. The first
+stage of `grpo-ext report`; report_plots.py draws it and report.py writes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...algorithms.learning_rate import global_batch_advice
+from ...batching.sizes import BatchGeometry, describe_plan
+from ...errors import ConfigError, GrpoExtError
+from ...run.checkpoint import checkpoints
+from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict
+from ...run.manifest import read_manifest
+
+METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
+HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
+HEADLINE = (
+    "loss_type",
+    "loss_aggregation",
+    "advantage_estimator",
+    "dynamic_sampling",
+    "num_generations",
+    "global_batch_size",
+    "learning_rate",
+    "beta",
+    "epsilon",
+    "temperature",
+    "scale_rewards",
+    "max_completion_length",
+    "seed",
+)
+
+
+@dataclass
+class Run:
+    """A run as the report shows it.
+
+    Attributes:
+        folder: of the run, or the checkpoint that was named.
+        source: the file the log lines are from, relative to the folder.
+        entries: log lines, oldest first: step, epoch, time (seconds) and values by name; best and worst completions
+            where they were recorded.
+        seconds: spent in training calls; None where that was not recorded.
+        max_steps: optimizer steps that were planned, or None.
+        manifest: one entry for each start.
+        remarks: sentences about what is missing or was repaired.
+    """
+
+    folder: Path
+    source: str
+    entries: list[dict[str, Any]]
+    seconds: float | None = None
+    max_steps: int | None = None
+    manifest: list[dict[str, Any]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The folder's name, with the run's before that of a checkpoint."""
+        resolved = self.folder.resolve()
+        return f"{resolved.parent.name}/{resolved.name}" if resolved.name.startswith("checkpoint-") else resolved.name
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps logged."""
+        return max((entry["step"] for entry in self.entries), default=0)
+
+    def names(self) -> list[str]:
+        """Every value that was logged as a number, in the order of its first appearance."""
+        found = (name for entry in self.entries for name, value in entry["values"].items() if _is_number(value))
+        return list(dict.fromkeys(found))
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of what was logged under a name; lines without a number are left out."""
+        rows = [(e["step"], e["values"][name]) for e in self.entries if _is_number(e["values"].get(name))]
+        return [step for step, _ in rows], [float(value) for _, value in rows]
+
+    @property
+    def status(self) -> str:
+        """How the last start ended."""
+        if self.manifest and self.manifest[-1].get("ended"):
+            return str(self.manifest[-1]["ended"])
+        if any("train_runtime" in e["values"] and e["step"] == self.last_step for e in self.entries):
+            return "finished"
+        return "not finished: it goes on, or was killed"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the last start, by name with what they belong to: settings, geometry, versions, machine, data, model."""
+        return flat_settings(self.manifest[-1]) if self.manifest else {}
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run's folder, or a checkpoint of it.
+
+    Raises:
+        ConfigError: there is no such folder, or no log of a run in it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name the output_dir of a run, or one of its checkpoints.")
+    run = _from_log(folder) or _from_history(folder)
+    if run is None:
+        raise ConfigError(
+            f"{folder} holds no run with log lines (looked for {LOG}, {METRICS}, {TRAINER_STATE} and "
+            f"checkpoint-*/{TRAINER_STATE}); name the output_dir of a run that has logged a step."
+        )
+    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if _is_checkpoint(folder) else [])
+    if not run.manifest:
+        run.remarks.append("There is no manifest.json, so settings, versions and the plan are not known.")
+    elif run.max_steps is None and run.manifest[-1].get("settings", {}).get("max_steps", -1) > 0:
+        run.max_steps = run.manifest[-1]["settings"]["max_steps"]
+    _add_held_out(run)
+    return run
+
+
+def _from_log(folder: Path) -> Run | None:
+    try:
+        log: LoggedRun = read_log(folder / LOG)
+    except OSError:
+        return None
+    if not log.entries:
+        return None
+    run = Run(folder, LOG, log.entries, log.seconds)
+    if log.unreadable:
+        run.remarks.append(f"{log.unreadable} line(s) of {LOG} were not finished (a kill while writing); left out.")
+    if log.resumed_from:
+        steps = ", ".join(map(str, log.resumed_from))
+        run.remarks.append(f"Resumed from step {steps}; log lines of steps that were done again are left out.")
+    return run
+
+
+def _from_history(folder: Path) -> Run | None:
+    """From the log history of the file that has seen the most steps."""
+    files = [folder / METRICS, folder / TRAINER_STATE, *(c / TRAINER_STATE for c in checkpoints(folder)[-1:])]
+    found = []
+    for file in files:
+        content = _read_json(file)
+        history = content.get("log_history") or []
+        entries = [_entry(line) for line in history if isinstance(line, dict) and "step" in line]
+        if entries:
+            seconds = [e["values"]["train_runtime"] for e in entries if "train_runtime" in e["values"]]
+            run = Run(folder, str(file.relative_to(folder)), entries, sum(seconds) if seconds else None)
+            run.max_steps = content.get("max_steps")
+            run.remarks.append(f"There is no {LOG}, so completions and memory were not recorded.")
+            found.append(run)
+    return max(found, key=lambda run: run.last_step) if found else None
+
+
+def _entry(line: dict[str, Any]) -> dict[str, Any]:
+    values = {name: strict(value) for name, value in line.items() if name not in ("step", "epoch")}
+    return {"step": int(line["step"]), "epoch": line.get("epoch"), "time": None, "values": values}
+
+
+def _add_held_out(run: Run) -> None:
+    by_step = _read_json(run.folder / METRICS).get("exact_match_by_step")
+    if isinstance(by_step, dict):
+        points = sorted((int(step), value) for step, value in by_step.items())
+        run.entries += [{"step": s, "epoch": None, "time": None, "values": {HELD_OUT: v}} for s, v in points]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / TRAINER_STATE).is_file()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ---- What the manifest says ---------------------------------------------------------------------------------------
+
+
+def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value of everything in a manifest entry that two runs may be compared by."""
+    flat: dict[str, Any] = {}
+    for group in ("settings", "geometry", "versions", "machine", "data", "model"):
+        part = entry.get(group)
+        flat |= {f"{group}.{name}": value for name, value in part.items()} if isinstance(part, Mapping) else {}
+    flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
+    for name in list(flat):  # said once
+        group, _, rest = name.partition(".")
+        if group == "geometry" and f"settings.{rest}" in flat:
+            del flat[name]
+    return flat
+
+
+GLOBAL_BATCH = "settings.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that is not the same everywhere: its values in order, and what there is to say about it."""
+
+    name: str
+    values: list[str]
+    note: str = ""
+
+
+def differences(all_settings: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """The settings that differ between runs, or between the starts of one.
+
+    Args:
+        all_settings: what `flat_settings` gives, one for each.
+    """
+    names = dict.fromkeys(name for settings in all_settings for name in settings)
+    found = []
+    for name in names:
+        values = [_shown(settings[name]) if name in settings else "not recorded" for settings in all_settings]
+        if len(set(values)) > 1:
+            found.append(Difference(name, values, batch_note(all_settings) if name == GLOBAL_BATCH else ""))
+    return found
+
+
+def batch_note(all_settings: Sequence[Mapping[str, Any]]) -> str:
+    """What the global batches of the others mean for the learning rate, as seen from the first."""
+    first, *others = all_settings
+    batch, rate = first.get(GLOBAL_BATCH), first.get("settings.learning_rate")
+    if not isinstance(batch, int) or not isinstance(rate, (int, float)):
+        return ""
+    sizes = dict.fromkeys(settings.get(GLOBAL_BATCH) for settings in others)
+    return " ".join(global_batch_advice(rate, batch, size) for size in sizes if size and size != batch)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
+
+
+def plan_of(entry: Mapping[str, Any]) -> str:
+    """The plan of a start as `grpo-ext plan` prints it; empty where it was not recorded."""
+    known = {f.name for f in dataclasses.fields(BatchGeometry)}
+    sizes = {name: value for name, value in (entry.get("geometry") or {}).items() if name in known}
+    settings = entry.get("settings") or {}
+    rows = (entry.get("data") or {}).get("rows")
+    epochs = None if settings.get("max_steps", -1) > 0 else settings.get("num_train_epochs")
+    try:
+        return describe_plan(BatchGeometry(**sizes), rows, bool(settings.get("dataloader_drop_last")), epochs)
+    except (TypeError, ValueError, ArithmeticError, GrpoExtError):  # another version's manifest
+        return ""
+
+
+def headline(run: Run) -> list[tuple[str, str]]:
+    """What is read first: (name, value) for the top of the page."""
+    rows = []
+    last = run.manifest[-1] if run.manifest else {}
+    model = last.get("model") or {}
+    if model:
+        adapter = ", with adapters" if model.get("adapters") else ""
+        rows.append(("model", f"{model.get('class')}, {model.get('parameters', 0):,} parameters{adapter}"))
+    steps = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
+    rows += [("steps", steps), ("state", run.status)]
+    _, reward = run.series("reward")
+    if reward:
+        rows.append(("reward, first -> last", f"{number(reward[0])} -> {number(reward[-1])}"))
+    for name, label in ((HELD_OUT, "held-out exact match"), ("eval_reward", "evaluation reward")):
+        _, values = run.series(name)
+        if values:
+            rows.append((f"{label}, first -> last", f"{number(values[0])} -> {number(values[-1])}"))
+    rows.append(("wall time", "not recorded" if run.seconds is None else duration(run.seconds)))
+    settings = last.get("settings") or {}
+    said = [(name, settings[name]) for name in HEADLINE if settings.get(name) is not None]
+    rows += [(name, _shown(value)) for name, value in said if value is not False]
+    if settings:
+        rows.append(("precision", next((kind for kind in ("bf16", "fp16") if settings.get(kind)), "float32")))
+        rows += [("same bits", "bitwise_invariant")] if settings.get("bitwise_invariant") else []
+    return rows
+
+
+# ---- Completions --------------------------------------------------------------------------------------------------
+
+
+def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The best and the worst recorded completions of training, each text once; with the step they were logged at."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in run.entries:
+        if not is_evaluation(entry["values"]):
+            for row in _rows(entry):
+                rows.setdefault((row["prompt"], row["completion"]), row)
+    ordered = sorted(rows.values(), key=lambda row: -row["reward"])
+    best = ordered[: min(count, (len(ordered) + 1) // 2)]
+    return best, ordered[len(best) :][::-1][:count]
+
+
+def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """(step, best, worst) of the last line of training, or of evaluation, that has completions; step 0 if none has."""
+    for entry in reversed(run.entries):
+        if _rows(entry) and is_evaluation(entry["values"]) == evaluation:
+            best, worst = ([_with_step(row, entry) for row in entry.get(kind) or []] for kind in ("best", "worst"))
+            return entry["step"], best, worst
+    return 0, [], []
+
+
+def _rows(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [_with_step(row, entry) for kind in ("best", "worst") for row in entry.get(kind) or []]
+
+
+def _with_step(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "step": entry["step"]}
+
+
+# ---- Words --------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """A number with four digits."""
+    return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,458 @@
+"""Advantages: TRL's own lines give the same numbers; zero mean per group; unscorable ones get exactly zero."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import nanstd
+
+from grpo_ext import GRPOConfig
+from grpo_ext.algorithms.advantages import (
+    EPSILON,
+    ESTIMATORS,
+    estimated_advantages,
+    group_advantages,
+    groups_without_variance,
+    nan_std,
+    register_advantage_estimator,
+    weighted_sum,
+)
+from grpo_ext.errors import ConfigError
+from tests.helpers import config_kwargs
+
+PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, print_blob=True, database=None)
+MODES = [
+    ("group", "sum_then_normalize"),
+    ("batch", "sum_then_normalize"),
+    ("none", "sum_then_normalize"),
+    ("group", "normalize_then_sum"),
+]
+EVERY_MODE = pytest.mark.parametrize(("scale", "aggregation"), MODES)
+NAN = math.nan
+TRL_ROUNDING = {"rtol": 2e-7, "atol": 1e-9}  # TRL takes Bessel's correction from a float32 quotient: 2^-24 and a bit
+
+
+def trl_lines() -> str:
+    """The lines of TRL's `_generate_and_score_completions` from the gathered rewards to the advantages."""
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    first = "        unscorable_mask = torch.isnan(rewards_per_func).all(dim=1)\n"
+    last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
+    assert source.count(first) == 1, f"TRL no longer has the line {first.strip()!r}"
+    assert source.count(last) == 1, f"TRL no longer has the line {last.strip()!r}"
+    return textwrap.dedent(source[source.index(first) : source.index(last) + len(last)])
+
+
+TRL_LINES = compile(trl_lines(), grpo_trainer.__file__, "exec")
+
+
+def trl_advantages(rewards, weights, num_generations, scale, aggregation) -> torch.Tensor:
+    names = {
+        "torch": torch,
+        "nanstd": nanstd,
+        "device": rewards.device,
+        "num_generations": num_generations,
+        "rewards_per_func": rewards.clone(),
+        "self": SimpleNamespace(
+            multi_objective_aggregation=aggregation,
+            scale_rewards=scale,
+            reward_weights=weights,
+            reward_funcs=[None] * rewards.size(1),
+        ),
+    }
+    exec(TRL_LINES, names)
+    return names["advantages"]
+
+
+def batch(groups=5, generations=4, functions=2, seed=0, missing=0.0, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(groups * generations, functions, generator=generator, dtype=dtype)
+    return rewards.masked_fill(torch.rand(rewards.shape, generator=generator) < missing, NAN)
+
+
+@st.composite
+def reward_batches(draw):
+    """Rewards as programs give them (few distinct values, `None`s), group size, weights."""
+    generations, groups, columns = draw(st.integers(2, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    value = st.sampled_from([0.0, 1.0, -1.0, 0.5, 0.1, 3.25])
+    cell = st.one_of(value, st.just(NAN))
+    rows = draw(
+        st.lists(
+            st.lists(cell, min_size=columns, max_size=columns),
+            min_size=generations * groups,
+            max_size=generations * groups,
+        )
+    )
+    weights = draw(st.lists(st.sampled_from([1.0, 0.5, 2.0, -1.0]), min_size=columns, max_size=columns))
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(weights), generations
+
+
+# ---- TRL's numbers --------------------------------------------------------------------------------------------------
+
+
+@EVERY_MODE
+@PROPERTY
+@given(reward_batches())
+def test_advantages_are_trls(scale, aggregation, rewards_weights_generations):
+    rewards, weights, generations = rewards_weights_generations
+    ours = group_advantages(rewards, weights, generations, scale, aggregation)
+    theirs = trl_advantages(rewards, weights, generations, scale, aggregation)
+    torch.testing.assert_close(ours, theirs, **TRL_ROUNDING)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_advantages_are_trls_in_float32(scale, aggregation, missing):
+    rewards = batch(groups=16, generations=8, functions=3, seed=1, missing=missing, dtype=torch.float32)
+    weights = torch.tensor([1.0, 0.25, -2.0])
+    ours = group_advantages(rewards, weights, 8, scale, aggregation)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, trl_advantages(rewards, weights, 8, scale, aggregation), rtol=1e-5, atol=1e-6)
+
+
+@EVERY_MODE
+def test_advantages_are_trls_where_whole_groups_are_unscored(scale, aggregation):
+    rewards = batch(groups=4, generations=3, functions=2)
+    rewards[3:6] = NAN  # a group no function scored
+    rewards[6:9, 0] = NAN  # a group one function scored
+    rewards[9:11] = NAN  # a group with one scored completion
+    weights = torch.tensor([1.0, 3.0])
+    ours = group_advantages(rewards, weights, 3, scale, aggregation)
+    torch.testing.assert_close(ours, trl_advantages(rewards, weights, 3, scale, aggregation), **TRL_ROUNDING)
+    assert ours[3:6].tolist() == [0.0, 0.0, 0.0]
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("rows", [1, 4])
+def test_advantages_are_trls_for_groups_of_one_in_evaluation(scale, aggregation, rows):
+    rewards = batch(groups=rows, generations=1)
+    ours = group_advantages(rewards, torch.ones(2), 1, scale, aggregation)
+    torch.testing.assert_close(ours, trl_advantages(rewards, torch.ones(2), 1, scale, aggregation))
+    assert torch.isfinite(ours).all()
+
+
+def test_an_oracle_with_another_epsilon_would_be_noticed():
+    rewards = batch(groups=4, generations=4, functions=1)
+    ours = group_advantages(rewards, torch.ones(1), 4)
+    grouped = rewards.view(-1, 4)
+    other = ((grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-3)).view(-1)
+    assert (ours - other).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("missing", [0.0, 0.5, 0.9])
+def test_the_standard_deviation_is_trls(dim, keepdim, missing):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
+    x = x.masked_fill(torch.rand(x.shape, generator=generator) < missing, NAN)
+    ours = nan_std(x, dim=dim, keepdim=keepdim)
+    torch.testing.assert_close(ours, nanstd(x, dim=dim, keepdim=keepdim), equal_nan=True, **TRL_ROUNDING)
+    if missing == 0.0:
+        reference = x.std() if dim is None else x.std(dim=dim, keepdim=keepdim)
+        torch.testing.assert_close(ours.squeeze() if dim is None else ours, reference)
+
+
+def test_fewer_than_two_numbers_have_no_standard_deviation():
+    assert torch.isnan(nan_std(torch.tensor([1.0, NAN])))
+    assert torch.isnan(nan_std(torch.tensor([NAN, NAN])))
+    assert nan_std(torch.tensor([1.0, NAN, 3.0])).item() == pytest.approx(math.sqrt(2))
+
+
+# ---- By hand --------------------------------------------------------------------------------------------------------
+
+
+def test_the_group_formula_by_hand():
+    rewards = torch.tensor([[1.0], [3.0], [5.0], [5.0]], dtype=torch.float64)
+    # two groups: means 2 and 5, standard deviations sqrt(2) and 0
+    expected = torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=torch.float64) / (math.sqrt(2) + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, torch.ones(1), 2), expected)
+
+
+def test_weights_multiply_and_missing_functions_do_not_count():
+    rewards = torch.tensor([[1.0, 10.0], [NAN, 10.0], [1.0, NAN], [NAN, NAN]])
+    assert weighted_sum(rewards, torch.tensor([2.0, 0.5])).nan_to_num(nan=-9.0).tolist() == [7.0, 5.0, 2.0, -9.0]
+    assert weighted_sum(rewards, torch.tensor([2.0, 0.0])).nan_to_num(nan=-9.0).tolist() == [2.0, 0.0, 2.0, -9.0]
+
+
+# ---- Properties -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scale", "aggregation"), MODES)
+@PROPERTY
+@given(reward_batches())
+def test_the_scored_completions_of_a_group_have_zero_mean(scale, aggregation, rewards_weights_generations):
+    rewards, weights, generations = rewards_weights_generations
+    advantages = group_advantages(rewards, weights, generations, scale, aggregation).view(-1, generations)
+    scored = ~torch.isnan(rewards).all(1).view(-1, generations)
+    if aggregation == "normalize_then_sum":
+        # the mean over the scored completions of the batch is subtracted; it is zero when each function has zero mean
+        total = advantages.sum()
+    else:
+        total = torch.where(scored, advantages, 0.0).sum(1)
+    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-8)
+
+
+@EVERY_MODE
+@PROPERTY
+@given(reward_batches(), st.sampled_from([-7.0, 0.25, 64.0]))
+def test_a_constant_added_to_every_reward_changes_nothing(scale, aggregation, rewards_weights_generations, constant):
+    rewards, weights, generations = rewards_weights_generations
+    # a constant for a function that scored only some completions does change their sums
+    assume(rewards.size(1) == 1 or not torch.isnan(rewards).any())
+    before = group_advantages(rewards, weights, generations, scale, aggregation)
+    after = group_advantages(rewards + constant, weights, generations, scale, aggregation)
+    torch.testing.assert_close(after, before, rtol=1e-7, atol=1e-7)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_permuting_whole_groups_permutes_the_advantages(scale, aggregation, missing):
+    rewards = batch(groups=6, generations=4, functions=3, seed=5, missing=missing)
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    order = torch.tensor([3, 5, 0, 1, 4, 2])
+    permuted = rewards.view(6, 4, 3)[order].reshape(24, 3)
+    before = group_advantages(rewards, weights, 4, scale, aggregation).view(6, 4)
+    after = group_advantages(permuted, weights, 4, scale, aggregation).view(6, 4)
+    torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_groups_advantages_do_not_depend_on_the_other_groups(scale):
+    rewards = batch(groups=6, generations=4, missing=0.2)
+    together = group_advantages(rewards, torch.ones(2), 4, scale).view(6, 4)
+    for group in range(6):
+        alone = group_advantages(rewards[group * 4 : group * 4 + 4], torch.ones(2), 4, scale)
+        torch.testing.assert_close(alone, together[group], rtol=1e-12, atol=1e-12)
+
+
+def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
+    # why advantages are computed before anything is split
+    rewards = batch(groups=6, generations=4)
+    together = group_advantages(rewards, torch.ones(2), 4, "batch")[:12]
+    assert (group_advantages(rewards[:12], torch.ones(2), 4, "batch") - together).abs().max() > 1e-3
+
+
+@EVERY_MODE
+@PROPERTY
+@given(reward_batches())
+def test_an_unscorable_completion_gets_exactly_zero_and_nothing_is_nan(scale, aggregation, rewards_weights_generations):
+    rewards, weights, generations = rewards_weights_generations
+    advantages = group_advantages(rewards, weights, generations, scale, aggregation)
+    assert torch.isfinite(advantages).all()
+    assert (advantages[torch.isnan(rewards).all(1)] == 0.0).all()
+
+
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+def test_an_unscorable_completion_does_not_move_its_group(scale):
+    rewards = torch.tensor([[1.0], [2.0], [4.0], [NAN], [0.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.ones(1), 4, scale)
+    as_zero = group_advantages(torch.nan_to_num(rewards), torch.ones(1), 4, scale)
+    assert advantages[3] == 0.0
+    assert (advantages[:3] - as_zero[:3]).abs().max() > 1e-2  # taking it for a zero would have moved them
+    centred = rewards[:3, 0] - rewards[:3, 0].mean()
+    ratio = advantages[:3] / centred
+    torch.testing.assert_close(ratio, ratio[:1].expand(3))
+
+
+def test_equal_rewards_in_a_group_give_no_signal():
+    rewards = torch.tensor([[0.5]] * 4 + [[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64)
+    for scale, aggregation in MODES:
+        assert (group_advantages(rewards, torch.ones(1), 4, scale, aggregation)[:4] == 0).all()
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_the_rewards_are_left_as_they_were(aggregation):
+    rewards = batch(missing=0.3)
+    before = rewards.clone()
+    group_advantages(rewards, torch.ones(2), 4, "group", aggregation)
+    torch.testing.assert_close(rewards, before, equal_nan=True, rtol=0, atol=0)
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_scale_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"scale_rewards='std' is unknown; use 'group', 'batch' or 'none'"):
+        group_advantages(batch(), torch.ones(2), 4, "std")
+
+
+def test_an_unknown_aggregation_is_refused_by_name():
+    with pytest.raises(
+        ConfigError, match=r"multi_objective_aggregation='mean' is unknown; use 'sum_then_normalize' or"
+    ):
+        group_advantages(batch(), torch.ones(2), 4, "group", "mean")
+
+
+# ---- Named estimators -----------------------------------------------------------------------------------------------
+
+ONE = torch.ones(1)
+
+
+def column(*rewards: float) -> torch.Tensor:
+    return torch.tensor(rewards, dtype=torch.float64)[:, None]
+
+
+def estimated(name: str, *rewards: float, group: int = 4) -> list[float]:
+    return estimated_advantages(name, column(*rewards), ONE, group).tolist()
+
+
+@pytest.mark.parametrize(("name", "scale"), [("group_standardized", "group"), ("group_centered", "none")])
+def test_the_group_estimators_are_trls_modes(name, scale):
+    rewards = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
+    rewards[3, 0] = rewards[5] = NAN
+    weights = torch.tensor([1.0, 0.5])
+    expected = trl_advantages(rewards, weights, 4, scale, "sum_then_normalize")
+    torch.testing.assert_close(estimated_advantages(name, rewards, weights, 4), expected, **TRL_ROUNDING)
+
+
+def test_leave_one_out_by_hand():
+    # each reward minus the mean of the three others
+    assert estimated("leave_one_out", 1, 0, 0, 3) == pytest.approx([0.0, -4 / 3, -4 / 3, 8 / 3])
+    assert estimated("leave_one_out", 1, NAN, 0, 3) == pytest.approx([-0.5, 0.0, -2.0, 2.5])
+    assert estimated("leave_one_out", 1, NAN, NAN, NAN) == [0.0] * 4
+
+
+def test_reinforce_plus_plus_with_baseline_by_hand():
+    # centred: 1, -1, 3, -3; their standard deviation with Bessel's correction is sqrt(20 / 3)
+    std = math.sqrt(20 / 3) + EPSILON
+    found = estimated("reinforce_plus_plus_baseline", 2, 0, 7, 1, group=2)
+    assert found == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+
+
+@PROPERTY
+@given(st.integers(2, 5), st.lists(st.floats(-3, 3), min_size=5, max_size=40), st.floats(0.5, 2), st.floats(-2, 2))
+def test_every_estimator_is_centred_in_its_group_and_ignores_the_offset(group, values, scale, shift):
+    values = values[: len(values) // group * group]
+    assume(values)
+    for name in ("group_standardized", "group_centered", "leave_one_out", "reinforce_plus_plus_baseline"):
+        found = torch.tensor(estimated(name, *values, group=group))
+        assert found.view(-1, group).sum(1).abs().max() <= 1e-3 + 1e-5 * found.abs().max()
+        moved = torch.tensor(estimated(name, *(v + shift for v in values), group=group))
+        torch.testing.assert_close(moved, found, atol=1e-4, rtol=1e-4)
+
+
+def test_leave_one_out_is_centred_times_group_over_group_minus_one():
+    rewards = torch.randn(20, generator=torch.Generator().manual_seed(1)).tolist()
+    ours = torch.tensor(estimated("leave_one_out", *rewards, group=5))
+    centred = torch.tensor(estimated("group_centered", *rewards, group=5))
+    torch.testing.assert_close(ours, centred * 5 / 4)
+
+
+def test_an_estimator_of_ones_own_takes_five_lines():
+    @register_advantage_estimator("best_of_group")
+    def best_of_group(rewards_PG):
+        best = (rewards_PG == rewards_PG.amax(1, keepdim=True)).float()
+        return best - best.mean(1, keepdim=True)
+
+    try:
+        assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
+        with pytest.raises(ConfigError, match=r"'best_of_group' is .*best_of_group already; choose another name"):
+            register_advantage_estimator("best_of_group")(torch.zeros_like)
+    finally:
+        del ESTIMATORS["best_of_group"]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda r: r.T, r"returned \(4, 2\) for rewards of shape \(2, 4\)"),
+        (lambda r: r.mean(1), r"returned \(2,\) for rewards of shape \(2, 4\)"),
+        (lambda r: r / 0, "returned nan for completion 0 of group 0, whose reward is 0"),
+        (lambda r: r.tolist(), "returned list"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_named(made, says):
+    register_advantage_estimator("broken")(made)
+    try:
+        with pytest.raises(ConfigError, match=says):
+            estimated("broken", 0, 1, 2, 3, 0, 1, 2, 3)
+    finally:
+        del ESTIMATORS["broken"]
+
+
+def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not():
+    def filling(rewards):
+        rewards[torch.isnan(rewards)] = 0
+        return rewards - rewards.mean(1, keepdim=True)
+
+    register_advantage_estimator("filling")(filling)
+    try:
+        assert estimated("filling", 1, NAN, 1, 1) == [0.25, 0.0, 0.25, 0.25]
+    finally:
+        del ESTIMATORS["filling"]
+
+
+def test_an_estimator_that_fails_without_variance_is_found_before_training(tmp_path):
+    register_advantage_estimator("fragile")(lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True))
+    try:
+        with pytest.raises(ConfigError, match="'fragile' returned nan for completion 0 of group 1, whose reward is 1"):
+            GRPOConfig(**config_kwargs(tmp_path, advantage_estimator="fragile"))
+    finally:
+        del ESTIMATORS["fragile"]
+
+
+def test_what_is_registered_is_a_function_with_or_without_a_name():
+    with pytest.raises(ConfigError, match="is a int; register a function"):
+        register_advantage_estimator("number")(3)
+    assert "number" not in ESTIMATORS
+    register_advantage_estimator("partial")(functools.partial(torch.sub, other=1.0))
+    try:
+        assert estimated("partial", 1, 2, 3, 4) == [0.0, 1.0, 2.0, 3.0]
+    finally:
+        del ESTIMATORS["partial"]
+
+
+def test_an_estimator_may_be_named_by_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def halved(rewards):\n    return rewards / 2\n")
+    name = f"{file}:halved"
+    try:
+        assert estimated(name, 1, 2, 3, 4) == [0.5, 1.0, 1.5, 2.0]
+    finally:
+        ESTIMATORS.pop(name, None)
+    with pytest.raises(ConfigError, match="defines no other"):
+        estimated(f"{file}:other", 1, 2)
+    with pytest.raises(ConfigError, match=r"there is no file gone\.py"):
+        estimated("gone.py:f", 1, 2)
+
+
+def test_an_unknown_estimator_is_refused_with_the_names():
+    with pytest.raises(ConfigError, match="'grpo' is unknown; use one of group_centered, group_standardized,"):
+        estimated("grpo", 0, 1, 2, 3)
+
+
+def test_an_installed_package_may_bring_an_estimator(tmp_path, monkeypatch):
+    (tmp_path / "some_plugin.py").write_text("def doubled(rewards):\n    return 2 * rewards\n")
+    info = tmp_path / "some_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grpo_ext.advantage_estimators]\ndoubled = some_plugin:doubled\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert estimated("doubled", 1, 2, 3, 4) == [2.0, 4.0, 6.0, 8.0]
+    finally:
+        del ESTIMATORS["doubled"]
+
+
+def test_groups_without_variance():
+    rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
+    found = groups_without_variance(rewards, ONE, 4)
+    assert found.tolist() == [True, False, True, True, False]
+
+
+def test_rewards_that_cancel_have_no_variance_in_their_sum_but_apart():
+    rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert groups_without_variance(rewards, torch.ones(2), 2).tolist() == [True]
+    assert groups_without_variance(rewards, torch.ones(2), 2, "normalize_then_sum").tolist() == [False]
+    # a function of weight zero teaches nothing
+    assert groups_without_variance(rewards, torch.tensor([0.0, 0.0]), 2, "normalize_then_sum").tolist() == [True]

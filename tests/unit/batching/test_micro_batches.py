@@ -1,0 +1,209 @@
+"""Planning loses nothing, repeats nothing, stays within the limits, and is even."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ext.batching.micro_batches import (
+    StepSizes,
+    TokenCost,
+    canonical_units,
+    cut_by_count,
+    cut_by_tokens,
+    cut_in_order,
+    deal_rows,
+    deal_units,
+    oversized,
+)
+from grpo_ext.batching.sizes import group_numbers
+
+COST = TokenCost.of_model(attention_width=8 * 512, body=24_000_000, head=4_000_000)
+
+
+def whole(num_generations: int, prompts_G: list[int], completions_B: list[int]) -> StepSizes:
+    """A step of whole groups."""
+    groups = group_numbers(len(completions_B), num_generations)
+    return StepSizes(groups, [prompts_G[group] for group in groups], completions_B)
+
+
+def step(seed: int, groups: int = 6, num_generations: int = 8, skewed: bool = False) -> StepSizes:
+    rng = random.Random(seed)
+    prompts = [rng.randint(1, 200) for _ in range(groups)]
+    length = (lambda: min(800, int(rng.expovariate(1 / 120)))) if skewed else (lambda: rng.randint(0, 300))
+    return whole(num_generations, prompts, [length() for _ in range(groups * num_generations)])
+
+
+def load(sizes: StepSizes, rows: list[int]) -> float:
+    return sum(COST.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(rows)) + sum(
+        COST.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows
+    )
+
+
+def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
+    loads = [load(sizes, share) for share in shares]
+    return max(loads) / (sum(loads) / len(loads))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("max_rows", [3, 8, 1000])
+@pytest.mark.parametrize("max_tokens", [300, 1200, 10**6])
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_tokens, max_rows, packed):
+    sizes = replace(step(seed, skewed=seed % 2 == 1), multiple=multiple)
+    rows = [r for r in range(48) if r % 5]
+    parts = cut_by_tokens(sizes, rows, max_rows, max_tokens, packed)
+    assert sorted(row for part in parts for row in part) == rows
+    for part in parts:
+        assert len(part) <= max_rows
+        alone = len(part) == 1 and part[0] in oversized(sizes, max_tokens, packed)
+        assert sizes.tokens(part, packed) <= max_tokens or alone
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packs_are_few_and_even(seed):
+    sizes = step(seed, groups=40, skewed=True)
+    parts = cut_by_tokens(sizes, range(320), 1000, 4000, packed=True)
+    tokens = [sizes.tokens(part, packed=True) for part in parts]
+    assert len(parts) <= 1.15 * sum(tokens) / 4000 + 1
+    assert max(tokens) <= 1.25 * sum(tokens) / len(tokens)
+
+
+def test_a_group_larger_than_the_budget_is_cut_and_repeats_its_prompt():
+    sizes = whole(4, [100], [50, 50, 50, 50])
+    parts = cut_by_tokens(sizes, range(4), 8, 200, packed=True)
+    assert [sizes.tokens(part, packed=True) for part in parts] == [200, 200]
+
+
+def test_a_row_larger_than_the_budget_goes_alone():
+    sizes = whole(2, [10, 10], [500, 20, 20, 20])
+    assert oversized(sizes, 100) == [0]
+    for packed in (True, False):
+        parts = cut_by_tokens(sizes, range(4), 8, 100, packed)
+        assert [0] in parts
+        assert sorted(r for part in parts for r in part) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("rows", "max_rows"), [(32, 5), (32, 8), (16, 16), (7, 3), (1, 4), (32, 12)])
+def test_cuts_by_count_are_the_fewest_and_even(rows, max_rows):
+    sizes = whole(8, [10] * 4, [10] * 32)
+    parts = cut_by_count(sizes, range(rows), max_rows)
+    assert [r for part in parts for r in part] == list(range(rows))
+    assert len(parts) == -(-rows // max_rows)
+    assert max(map(len, parts)) <= max_rows
+
+
+def test_cuts_by_count_fall_between_groups_where_they_can():
+    sizes = whole(8, [10] * 4, [10] * 32)
+    assert [len(part) for part in cut_by_count(sizes, range(32), 12)] == [8, 12, 12]
+    assert [len(part) for part in cut_by_count(sizes, range(32), 20)] == [16, 16]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 60])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_is_dealt_once(seed, processes):
+    sizes = step(seed)
+    rows = [r for r in range(48) if r % 7]
+    shares = deal_rows(sizes, rows, processes, COST)
+    assert len(shares) == processes
+    assert sorted(row for share in shares for row in share) == rows
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_loads_are_even_where_counts_are_not(seed, processes):
+    sizes = step(seed, skewed=True)
+    rows = list(range(48))
+    by_count = [rows[48 * p // processes : 48 * (p + 1) // processes] for p in range(processes)]
+    by_cost = deal_rows(sizes, rows, processes, COST)
+    assert imbalance(sizes, by_cost) <= 1.1
+    assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
+
+
+def test_groups_stay_whole_where_that_is_even():
+    sizes = whole(4, [50] * 8, [30] * 32)
+    for share in deal_rows(sizes, range(32), 4, COST):
+        assert [len(piece) for piece in sizes.pieces(share)] == [4, 4]
+
+
+def test_one_group_is_cut_for_two_processes_when_that_pays():
+    sizes = whole(4, [10], [200, 200, 200, 200])
+    assert sorted(map(len, deal_rows(sizes, range(4), 2, COST))) == [2, 2]
+    long_prompt = whole(4, [2000], [1, 1, 1, 1])
+    assert sorted(map(len, deal_rows(long_prompt, range(4), 2, COST))) == [0, 4]
+
+
+def test_a_prompt_costs_once_and_attention_grows_faster_than_length():
+    assert COST.completion(200, 100) > 2 * COST.completion(100, 100)
+    assert COST.prompt(0) == 0.0
+    assert TokenCost().completion(7, 1000) == 7
+
+
+def test_passes_without_gradients_are_cut_in_order():
+    prompts, completions, same = [10, 10, 10, 4], [5, 5, 5, 5], [True, True, False]
+    assert cut_in_order(prompts, completions, same, 2, None, True) == [slice(0, 2), slice(2, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 25, True) == [slice(0, 3), slice(3, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 30, False) == [slice(0, 2), slice(2, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 3, True) == [slice(i, i + 1) for i in range(4)]
+
+
+# ---- Steps that cut groups ------------------------------------------------------------------------------------------
+
+PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, print_blob=True, database=None)
+
+
+def cut_step(seed: int, num_generations: int, first: int, rows: int) -> StepSizes:
+    """Rows `first` to `first + rows` of a rollout batch: groups may be cut at both ends."""
+    rng = random.Random(seed)
+    groups = [row // num_generations for row in range(first, first + rows)]
+    prompts = {group: rng.randint(1, 200) for group in groups}
+    return StepSizes(groups, [prompts[g] for g in groups], [rng.randint(0, 300) for _ in groups])
+
+
+CUT_STEPS = st.builds(cut_step, st.integers(0, 999), st.integers(2, 6), st.integers(0, 40), st.integers(1, 30))
+
+
+@PROPERTY
+@given(CUT_STEPS, st.data())
+def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, data):
+    rows = data.draw(st.lists(st.sampled_from(range(len(sizes.groups_B))), unique=True)) or [0]
+    size = data.draw(st.integers(1, 6))
+    for parts in (sizes.pieces(rows), canonical_units(sizes, sorted(rows), size)):
+        assert [row for part in parts for row in part] == sorted(rows)
+        assert all(len({sizes.groups_B[row] for row in part}) == 1 for part in parts)
+    assert all(len(unit) <= size for unit in canonical_units(sizes, sorted(rows), size))
+    assert len(sizes.pieces(rows)) == len({sizes.groups_B[row] for row in rows})
+
+
+@PROPERTY
+@given(CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.booleans(), st.integers(1, 5), st.integers(1, 6))
+def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, max_tokens, packed, processes, unit):
+    rows = list(range(len(sizes.groups_B)))
+    by_count = cut_by_count(sizes, rows, max_rows)
+    assert [row for part in by_count for row in part] == rows
+    assert max(map(len, by_count)) <= max_rows
+    by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, packed)
+    assert sorted(row for part in by_tokens for row in part) == rows
+    alone = oversized(sizes, max_tokens, packed)
+    for part in by_tokens:
+        assert len(part) <= max_rows
+        assert sizes.tokens(part, packed) <= max_tokens or part[0] in alone
+    shares = deal_rows(sizes, rows, processes, COST)
+    assert sorted(row for share in shares for row in share) == rows
+    assert all(share == sorted(share) for share in shares)
+    units = canonical_units(sizes, rows, unit)
+    assert sorted(u for share in deal_units(sizes, units, processes, COST) for u in share) == units
+
+
+def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
+    sizes = cut_step(0, 4, first=2, rows=5)  # two rows of one group, three of the next
+    assert [len(piece) for piece in sizes.pieces(range(5))] == [2, 3]
+    assert sizes.tokens(range(5), packed=True) == sizes.prompts_B[0] + sizes.prompts_B[2] + sum(sizes.completions_B)
+    # the negative control: groups counted from the step's first row hold two prompts each
+    counted = replace(sizes, groups_B=group_numbers(5, 4))
+    assert len({sizes.prompts_B[row] for row in counted.pieces(range(5))[0]}) == 2

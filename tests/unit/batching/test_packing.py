@@ -1,0 +1,53 @@
+"""The layout of a pack: every token where it belongs, each prompt once."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ext.batching.packing import PackedGroup, build_pack, group_runs
+
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1, max_size=4
+)
+
+
+def test_rows_with_one_prompt_are_a_group():
+    assert group_runs([True, False, True, True, False]) == [(0, 2), (2, 5), (5, 6)]
+    assert group_runs([]) == [(0, 1)]
+
+
+def test_a_pack_by_hand():
+    # prompt of 2 in 3 columns, completions of 3 and 1 in 3 columns
+    pack = build_pack([2, 2], [3, 1], [(0, 2)], prompt_width=3, width=6, keep_last=False)
+    assert pack.source_N == [1, 2, 3, 4]
+    assert pack.positions_N == [0, 1, 2, 3]
+    assert pack.predictor_S == [1, 2, 3, 1]
+    assert pack.layout.groups == (PackedGroup((0, 2), ((2, 4), (4, 4))),)
+    assert pack.layout.counts_N == (2, 2, 1, 1)
+
+
+@PROPERTY
+@given(GROUPS, st.booleans(), st.integers(1, 8))
+def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep_last, multiple):
+    prompts = [prompt for prompt, completions in groups for _ in completions]
+    completions = [length for _, lengths in groups for length in lengths]
+    runs, start = [], 0
+    for _, lengths in groups:
+        runs.append((start, start + len(lengths)))
+        start += len(lengths)
+    width_of_prompts, width = max(prompts), max(prompts) + max(*completions, 1)
+    pack = build_pack(prompts, completions, runs, width_of_prompts, width, keep_last, multiple)
+    assert pack.layout.tokens == len(pack.source_N) == len(pack.positions_N)
+    assert pack.layout.tokens % multiple == 0
+    assert len(pack.predictor_S) == sum(completions)
+    scored = iter(pack.predictor_S)
+    for row, length in enumerate(completions):
+        first = next(first for first, stop in runs if first <= row < stop)
+        for t in range(length):
+            source = pack.source_N[next(scored)]
+            holder = first if t == 0 else row  # the prompt is that of the group's first row
+            assert source == holder * width + width_of_prompts + t - 1
+    real = [n for n in pack.layout.counts_N if n]
+    assert sum(real) == sum(p + (c if keep_last else max(c - 1, 0)) for p, c in zip(prompts, completions))

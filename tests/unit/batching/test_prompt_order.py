@@ -1,0 +1,397 @@
+"""Prompt order: a function of (seed, epoch) alone, the same for every process count; every process takes its share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ext.batching.prompt_order import ShareRule, StepRows, make_eval_loader, make_loader, prompt_order
+from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
+
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, print_blob=True, database=None)
+GENERATIONS = 3
+
+
+def geometry(prompts_per_step=2, steps_per_rollout=2, iterations=1, chunk_groups=1, generations=GENERATIONS, cut=0):
+    step = generations * prompts_per_step - cut
+    return BatchGeometry(
+        num_generations=generations,
+        global_batch_size=step,
+        rollout_batch_size=math.lcm(step, generations) * steps_per_rollout,
+        num_iterations=iterations,
+        micro_batch_size=4,
+        num_processes=1,
+        rollout_chunk_size=chunk_groups * generations,
+    )
+
+
+def data(count: int) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"p{i}" for i in range(count)], "answer": list(range(count))})
+
+
+class Stream:
+    """A stream without a length that counts what is read and remembers its epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch, self.read = count, None, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        for i in range(self.count):
+            self.read += 1
+            yield {"prompt": f"p{i}", "answer": i}
+
+
+def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ShareRule:
+    return ShareRule(g.num_generations, g.rollout_chunk_size, processes, rank)
+
+
+def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
+    return make_loader(
+        prompts,
+        g,
+        rule(g, processes, rank),
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        worker_options=worker_options or None,
+    )
+
+
+def names(rows) -> list[str]:
+    return [row["prompt"] for row in rows]
+
+
+def described(steps, count: int | None = None) -> list:
+    """Everything of the first `count` steps (a stream never ends), comparable."""
+    return [(step.request, list(step)) for step in itertools.islice(steps, count)]
+
+
+# ---- The order ------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    expected = prompt_order(50, seed=1, epoch=2)
+    torch.manual_seed(123)
+    torch.rand(17)
+    assert prompt_order(50, seed=1, epoch=2) == expected
+    assert sorted(expected) == list(range(50))
+    assert expected != list(range(50))
+
+
+def test_asking_for_an_order_draws_nothing_from_the_global_generator():
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    prompt_order(50, seed=1, epoch=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_orders_of_different_epochs_and_seeds_differ():
+    orders = [tuple(prompt_order(30, seed, epoch)) for seed in (0, 1, 2, 42) for epoch in range(6)]
+    assert len(set(orders)) == len(orders)
+
+
+def test_every_position_is_visited_about_equally_often_first():
+    first = torch.bincount(torch.tensor([prompt_order(5, 0, epoch)[0] for epoch in range(500)]), minlength=5)
+    # 100 expected, standard deviation 9
+    assert first.min() > 60
+    assert first.max() < 140
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (2**31, 10**6), (2**63, 0), (-1, 3)])
+def test_any_seed_and_epoch_give_an_order(seed, epoch):
+    assert sorted(prompt_order(9, seed, epoch)) == list(range(9))
+
+
+def test_without_shuffling_the_order_is_the_data_sets():
+    assert prompt_order(7, seed=1, epoch=2, shuffle=False) == list(range(7))
+
+
+# ---- Shares of a step -----------------------------------------------------------------------------------------------
+
+SPLITS = st.tuples(
+    st.integers(1, 25),  # prompts
+    st.builds(
+        geometry,
+        prompts_per_step=st.integers(1, 4),
+        steps_per_rollout=st.integers(1, 3),
+        iterations=st.integers(1, 2),
+        chunk_groups=st.integers(1, 3),
+        generations=st.integers(2, 3),
+        cut=st.integers(0, 1),
+    ),
+    st.integers(1, 6),  # processes
+    st.booleans(),  # drop_last
+)
+
+
+@PROPERTY
+@given(SPLITS)
+def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
+    count, g, processes, drop_last = split
+    prompts = [{"prompt": f"p{i}"} for i in range(count)]
+    layout = EpochLayout(g, count, drop_last)
+    loaders = [loader(prompts, g, processes, rank, drop_last=drop_last) for rank in range(processes)]
+    for part in loaders:
+        part.set_epoch(3)
+    order = prompt_order(count, 42, 3)
+    steps = [list(part) for part in loaders]
+    assert {len(s) for s in steps} == {len(layout)}
+    for index, parts in enumerate(zip(*steps)):
+        expected = [f"p{order[i]}" for i in layout[index].rollout_prompts for _ in range(g.num_generations)]
+        real = [part for part in parts if not part.request.ghost]
+        assert [name for part in real for name in names(part)] == expected
+        for part in parts:
+            assert part.request.layout == layout[index]
+            assert part.request.epoch == 3
+            assert part.request.num_generations == g.num_generations
+            assert len(part) == len(part.request.share) * g.num_generations
+            groups = [names(part)[i : i + g.num_generations] for i in range(0, len(part), g.num_generations)]
+            assert all(len(set(group)) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("chunk_groups", [1, 2])
+def test_a_process_without_a_share_gets_the_first_prompt_as_a_ghost(chunk_groups):
+    g = geometry(prompts_per_step=4, steps_per_rollout=1, chunk_groups=chunk_groups)
+    shares = [next(iter(loader(data(4), g, 6, rank, shuffle=False))) for rank in range(6)]
+    chunks = 4 // chunk_groups
+    assert [rows.request.ghost for rows in shares] == [False] * chunks + [True] * (6 - chunks)
+    for rows in shares[chunks:]:
+        assert rows.request.share == range(1)
+        assert names(rows) == ["p0"] * GENERATIONS
+
+
+def test_every_completion_has_a_row_of_its_own():
+    rows = next(iter(loader(data(4), geometry(), shuffle=False)))
+    rows[0]["answer"] = "changed"
+    assert [row["answer"] for row in rows[1:3]] == [0, 0]
+    streamed = next(iter(loader(Stream(4), geometry(), shuffle=False)))
+    streamed[0]["answer"] = "changed"
+    assert [row["answer"] for row in streamed[1:3]] == [0, 0]
+
+
+def test_writing_to_a_row_does_not_reach_a_later_step():
+    g = geometry(prompts_per_step=2, steps_per_rollout=1, iterations=2)
+    for prompts in (data(2), Stream(2)):
+        steps = iter(loader(prompts, g, shuffle=False))
+        for row in next(steps):
+            row["answer"] = "changed"
+        assert [row["answer"] for row in next(steps)] == [0, 0, 0, 1, 1, 1]
+
+
+# ---- Loaders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_loader_has_one_item_per_optimizer_step(count, drop_last, iterations):
+    g = geometry(iterations=iterations)
+    steps = loader(data(count), g, drop_last=drop_last)
+    assert len(steps) == len(EpochLayout(g, count, drop_last)) == len(list(steps))
+
+
+def test_the_epoch_reaches_the_order_and_the_request():
+    steps = loader(data(12), geometry())
+    orders = []
+    for epoch in (0, 1, 1):
+        steps.set_epoch(epoch)
+        items = list(steps)
+        assert {item.request.epoch for item in items} == {epoch}
+        orders.append([name for item in items if item.request.layout.starts_rollout for name in names(item)])
+    assert orders[0] != orders[1]
+    assert orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_seed_reaches_the_order(seed):
+    first = [names(item) for item in loader(data(12), geometry(), seed=seed)]
+    assert first == [names(item) for item in loader(data(12), geometry(), seed=seed)]
+    assert first != [names(item) for item in loader(data(12), geometry(), seed=seed + 1)]
+
+
+@PROPERTY
+@given(SPLITS)
+def test_a_stream_and_a_map_style_set_agree_without_shuffling(split):
+    count, g, processes, drop_last = split
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(count)]
+    for rank in range(processes):
+        mapped, streamed = (
+            loader(p, g, processes, rank, shuffle=False, drop_last=drop_last) for p in (rows, Stream(count))
+        )
+        expected = []
+        for epoch in (0, 1):  # a stream goes on with its next pass by itself
+            mapped.set_epoch(epoch)
+            expected += described(mapped)
+        assert described(streamed, len(expected)) == expected
+
+
+def test_a_datasets_stream_agrees_with_its_data_set():
+    g, rows = geometry(), data(9)
+    expected = described(loader(rows, g, shuffle=False))
+    assert described(loader(rows.to_iterable_dataset(), g, shuffle=False), len(expected)) == expected
+
+
+def test_a_shuffled_stream_has_the_same_order_for_every_process_and_another_each_pass():
+    g = geometry(prompts_per_step=4, steps_per_rollout=1)
+
+    def two_passes(processes, rank):
+        steps = loader(data(12).to_iterable_dataset(), g, processes, rank)
+        return [names(step) for step in itertools.islice(steps, 6)]
+
+    whole, parts = two_passes(1, 0), [two_passes(2, rank) for rank in range(2)]
+    assert [a + b for a, b in zip(*parts)] == whole
+    assert whole == two_passes(1, 0)
+    assert whole[:3] != whole[3:]
+    for one_pass in (whole[:3], whole[3:]):
+        assert sorted(n for step in one_pass for n in step) == sorted(f"p{i}" for i in range(12) for _ in range(3))
+
+
+def test_the_pass_of_a_stream_reaches_the_stream_itself():
+    stream = Stream(4)
+    steps = iter(loader(stream, geometry(prompts_per_step=4, steps_per_rollout=1), shuffle=False))
+    assert next(steps).request.epoch == 0
+    assert stream.epoch == 0
+    assert next(steps).request.epoch == 1
+    assert stream.epoch == 1
+
+
+def test_an_empty_stream_ends():
+    assert list(loader(Stream(0), geometry(), shuffle=False)) == []
+
+
+def test_a_stream_is_read_one_rollout_at_a_time():
+    stream = Stream(100)
+    steps = iter(loader(stream, geometry(prompts_per_step=2, steps_per_rollout=2), shuffle=False))
+    for _ in range(2):
+        next(steps)
+    assert stream.read == 4
+
+
+def test_a_stream_has_no_length():
+    with pytest.raises(TypeError):
+        len(loader(Stream(4), geometry()))
+
+
+# ---- Workers, pickling, resuming ------------------------------------------------------------------------------------
+
+
+def test_rows_survive_pickling_with_their_request():
+    rows = next(iter(loader(data(4), geometry(), processes=2, rank=1)))
+    copy = pickle.loads(pickle.dumps(rows))
+    assert type(copy) is StepRows
+    assert list(copy) == list(rows)
+    assert copy.request == rows.request
+
+
+def test_the_data_set_of_steps_can_be_sent_to_a_spawned_worker():
+    steps = loader(data(9), geometry(), processes=2)
+    copy = pickle.loads(pickle.dumps(steps.dataset))
+    assert described([copy[(1, 2)]]) == described([steps.dataset[(1, 2)]])
+
+
+def test_two_workers_give_what_no_worker_gives():
+    g = geometry(iterations=2)
+    plain, parallel = loader(data(9), g), loader(data(9), g, num_workers=2)
+    for epoch in (0, 1):
+        plain.set_epoch(epoch)
+        parallel.set_epoch(epoch)
+        items = list(parallel)
+        assert all(type(item) is StepRows for item in items)
+        assert described(items) == described(plain)
+
+
+def test_persistent_workers_follow_the_epoch():
+    plain = loader(data(6), geometry())
+    parallel = loader(data(6), geometry(), num_workers=1, persistent_workers=True, prefetch_factor=2)
+    for epoch in (0, 1):
+        plain.set_epoch(epoch)
+        parallel.set_epoch(epoch)
+        assert described(parallel) == described(plain)
+
+
+def resumed(steps, skipped: int, epoch: int):
+    """Skips and sets the epoch the way the Trainer does when it resumes in the middle of an epoch."""
+    rest = skip_first_batches(steps, skipped)
+    if hasattr(rest, "set_epoch"):
+        rest.set_epoch(epoch)
+    inner = getattr(getattr(rest, "batch_sampler", None), "batch_sampler", None)
+    if hasattr(inner, "set_epoch"):
+        inner.set_epoch(epoch)
+    return list(rest)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("skipped", [0, 1, 3, 5])
+def test_skipping_steps_on_resume_keeps_the_epoch(skipped, workers):
+    g = geometry(iterations=2)
+    options = {"num_workers": workers} if workers else {}
+    uninterrupted = loader(data(5), g)
+    uninterrupted.set_epoch(3)
+    expected = described(uninterrupted)
+    assert len(expected) == 6
+    assert described(resumed(loader(data(5), g, **options), skipped, 3)) == expected[skipped:]
+
+
+def test_skipped_steps_are_not_loaded():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            type(self).reads += 1
+            return super().__getitem__(index)
+
+    prompts = Counted({"prompt": f"p{i}"} for i in range(12))
+    g = geometry(prompts_per_step=2, steps_per_rollout=1)
+    steps = resumed(loader(prompts, g), 4, 0)
+    assert len(steps) == 2
+    assert Counted.reads == 4  # two steps of two prompts
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3, 8])
+def test_skipping_steps_of_a_stream_arrives_where_the_run_had_been(skipped):
+    g = geometry(iterations=2)  # six steps a pass
+    whole, interrupted = loader(Stream(5), g, shuffle=False), loader(Stream(5), g, shuffle=False)
+    rest = skip_first_batches(interrupted, skipped)
+    assert described(rest, 12 - skipped) == described(whole, 12)[skipped:]
+
+
+# ---- Evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream):
+    g = geometry(chunk_groups=2)
+    parts = []
+    for rank in range(processes):
+        steps = make_eval_loader(Stream(5) if as_stream else data(5), rule(g, processes, rank))
+        steps.set_epoch(4)
+        (item,) = list(steps)
+        assert item.request.epoch == 0  # the same completions in every evaluation of the same model
+        assert item.request.layout.rollout_prompts == range(5)
+        parts += [] if item.request.ghost else names(item)
+    assert parts == [f"p{i}" for i in range(5) for _ in range(GENERATIONS)]
+
+
+def test_an_empty_evaluation_set_has_no_item():
+    assert list(make_eval_loader([], rule(geometry()))) == []
+
+
+def test_what_a_reward_writes_into_a_row_does_not_reach_the_data():
+    rule = ShareRule(num_generations=2, chunk_size=2, num_processes=1, rank=0)
+    data = [{"prompt": "a", "x": 0}]
+    layout = StepLayout(0, 0, 0, range(1), range(2))
+    rows = rule.rows(rule.request(0, layout), data.__getitem__)
+    rows[0]["x"] = 9
+    assert [row["x"] for row in rule.rows(rule.request(0, layout), data.__getitem__)] == [0, 0]

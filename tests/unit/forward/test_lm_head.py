@@ -1,0 +1,396 @@
+"""The language-model head: the logits of every model of transformers, and the forward that is installed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers.models.auto import modeling_auto
+from trl.trainer import utils as trl_utils
+
+from grpo_ext import compat
+from grpo_ext.algorithms.losses import load_balancing_loss, router_statistics
+from grpo_ext.errors import ModelError
+from grpo_ext.forward import lm_head
+from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
+from grpo_ext.forward.tiled_log_probs import LogitTransform
+from tests.helpers import stock_scores, tiny_model
+from tests.tolerances import PARITY, SAME_ALGEBRA
+
+TEMPERATURE = 0.9
+# ---- The logits of every model --------------------------------------------------------------------------------------
+
+ODD = {
+    "final_logit_softcapping": 1.5,
+    "logits_soft_cap": 1.5,
+    "output_logit_soft_cap": 1.5,
+    "logit_scale": 0.7,
+    "output_multiplier": 0.6,
+    "lm_head_multiplier": 0.8,
+    "logits_scaling": 1.7,
+    "logits_mup_width_multiplier": 1.7,
+    "unpadded_vocab_size": 50,
+}
+SMALL: dict[str, Any] = {"num_hidden_layers": 2}
+FILLED = {  # what some configurations need that their defaults leave out
+    "head_dim": 8,
+    "num_kv_shared_layers": 0,
+    "num_key_value_heads": 1,
+    "n_routed_experts": 4,
+    "layer_types": ["full_attention"] * 2,
+}
+NOT_BUILT = {
+    "MusicgenForCausalLM": "audio codebooks, one head each",
+    "MusicgenMelodyForCausalLM": "audio codebooks, one head each",
+    "ProphetNetForCausalLM": "predicts several tokens at once",
+    "PI0ForConditionalGeneration": "robot actions, no tokens",
+    "DiffusionGemmaForBlockDiffusion": "diffusion, no next token",
+    "Gemma4AssistantForCausalLM": "drafts for another model",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts for another model",
+    "ChameleonForConditionalGeneration": "default configuration not valid; masks the logits of image tokens",
+    "FastVlmForConditionalGeneration": "needs timm",
+    "PerceptionLMForConditionalGeneration": "needs timm",
+    "Gemma3nForConditionalGeneration": "needs timm",
+} | dict.fromkeys(
+    (
+        "AyaVisionForConditionalGeneration",
+        "CohereCompassForCausalLM",
+        "CohereCompassForConditionalGeneration",
+        "DbrxForCausalLM",
+        "Dots1ForCausalLM",
+        "DeepseekOcr2ForConditionalGeneration",
+        "Emu3ForConditionalGeneration",
+        "Granite4VisionForConditionalGeneration",
+        "Qwen4ExpForConditionalGeneration",
+    ),
+    "default configuration not valid",
+)
+
+
+def classes() -> list[str]:
+    both = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    names = [
+        name
+        for mapping in both
+        for value in mapping.values()
+        for name in ((value,) if isinstance(value, str) else value)
+    ]
+    return sorted(set(names))
+
+
+class _Hidden(dict):
+    """What a backbone returns: hidden states, and None for all else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return () if isinstance(key, slice) else self.last_hidden_state if key in (0, "last_hidden_state") else None
+
+
+def odd_config(config: Any) -> Any:
+    """A copy in which every number with a fraction is another, so that none is neutral."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, float):
+            setattr(text, name, value * 0.9)
+    for name, value in ODD.items():
+        if name in vars(text):
+            setattr(text, name, value)
+    return config
+
+
+def headed(cls: Any, hidden: torch.Tensor, vocabulary: int) -> Any:
+    """A model of a class whose backbone returns `hidden` and whose head is small; the rest has no memory."""
+    tried: list[Exception] = []
+    for settings in (SMALL, {}, SMALL | FILLED):
+        try:
+            config = odd_config(cls.config_class(**settings))
+            if "is_decoder" in vars(config):
+                config.is_decoder = True
+            with torch.device("meta"):
+                model = cls(config)
+            break
+        except Exception as error:  # a default configuration need not be a valid one
+            tried.append(error)
+    else:
+        raise tried[0]
+    refuse_unknown_head(model)
+    backbone, head = lm_head._backbone(model), model.get_output_embeddings()
+    for part in (backbone, *(m for name, m in backbone.named_children() if name in ("decoder", "text_model"))):
+        part.forward = lambda *args, **kwargs: _Hidden(hidden)
+    small = torch.nn.Linear(hidden.size(-1), vocabulary, bias=getattr(head, "bias", None) is not None)
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is head:
+            model.set_submodule(name, small)
+    assert model.get_output_embeddings() is small
+    return model
+
+
+def outcome(name: str) -> str:
+    """How the head serves a class of transformers: "right", "refused", or what is wrong."""
+    hidden, ids = torch.randn(1, 5, 16), torch.randint(0, 49, (1, 5))
+    try:
+        model = headed(getattr(transformers, name), hidden, 60)
+    except ModelError:
+        return "refused"
+    except Exception as error:
+        return f"could not be built: {type(error).__name__} {str(error)[:80]}"
+    with torch.no_grad():
+        own = (model(input_ids=ids, use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
+        install(model, TEMPERATURE)
+        ours = model(input_ids=ids, **{SCORE: Wanted(torch.arange(5), ids[0])}).log_probs
+    error = (own.gather(1, ids.T)[:, 0] - ours).abs().max()
+    transformed = lm_head.logit_transform(model.config) != LogitTransform()
+    return ("right, transformed" if transformed else "right") if error < 1e-4 else f"off by {error:.1e}"
+
+
+def test_the_logits_are_those_of_every_model_that_transformers_has():
+    """Derived from the installed transformers: a model whose logits the head does not know fails here by name."""
+    torch.manual_seed(0)
+    found = {name: outcome(name) for name in classes() if name not in NOT_BUILT}
+    wrong = {name: what for name, what in found.items() if not what.startswith(("right", "refused"))}
+    assert wrong == {}
+    transformed = {name for name, what in found.items() if what == "right, transformed"}
+    assert {"Gemma2ForCausalLM", "CohereForCausalLM", "GraniteForCausalLM", "FalconH1ForCausalLM"} <= transformed
+    assert {"HyperCLOVAXForCausalLM", "MiniCPM3ForCausalLM", "MuseSparkForConditionalGeneration"} <= transformed
+    assert "BertLMHeadModel" in {name for name, what in found.items() if what == "refused"}
+
+
+@pytest.mark.parametrize("setting", ["_FACTORS", "_DIVISORS", "_CAPS"])
+def test_a_transform_that_is_not_known_would_show(monkeypatch, setting):
+    monkeypatch.setattr(lm_head, setting, ())
+    name = {"_FACTORS": "CohereForCausalLM", "_DIVISORS": "GraniteForCausalLM", "_CAPS": "Gemma2ForCausalLM"}[setting]
+    assert outcome(name).startswith("off by")
+
+
+# ---- The forward ----------------------------------------------------------------------------------------------------
+
+
+def labelled(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A padded batch, and labels that score its last columns."""
+    ids = torch.randint(3, 50, (3, 10), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, 8:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :5] = -100
+    return {"input_ids": ids, "attention_mask": mask}, labels
+
+
+def gradient_of(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_casting_the_head_to_float32_leaves_autocast():
+    model = tiny_model("qwen2")
+    install(model, TEMPERATURE, cast_to_fp32=True)
+    ids = torch.randint(3, 50, (1, 9))
+    wanted = Wanted(torch.arange(8), ids[0, 1:])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        ours = model(ids, **{SCORE: wanted}).log_probs
+        hidden = model.model(ids).last_hidden_state[0, :-1].float()
+    with torch.no_grad():
+        logps = (model.lm_head(hidden) / TEMPERATURE).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert (ours - logps).abs().max() < 1e-5
+    install(model, TEMPERATURE)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert (model(ids, **{SCORE: wanted}).log_probs - logps).abs().max() > 1e-4
+
+
+@stock_scores
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe", "prompt_tuning"])
+def test_a_call_of_trls_kind_gets_trls_answer(kind, shifted):
+    inputs, labels = labelled()
+    call: dict[str, Any] = {"labels": labels, "fused_lm_head": True}
+    if kind == "prompt_tuning" and shifted:
+        pytest.skip("PEFT shifts labels alone")
+    if shifted:
+        call = {"shift_labels": torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100), "fused_lm_head": True}
+    if kind == "moe":
+        call["output_router_logits"] = True
+    results = []
+    for ours in (False, True):
+        model = tiny_model("qwen2" if kind == "prompt_tuning" else kind)
+        if ours:
+            install(model, TEMPERATURE)
+        else:
+            trl_utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+        if kind == "prompt_tuning":
+            torch.manual_seed(0)
+            model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        output = model(**inputs, **call)
+        loss = output.log_probs.sum() + 0.3 * output.entropy.sum()
+        loss = loss if output.aux_loss is None else loss + output.aux_loss
+        results.append((output, gradient_of(model, loss)))
+    (theirs, expected), (mine, found) = results
+    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mine.entropy, theirs.entropy, rtol=0, atol=1e-5)
+    assert (mine.aux_loss is None) == (theirs.aux_loss is None)
+    if kind == "moe":
+        torch.testing.assert_close(mine.aux_loss, theirs.aux_loss)
+    assert (found - expected).norm() <= PARITY * expected.norm()
+
+
+def test_the_head_sees_the_scored_positions_only(monkeypatch):
+    inputs, labels = labelled()
+    rows = []
+    score = lm_head.log_probs
+    monkeypatch.setattr(lm_head, "log_probs", lambda hidden, *rest: rows.append(len(hidden)) or score(hidden, *rest))
+    model = tiny_model("qwen2")
+    install(model, TEMPERATURE)
+    model(**inputs, labels=labels, fused_lm_head=True)
+    model(**inputs, **{SCORE: Wanted(torch.tensor([4, 7]), torch.tensor([9, 9]))})
+    assert rows == [int((labels != -100).sum()), 2]
+
+
+def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
+    inputs, labels = labelled()
+    model = tiny_model("llama").double()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    keep = labels[:, 1:] != -100
+    logps = (model(**inputs).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    theirs = gradient_of(model, logps.gather(2, labels[:, 1:, None].clamp(min=0))[keep].sum())
+    install(model, TEMPERATURE)
+    ours = gradient_of(model, model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum())
+    assert (ours - theirs).norm() <= SAME_ALGEBRA * theirs.norm()
+
+
+def test_every_other_call_and_the_signature_are_the_models_own():
+    inputs, labels = labelled()
+    model, plain = tiny_model("qwen2"), tiny_model("qwen2")
+    install(model, TEMPERATURE)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    for call in ({}, {"labels": labels}, {"use_cache": True}):
+        ours, theirs = model(**inputs, **call), plain(**inputs, **call)
+        assert type(ours) is type(theirs)
+        assert torch.equal(ours.logits, theirs.logits)
+    with pytest.raises(ValueError, match="not used by the model"):
+        model.generate(**inputs, max_new_tokens=1, no_such_argument=1)
+
+
+def test_nothing_to_score_still_reaches_every_parameter():
+    inputs, labels = labelled()
+    model = tiny_model("qwen2")
+    install(model, TEMPERATURE)
+    output = model(**inputs, labels=torch.full_like(labels, -100), fused_lm_head=True)
+    (output.log_probs.sum() + output.entropy.sum()).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_an_adapter_scores_through_the_model_inside_it():
+    inputs, labels = labelled()
+    model = tiny_model("qwen2").double()
+    install(model, TEMPERATURE)
+    before = model(**inputs, labels=labels, fused_lm_head=True).log_probs
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, config).double()
+    scored = (labels[:, 1:] != -100).nonzero()
+    wanted = Wanted(scored[:, 0] * labels.size(1) + scored[:, 1], labels[:, 1:][labels[:, 1:] != -100])
+    output = wrapped(**inputs, **{SCORE: wanted})
+    assert not torch.allclose(output.log_probs, before[before != 0])
+    with wrapped.disable_adapter():
+        assert torch.allclose(wrapped(**inputs, **{SCORE: wanted}).log_probs, before[before != 0])
+    output.log_probs.sum().backward()
+    assert model.lm_head.weight.grad is None
+
+
+def test_router_logits_come_back_with_the_scores():
+    inputs, _ = labelled()
+    model = tiny_model("moe")
+    own = model(**inputs, output_router_logits=True)
+    install(model, TEMPERATURE)
+    wanted = Wanted(torch.tensor([4]), torch.tensor([9]), entropy=False, router=True)
+    output = model(**inputs, **{SCORE: wanted})
+    assert output.entropy is None
+    assert all(torch.equal(a, b) for a, b in zip(output.router_logits, own.router_logits))
+    chosen, probs, rows = router_statistics(output.router_logits, inputs["attention_mask"], 2)
+    torch.testing.assert_close(load_balancing_loss(probs, (chosen / rows).to(probs), 4, rows), own.aux_loss)
+
+
+def test_a_head_of_several_layers_is_refused():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))
+    with pytest.raises(ModelError, match=r"BertLMHeadModel has more than a linear layer .*cls\.predictions\.transform"):
+        refuse_unknown_head(model)
+    refuse_unknown_head(tiny_model("qwen2"))
+    refuse_unknown_head(tiny_model("llama"))
+
+
+# ---- TRL's kernel ---------------------------------------------------------------------------------------------------
+
+
+def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(monkeypatch):
+    """Its arithmetic needs an accelerator, so only the choice is tested here."""
+    kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="this TRL needs Triton for its kernels")
+    choose = compat.triton_head.__wrapped__
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose() is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert choose() == kernels.ChunkedLogProbFunction.apply
+    monkeypatch.setattr(kernels.ChunkedLogProbFunction, "forward", staticmethod(lambda ctx, hidden, other: None))
+    assert choose() is None
+    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
+    assert choose() is None
+
+
+def test_an_adapter_on_the_head_is_refused():
+    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
+        refuse_unknown_head(wrapped.get_base_model())
+    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
+
+
+def test_a_copy_of_a_model_runs_its_own_weights():
+    model = tiny_model("qwen2")
+    install(model, 1.0)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    ids = torch.tensor([[5, 6, 7]])
+    assert not torch.allclose(twin(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_model_without_routers_is_told_what_to_set():
+    model = tiny_model("qwen2")
+    install(model, TEMPERATURE)
+    wanted = Wanted(torch.arange(3), torch.tensor([4, 5, 6]), router=True)
+    with pytest.raises(ModelError, match="router_aux_loss_coef=0"):
+        model(torch.randint(3, 50, (1, 9)), **{SCORE: wanted})
+
+
+def test_a_model_that_returns_tuples_is_scored():
+    model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
+    install(model, TEMPERATURE)
+    wanted = Wanted(torch.arange(8), ids[0, 1:])
+    expected = model(ids, **{SCORE: wanted}).log_probs
+    model.config.return_dict = False
+    assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+
+
+class CosineHead(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, torch.nn.functional.normalize(self.weight))
+
+
+@pytest.mark.parametrize("head", [CosineHead(32, 60), torch.nn.Sequential(torch.nn.Linear(32, 60))], ids=repr)
+def test_a_head_with_a_forward_of_its_own_is_refused(head):
+    model = tiny_model("qwen2")
+    model.set_output_embeddings(head)
+    with pytest.raises(ModelError, match=f"is a {type(head).__name__} with a forward of its own"):
+        refuse_unknown_head(model)

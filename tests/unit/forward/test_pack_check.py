@@ -1,0 +1,328 @@
+"""The check before a model's first pack: healthy models pass in every precision, planted faults do not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DogeConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
+    Qwen2Config,
+)
+
+from grpo_ext.errors import MemoryShortageError, ModelError
+from grpo_ext.forward import attention, pack_check
+from grpo_ext.forward import packed as packed_forward
+from grpo_ext.forward import scorer as forms
+from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
+from grpo_ext.forward.packed import read_batch
+from grpo_ext.forward.scorer import Forms
+from tests.unit.forward.test_packed import batch_of
+
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, {}),
+    "llama": (LlamaConfig, {}),
+    "gpt2": (GPT2Config, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral": (MistralConfig, {"sliding_window": 6}),
+    "gemma2": (Gemma2Config, {"sliding_window": 5, "attn_logit_softcapping": 4.0, "head_dim": 16}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 5, "head_dim": 16}),
+}
+PRECISIONS = ("autocast", "bfloat16", "float32")
+
+
+def model_of(kind: str, precision: str = "autocast", seed: int = 0, **sizes: Any) -> Any:
+    """As transformers would initialise it (a range of 0.02), unless `sizes` say otherwise."""
+    plain = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    heads = {} if kind == "gpt2" else {"num_key_value_heads": 2}
+    ids = {"vocab_size": 60, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    config, own = KINDS[kind]
+    torch.manual_seed(seed)
+    options = {"attn_implementation": "eager"} if kind == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config(**{**plain, **heads, **ids, **own, **sizes}), **options)
+    install(model, 0.9)
+    return model.bfloat16() if precision == "bfloat16" else model
+
+
+def arithmetic(precision: str) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
+
+
+LONG = ([20], [[30, 2, 17, 9]])
+
+
+def tried(model: Any, precision: str, batch: Any = None) -> Trial:
+    with arithmetic(precision):
+        return try_pack(model, model, *(batch or batch_of(*LONG)))
+
+
+@pytest.mark.parametrize("start", range(24))
+def test_a_healthy_start_is_not_refused(start):
+    source = random.Random(start)
+    kind, precision = list(KINDS)[start % len(KINDS)], PRECISIONS[start % 3]
+    model = model_of(
+        kind,
+        precision,
+        seed=start,
+        num_hidden_layers=source.choice([1, 3, 8, 16]),
+        initializer_range=source.choice([0.01, 0.02, 0.1, 0.5]),
+        hidden_size=source.choice([32, 64, 128]),
+    )
+    lengths = [source.randint(0, source.choice([3, 12, 40])) for _ in range(source.choice([2, 4, 8]))]
+    trial = tried(model, precision, batch_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start))
+    assert (trial.difference, trial.refused) == (None, None), (kind, precision, model.config, lengths)
+
+
+def _positions(monkeypatch: Any, model: Any, change: Any) -> None:
+    build = packed_forward.build_pack
+
+    def shifted(*args: Any) -> Any:
+        pack = build(*args)
+        for group in pack.layout.groups:
+            for segment, (start, stop) in enumerate(group.completions):
+                for token in range(start, stop):
+                    pack.positions_N[token] = change(pack.positions_N[token], token, segment)
+        return pack
+
+    monkeypatch.setattr(packed_forward, "build_pack", shifted)
+
+
+def _mask(monkeypatch: Any, change: Any) -> None:
+    whole = attention.seen_mask
+    monkeypatch.setattr(attention, "_CALL_COST", 10**9)
+    monkeypatch.setattr(
+        attention, "seen_mask", lambda group, window, device: change(whole, group, window, device).bool()
+    )
+
+
+def _ignored_by_the_model(monkeypatch: Any, model: Any) -> None:
+    rotate = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, positions: rotate(x, torch.arange(x.size(1))[None].expand(len(x), -1))
+
+
+def _one_sees_its_neighbour(whole: Any, group: Any, window: Any, device: Any) -> torch.Tensor:
+    mask = whole(group, window, device)
+    *_, before, last = group.completions
+    mask[last[0] - group.prompt[0] : last[1] - group.prompt[0], before[0] - group.prompt[0] : before[1]] = True
+    return mask
+
+
+FAULTS: dict[str, Any] = {
+    "ignored": lambda patch, model: _positions(patch, model, lambda position, token, segment: token),
+    "ignored_by_the_model": _ignored_by_the_model,
+    "one_too_far": lambda patch, model: _positions(patch, model, lambda position, token, segment: position + 1),
+    "one_too_near": lambda patch, model: _positions(patch, model, lambda position, token, segment: position - 1),
+    "one_of_them_off": lambda patch, model: _positions(
+        patch, model, lambda position, token, segment: position + (segment == 3)
+    ),
+    "all_see_each_other": lambda patch, model: _mask(
+        patch, lambda whole, group, window, device: torch.ones(group.answers[1], group.answers[1]).tril()
+    ),
+    "one_sees_its_neighbour": lambda patch, model: _mask(patch, _one_sees_its_neighbour),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scale", [0.02, 0.3])
+def test_a_planted_fault_is_found(monkeypatch, fault, precision, scale):
+    model = model_of("qwen2", precision, initializer_range=scale)
+    FAULTS[fault](monkeypatch, model)
+    assert "the model does something between tokens" in str(tried(model, precision).difference)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gemma2"])
+def test_a_lost_window_is_found(monkeypatch, kind, precision):
+    _mask(monkeypatch, lambda whole, group, window, device: whole(group, None, device))
+    assert tried(model_of(kind, precision), precision).difference is not None
+
+
+def test_a_model_that_looks_ahead_is_found():
+    """An encoder that was not made a decoder: its padded batch is no causal model either."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(BertConfig(**sizes, vocab_size=60, hidden_dropout_prob=0.0))
+    install(model, 0.9)
+    assert tried(model.eval(), "autocast").difference is not None
+
+
+@pytest.mark.parametrize("kind", [NemotronConfig, DogeConfig])
+def test_that_a_model_takes_no_packs_is_found_out_by_trying(kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=60, pad_token_id=0))
+    install(model, 0.9)
+    assert packed_forward.why_not_packed(model) is None
+    trial = tried(model, "autocast")
+    assert trial.difference is None
+    assert type(model).__name__.removesuffix("ForCausalLM") in str(trial.refused)
+
+
+def test_an_error_of_the_model_itself_is_no_refusal():
+    model = model_of("qwen2")
+    model.model.norm.forward = lambda hidden: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        tried(model, "float32")
+
+
+@pytest.mark.parametrize("fault", [None, "all_see_each_other"])
+def test_a_model_whose_inside_cannot_be_read_is_judged_by_its_scores(monkeypatch, fault):
+    model = model_of("qwen2", initializer_range=0.3)
+    monkeypatch.setattr(pack_check._Record, "keep", lambda *args: None)
+    if fault:
+        FAULTS[fault](monkeypatch, model)
+    assert bool(tried(model, "autocast").difference) == bool(fault)
+
+
+def test_the_rounding_is_never_nothing():
+    right = {"a": torch.ones(4, 3)}
+    assert compare({"a": torch.ones(4, 3) * 1.01}, right, [right], 2**-8) == [("a", pytest.approx(2.56, rel=1e-4))]
+    assert compare(right, right, [right], 2**-8) == [("a", 0.0)]
+    assert not compare({"a": torch.full((4, 3), torch.nan)}, right, [right], 2**-8)[0][1] <= LIMIT
+    beyond = {"a": torch.full((4, 3), torch.inf)}
+    assert compare(right, right, [right, beyond], 2**-8) == [("a", 0.0)]
+    assert compare(right, beyond, [beyond], 2**-8) == []
+
+
+def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
+    model = model_of("qwen2")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, adapter)
+    wrapped.train()
+    model.gradient_checkpointing_enable()
+    with arithmetic("autocast"):
+        trial = try_pack(wrapped, model, *batch_of(*LONG))
+    assert (trial.difference, trial.refused) == (None, None)
+    assert trial.tokens
+
+
+def test_the_check_leaves_the_model_and_the_random_numbers_alone():
+    model = model_of("qwen2")
+    state, hooks = torch.get_rng_state(), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    tried(model, "autocast")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_rows_that_can_tell():
+    assert telling_rows([5] * 4, [1, 1, 1, 1], [True] * 3, 0) is None  # the first token is predicted from the prompt
+    assert telling_rows([5] * 4, [7, 1, 0, 1], [True] * 3, 0) is None  # no neighbour
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 0) == slice(0, 4)
+    assert telling_rows([5] * 12, [1] * 8 + [3] * 4, [True] * 11, 0) == slice(8, 12)
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 12) is None
+    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 11) == slice(0, 4)
+
+
+def test_what_could_not_tell_is_looked_at_again():
+    evidence = Evidence()
+    evidence.add([Trial(tokens=3, longest=9, windows=(16,))])
+    assert (evidence.settled, evidence.longer_than) == (False, 0)
+    evidence.add([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
+    assert (evidence.settled, evidence.longer_than) == (False, 16)  # nothing has left the window so far
+    evidence.add([Trial(tokens=2, longest=17, windows=(16,))])
+    assert evidence.settled
+
+
+SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
+
+
+def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = False) -> tuple[Forms, list[Any]]:
+    """`Forms` beside another process that found `others`, and the lengths of the completions this one looked at."""
+    looked: list[Any] = []
+    monkeypatch.setattr(forms, "any_process", lambda value, device: value or telling_elsewhere)
+    monkeypatch.setattr(forms, "gather_object", lambda trials: [*trials, *others])
+    monkeypatch.setattr(
+        forms, "try_pack", lambda *args: looked.append(args[3].sum(1).tolist()) or pack_check.try_pack(*args)
+    )
+    monkeypatch.setattr(forms, "logger", logging.getLogger(forms.__name__))  # Accelerate's wants processes
+    return Forms(True, True, torch.device("cpu")), looked
+
+
+def look(chosen: Forms, model: Any, batch: Any, everywhere: bool = False) -> None:
+    ids, mask, width = batch_of(*batch)
+    lengths = read_batch(ids, mask, width)
+    chosen.check(model, model, model, lengths, lambda rows: (ids[rows], mask[rows], width), everywhere)
+
+
+def test_a_fault_on_one_process_ends_all(monkeypatch):
+    chosen, _ = checking(monkeypatch, [Trial(difference="they differ")])
+    model = model_of("qwen2")
+    with pytest.raises(ModelError, match=r"they differ\. Set packed_forward=False"):
+        look(chosen, model, LONG)
+
+
+def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
+    chosen, looked = checking(monkeypatch, [Trial(refused="it will not")])
+    model, reference = model_of("qwen2"), model_of("qwen2")
+    for one in (model, reference, model):
+        look(chosen, one, LONG)
+        assert not chosen.packs(one, one)
+    assert caplog.text.count("padded batches run instead: it will not.") == 1
+    assert len(looked) == 2
+
+
+def test_short_completions_do_not_settle_it(monkeypatch):
+    chosen, looked = checking(monkeypatch, [])
+    model = model_of("qwen2")
+    for batch in (SHORT, SOME, SHORT, LONG, LONG):
+        look(chosen, model, batch)
+    assert looked == [[7, 6, 9], [50, 22, 37, 29]]
+
+
+def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=99, longest=9)], telling_elsewhere=True)
+    model = model_of("qwen2")
+    for _ in range(2):
+        look(chosen, model, SHORT)
+    assert looked == [[5]]
+
+
+def test_what_a_process_runs_only_to_keep_step_settles_nothing(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=3, longest=9)], telling_elsewhere=True)
+    model = model_of("qwen2")
+    one_long = ([4], [[40, 1]])  # alone it has no neighbour
+    for _ in range(3):
+        look(chosen, model, one_long)
+    assert len(looked) == 3
+    assert not chosen.settled(model)
+
+
+def test_the_same_completions_on_every_process_count_once(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=10, longest=9)] * 9)
+    model = model_of("qwen2")
+    look(chosen, model, SOME, everywhere=True)
+    assert not chosen.settled(model)
+    look(chosen, model, LONG, everywhere=True)
+    assert chosen.settled(model)
+    assert len(looked) == 2
+
+
+def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
+    PartialState(cpu=True)  # Accelerate's loggers want it
+    chosen, _ = checking(monkeypatch, [])
+    model = model_of("qwen2")
+
+    def out_of_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(forms, "try_pack", out_of_memory)
+    with pytest.raises(MemoryShortageError, match="packed_forward=False"):
+        look(chosen, model, LONG)
+    beside, _ = checking(monkeypatch, [Trial(difference="comparing ran out of memory")])
+    with pytest.raises(ModelError, match="ran out of memory"):
+        look(beside, model, LONG)

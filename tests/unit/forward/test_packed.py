@@ -1,0 +1,299 @@
+"""The packed forward gives the log-probabilities, entropies, router counts and gradients of the padded one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
+
+from grpo_ext.algorithms.losses import router_statistics
+from grpo_ext.batching.packing import PackedGroup, PackLayout
+from grpo_ext.forward import attention, lm_head
+from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
+from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.packed import score_packed, score_padded, why_not_packed
+from tests.helpers import tiny_model
+from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+FLOAT32 = ("moe", "gemma2")  # grouped experts have no float64; eager attention masks with its smallest number
+
+
+def model_of(kind: str, implementation: str = "sdpa") -> Any:
+    torch.manual_seed(1)
+    configs = {
+        "gemma2": lambda: Gemma2Config(**_SMALL, sliding_window=5, attn_logit_softcapping=4.0),
+        "gemma3": lambda: Gemma3TextConfig(
+            **_SMALL, sliding_window=5, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+        ),
+        "mistral": lambda: MistralConfig(**_SMALL, sliding_window=6),
+        "qwen3": lambda: Qwen3Config(**_SMALL),
+        "untied": lambda: Qwen2Config(**_SMALL, tie_word_embeddings=False),
+        "window_larger": lambda: MistralConfig(**_SMALL, sliding_window=100),
+    }
+    if kind in configs:
+        model = AutoModelForCausalLM.from_config(configs[kind](), attn_implementation=implementation)
+    else:
+        model = tiny_model(kind)
+        model.set_attn_implementation(implementation)
+    model = model if kind in FLOAT32 else model.double()
+    install(model, 0.9)
+    return model
+
+
+def batch_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A padded batch in TRL's layout with one group per prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    width, columns = max(prompts), max(max(c) for c in completions)
+    ids, masks = [], []
+    for prompt, lengths in zip(prompts, completions):
+        tokens = torch.randint(3, 50, (prompt,), generator=generator)
+        for length in lengths:
+            row, mask = torch.zeros(width + columns, dtype=torch.long), torch.zeros(width + columns, dtype=torch.long)
+            row[width - prompt : width] = tokens
+            row[width : width + length] = torch.randint(3, 50, (length,), generator=generator)
+            mask[width - prompt : width + length] = 1
+            ids.append(row)
+            masks.append(mask)
+    return torch.stack(ids), torch.stack(masks), columns
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = SAME_ALGEBRA) -> bool:
+    assert ours.shape == theirs.shape
+    return bool((ours - theirs).double().norm() <= tolerance * theirs.double().norm())
+
+
+SHAPES = {
+    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
+    "one": ([9], [[7]]),
+    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
+    "long": ([20], [[30, 2, 17, 9]]),
+}
+
+
+def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
+    logps, entropies, _ = score(model, getattr(model, "get_base_model", lambda: model)(), *batch, **options)
+    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
+    return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
+
+
+def gradient(score: Any, model: Any, batch: Any) -> torch.Tensor:
+    model.zero_grad()
+    loss = loss_of(score, model, batch)
+    with packed_attention(model, score is score_packed):
+        loss.backward()
+    parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    return torch.cat([part.flatten() for part in parts])
+
+
+KINDS = ("qwen2", "llama", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3", "untied", "window_larger")
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, split):
+    monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
+    model = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
+    assert why_not_packed(model) is None
+    batch = batch_of(*SHAPES[shape])
+    tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
+    for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(model, model, *batch)[:2]):
+        assert same(ours, theirs, tolerance)
+    assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
+def test_a_pack_runs_under_autocast(monkeypatch, split):
+    """float32 weights and bfloat16 arithmetic: rotary embeddings leave queries and keys in another type than values."""
+    monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
+    model, batch = model_of("qwen2").float(), batch_of(*SHAPES["long"])
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, padded = gradient(score_packed, model, batch), gradient(score_padded, model, batch)
+        scores = [score(model, model, *batch)[0] for score in (score_packed, score_padded)]
+    assert (packed - padded).norm() <= 0.05 * padded.norm()  # bfloat16 has 8 bits
+    assert (scores[0] - scores[1]).abs().max() < 0.2
+
+
+def test_a_window_that_is_in_the_mask_alone_survives():
+    torch.manual_seed(1)
+    sizes = {**_SMALL, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    config = Qwen2MoeConfig(
+        **{**sizes, "num_experts_per_tok": 2}, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    assert "sliding_attention" in config.layer_types
+    install(model, 0.9)
+    batch = batch_of(*SHAPES["long"])
+    assert same(score_packed(model, model, *batch)[0], score_padded(model, model, *batch)[0], UPDATE)
+
+
+def test_the_layout_reaches_the_layers_as_the_object_it_is():
+    """FSDP casts the arguments of a forward and takes dataclasses apart on the way."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    layout = PackLayout((PackedGroup((0, 2), ()),), 2)
+    assert _apply_to_tensors(lambda x: x, {"layout": layout})["layout"] is layout
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_dropping_the_window_would_show(monkeypatch, kind):
+    model, batch = model_of(kind), batch_of(*SHAPES["long"])
+    whole = attention.seen_mask
+    monkeypatch.setattr(attention, "seen_mask", lambda group, window, device: whole(group, None, device))
+    difference = score_packed(model, model, *batch)[0] - score_padded(model, model, *batch)[0]
+    assert difference.abs().max() > 1e-3
+
+
+def _eager_flex(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(query, key, value, **options)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "gemma3"])
+def test_flex_attention_takes_a_pack_as_a_block_mask(monkeypatch, kind, shape):
+    """Its CPU kernel has no backward pass, so torch's own uncompiled arithmetic runs here in its place."""
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *states: None)
+    padded = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
+    model, batch = model_of(kind, attention.FLEX), batch_of(*SHAPES[shape])
+    assert why_not_packed(model) is None
+    tolerance = UPDATE if kind in FLOAT32 else SAME_ALGEBRA
+    for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(padded, padded, *batch)[:2]):
+        assert same(ours, theirs, tolerance)
+    assert same(gradient(score_packed, model, batch), gradient(score_padded, padded, batch), tolerance)
+
+
+def test_flex_attention_lays_out_a_mask_once_for_all_layers(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
+    made = []
+    original = torch.nn.attention.flex_attention.create_block_mask
+    monkeypatch.setattr(
+        "torch.nn.attention.flex_attention.create_block_mask",
+        lambda *args, **options: made.append(args) or original(*args, **options),
+    )
+    with torch.no_grad():
+        model = model_of("gemma3", attention.FLEX)
+        score_packed(model, model, *batch_of(*SHAPES["groups"]))
+    assert len(made) == 2  # one for the layers with a window, one for those without
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
+    model, batch = model_of("llama"), batch_of(*SHAPES["groups"])
+    expected = gradient(score_padded, model, batch)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert same(gradient(score_packed, model, batch), expected)
+
+
+def test_lora_takes_packs():
+    model = model_of("qwen2")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped, batch = get_peft_model(model, adapter).double(), batch_of(*SHAPES["groups"])
+    assert same(gradient(score_packed, wrapped, batch), gradient(score_padded, wrapped, batch))
+
+
+def test_the_router_counts_what_the_padded_batch_counts():
+    model, batch = model_of("moe"), batch_of(*SHAPES["masked_out"])
+    found = []
+    for score in (score_padded, score_packed):
+        router = score(model, model, *batch, with_router=True)[2]
+        found.append(router_statistics(router.logits, router.counts_BL, 2))
+    (chosen, probs, rows), (packed_chosen, packed_probs, packed_rows) = found
+    assert rows == packed_rows
+    assert torch.equal(chosen, packed_chosen)
+    torch.testing.assert_close(packed_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
+
+
+def test_a_model_that_drops_the_layout_is_refused():
+    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    forward = model.model.forward
+    model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(TakesNoPacks, match="is not given the layout"):
+        score_packed(model, model, *batch)
+
+
+def test_models_that_take_no_packs_say_why():
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
+    assert "attention" in str(why_not_packed(AutoModelForCausalLM.from_config(MambaConfig(**sizes))))
+    flash = model_of("qwen2")
+    flash.config._attn_implementation = "flash_attention_2"
+    assert "flash_attention_2" in str(why_not_packed(flash))
+
+
+def test_a_model_is_left_as_it_was():
+    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    settings = dict(vars(model.config))
+    with packed_attention(model):
+        assert model.config._attn_implementation == PACKED
+        score_packed(model, model, *batch)
+        assert model.config._attn_implementation == PACKED
+    assert model.config._attn_implementation == "sdpa"
+    assert dict(vars(model.config)) == settings
+
+
+def test_the_head_sees_scored_positions_only(monkeypatch):
+    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    seen = []
+    score = lm_head.log_probs
+
+    def spy(hidden: torch.Tensor, *args: Any) -> Any:
+        seen.append(hidden.size(0))
+        return score(hidden, *args)
+
+    monkeypatch.setattr(lm_head, "log_probs", spy)
+    scored = int(batch[1][:, -batch[2] :].sum())
+    score_packed(model, model, *batch)
+    score_padded(model, model, *batch)
+    assert seen == [scored, scored]
+
+
+def _group(prompt: int, *completions: int) -> PackedGroup:
+    ends = [prompt + sum(completions[: i + 1]) for i in range(len(completions))]
+    return PackedGroup((0, prompt), tuple((end - n, end) for n, end in zip(completions, ends)))
+
+
+@pytest.mark.parametrize(
+    ("group", "device", "split"),
+    [
+        (_group(16, *[12] * 8), "cpu", False),  # 12 thousand pairs in one call; 6 thousand in nine
+        (_group(64, *[300] * 8), "cpu", True),  # 6.1 million against 0.5
+        (_group(512, *[144] * 8), "cpu", True),
+        (_group(512, *[144] * 8), "cuda", False),  # nine calls cost more than the masked pairs
+        (_group(4096, *[2048] * 8), "cuda", True),
+        (_group(512), "cpu", True),
+    ],
+)
+def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
+    assert attention.split_is_cheaper(group, torch.device(device)) is split

@@ -1,0 +1,186 @@
+"""Log-probabilities in tiles: the derivative, the algebra, the precision and the memory, against all logits at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_ext.forward import tiled_log_probs as module
+from grpo_ext.forward.tiled_log_probs import LogitTransform
+from grpo_ext.forward.tiled_log_probs import tiled_log_probs as log_probs
+from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
+
+TEMPERATURE = 0.9
+TRANSFORMS = {
+    "plain": LogitTransform(),
+    "temperature": LogitTransform(temperature=TEMPERATURE),
+    "scale": LogitTransform(scale=0.3, temperature=TEMPERATURE),
+    "cap": LogitTransform(cap=1.5, temperature=TEMPERATURE),
+    "scale_and_cap": LogitTransform(scale=2.0, cap=1.5, temperature=TEMPERATURE),
+    "fewer_tokens": LogitTransform(scale=2.0, cap=1.5, temperature=TEMPERATURE, vocabulary=9),
+}
+TILES = {"one": (64, 64), "several": (3, 4)}
+
+
+@pytest.fixture(params=TILES)
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(module, "CPU_TILE", TILES[request.param])
+    monkeypatch.setattr(module, "_MOST_COLUMNS", TILES[request.param][1])
+
+
+def naive(hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTransform) -> tuple[Any, Any]:
+    """Log-probabilities and entropies by way of all logits."""
+    logits = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
+    if transform.cap is not None:
+        logits = transform.cap * torch.tanh(logits / transform.cap)
+    logps = (logits[:, : transform.vocabulary] / transform.temperature).log_softmax(-1)
+    return logps.gather(1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+
+
+def case(dtype: torch.dtype = torch.float64, rows: int = 7, hidden: int = 5, vocabulary: int = 11, seed: int = 0):
+    """Hidden states, weight, bias and targets."""
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(0, 9, (rows,), generator=source)
+    return draw(rows, hidden), draw(vocabulary, hidden), draw(vocabulary), targets
+
+
+def gradients(score: Any, inputs: tuple[Any, ...], transform: LogitTransform, entropy: float = 0.3) -> list[Any]:
+    logps, entropies = score(*inputs, transform)
+    weights = torch.linspace(-0.5, 1.5, logps.numel(), dtype=logps.dtype)
+    loss = (weights * logps).sum() + entropy * (weights.flip(0) * entropies).sum()
+    return list(torch.autograd.grad(loss, [x for x in inputs[:3] if x is not None and x.requires_grad]))
+
+
+# ---- The algebra ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_the_backward_pass_is_the_derivative_of_the_forward(kind, with_bias):
+    hidden, weight, bias, targets = case()
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+    for pick in (slice(0, 1), slice(1, 2), slice(0, 2)):  # each output alone, and both
+
+        def score(h: Any, w: Any, b: Any = None, pick: slice = pick) -> Any:
+            return log_probs(h, w, b, targets, TRANSFORMS[kind])[pick]
+
+        assert torch.autograd.gradcheck(score, inputs)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, FLOAT64_SUMS), (torch.float32, FLOAT32_SUMS)])
+@pytest.mark.parametrize("kind", TRANSFORMS)
+def test_scores_and_gradients_are_those_of_all_logits(kind, dtype, tolerance):
+    inputs, transform = case(dtype), TRANSFORMS[kind]
+    ours, theirs = log_probs(*inputs, transform), naive(*inputs, transform)
+    pairs = [*zip(ours, theirs), *zip(gradients(log_probs, inputs, transform), gradients(naive, inputs, transform))]
+    for a, b in pairs:
+        assert a.dtype == dtype
+        assert (a - b).norm() <= tolerance * b.norm().clamp(min=1)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_entropies_and_log_probabilities_keep_their_digits_where_logits_are_large():
+    hidden, weight, bias, targets = case(torch.float32)
+    bias = (bias + 500).detach()
+    exact = naive(hidden.double(), weight.double(), bias.double(), targets, LogitTransform())
+    for ours, theirs in zip(log_probs(hidden, weight, bias, targets, LogitTransform()), exact):
+        assert (ours - theirs).abs().max() < 500 * 2**-22  # a logit's last digit
+
+
+def test_a_wrong_gradient_would_show(monkeypatch):
+    backward = module._backward
+    monkeypatch.setattr(module, "_backward", lambda *args: backward(*args[:-1], None))  # of the entropy: left out
+    hidden, weight, bias, targets = case()
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(lambda *x: log_probs(*x, targets, LogitTransform()), (hidden, weight, bias))
+
+
+def test_no_position_gives_no_scores_and_a_gradient_of_zero():
+    hidden, weight, bias, targets = case(rows=0)
+    logps, entropies = log_probs(hidden, weight, bias, targets, LogitTransform())
+    assert logps.shape == entropies.shape == (0,)
+    (logps.sum() + entropies.sum()).backward()
+    assert weight.grad.abs().sum() == 0
+
+
+# ---- Precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_float32_in_half_precision_and_under_autocast(dtype):
+    hidden, weight, bias, targets = case(torch.float32, rows=40, hidden=32, vocabulary=300)
+    exact, right = (
+        naive(hidden, weight, bias, targets, LogitTransform()),
+        gradients(naive, (hidden, weight, bias, targets), LogitTransform()),
+    )
+    with torch.autocast("cpu", dtype):
+        scores = log_probs(hidden, weight, bias, targets, LogitTransform())
+        found = gradients(log_probs, (hidden, weight, bias, targets), LogitTransform())
+    halves = [x.detach().to(dtype) for x in (hidden, weight, bias)]
+    for ours in (scores, log_probs(*halves, targets, LogitTransform())):
+        assert {x.dtype for x in ours} == {torch.float32}
+        assert (
+            max(float((a - b).detach().abs().max()) for a, b in zip(ours, exact)) < 0.2
+        )  # products carry 8 or 11 bits
+    for a, b in zip(found, right):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_gradients_of_half_precision_weights_are_summed_in_float32():
+    """A thousand tokens that each add 2**-9 to a gradient; bfloat16 sums stop at 1."""
+    rows, unit = 1024, 2.0**-8
+    hidden = torch.full((rows, 1), 1.0, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    logps, _ = log_probs(hidden, weight, None, torch.zeros(rows, dtype=torch.long), LogitTransform())
+    (logps * unit).sum().backward()
+    assert weight.grad[0].item() == rows * unit / 2
+
+
+# ---- Cost -----------------------------------------------------------------------------------------------------------
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that an operation returned, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def largest(score: Any, inputs: Any) -> int:
+    with _Largest() as watch:
+        gradients(score, inputs, TRANSFORMS["scale_and_cap"])
+    return watch.elements
+
+
+def test_no_tensor_has_the_size_of_all_logits(monkeypatch):
+    monkeypatch.setattr(module, "CPU_TILE", (16, 32))
+    inputs = case(torch.float32, rows=100, hidden=4, vocabulary=500)
+    assert largest(log_probs, inputs) <= 500 * 4  # the gradient of the weight
+    assert largest(naive, inputs) >= 100 * 500
+
+
+def test_a_frozen_head_gets_no_gradient_computed(monkeypatch):
+    added = []
+    monkeypatch.setattr(module, "_add_products", lambda found, *rest: added.append(found))
+    hidden, weight, bias, targets = case()
+    logps, _ = log_probs(hidden, weight.detach(), bias.detach(), targets, LogitTransform())
+    logps.sum().backward()
+    assert [x is None for x in added[0]] == [False, True, True]

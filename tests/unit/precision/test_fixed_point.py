@@ -1,0 +1,78 @@
+"""Fixed-point sums have the same bits in every order and grouping, and find what they cannot hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_ext.errors import PrecisionError
+from grpo_ext.precision.fixed_point import FixedPointSum, from_fixed, largest_term, to_fixed
+
+
+def terms(count: int = 9, seed: int = 0) -> list[torch.Tensor]:
+    """Heavy-tailed terms, whose float sums depend on the order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(500, generator=generator) * torch.exp(4 * torch.randn(500, generator=generator)) * 1e-3
+        for _ in range(count)
+    ]
+
+
+def fixed(parts: list[torch.Tensor]) -> FixedPointSum:
+    total = FixedPointSum(parts[0])
+    for part in parts:
+        total.add(part)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_order_and_grouping_gives_the_same_bits(seed):
+    parts = terms()
+    order = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+    shuffled = [parts[i] for i in order]
+    whole = fixed(parts).value(torch.float32)
+    assert torch.equal(fixed(shuffled).value(torch.float32), whole)
+    cut = 1 + seed
+    joined = fixed(shuffled[:cut]).total + fixed(shuffled[cut:]).total
+    assert torch.equal(from_fixed(joined, 48, torch.float32), whole)
+
+
+def test_float_sums_do_not():
+    parts = terms()
+    forward, backward = torch.zeros(500), torch.zeros(500)
+    for a, b in zip(parts, reversed(parts)):
+        forward, backward = forward + a, backward + b
+    assert not torch.equal(forward, backward)
+
+
+def test_the_sum_is_exact_to_half_a_step_per_term():
+    parts = terms()
+    exact = sum(part.double() for part in parts)
+    assert float((fixed(parts).value(torch.float64) - exact).abs().max()) <= len(parts) * 2.0**-49 * (1 + 1e-9)
+
+
+def test_rounding_is_to_the_nearest_step():
+    assert to_fixed(torch.tensor([0.26, -0.26, 0.24]), 1).tolist() == [1, -1, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_terms_that_are_not_finite_are_refused(bad):
+    total = fixed([torch.tensor([1.0, bad]), torch.tensor([1.0, 2.0])])
+    with pytest.raises(PrecisionError, match=r"gradient of w is not finite"):
+        total.check("w", 2)
+
+
+def test_the_largest_sum_that_fits_is_right_and_the_next_is_refused():
+    limit = largest_term(48, 4)
+    total = fixed([torch.tensor([limit])] * 4)
+    total.check("w", 4)
+    assert total.value(torch.float64).item() == 4 * limit
+    above = fixed([torch.tensor([limit * 1.001])])
+    with pytest.raises(PrecisionError, match="bitwise_fraction_bits lower"):
+        above.check("w", 4)
+    above.check("w", 2)  # fewer terms leave more room
+
+
+def test_too_many_terms_are_refused():
+    with pytest.raises(PrecisionError, match="no room"):
+        largest_term(60, 2**70)

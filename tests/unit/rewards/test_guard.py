@@ -1,0 +1,518 @@
+"""Rewards: what is no reward is an error that names the function, the row and the value; everything else passes."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+import trl
+from trl.trainer.utils import is_async_callable
+
+from grpo_ext.algorithms.exact import exact_mean
+from grpo_ext.errors import RewardError
+from grpo_ext.rewards.calls import RewardCall, ShareCalls, add_columns, columns_of, metrics_of
+from grpo_ext.rewards.guard import STRICT, Faults, check_reward_functions, check_rewards, checked_reward
+
+PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
+COMPLETIONS = ["four", "seven", "eight"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state():
+    accelerate.PartialState()  # the logger asks it which process this is
+
+
+def synchronous(result) -> Callable:
+    def graded(prompts, completions, **kwargs):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return graded
+
+
+def asynchronous(result) -> Callable:
+    async def graded(prompts, completions, **kwargs):
+        await asyncio.sleep(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return graded
+
+
+def call(function: Callable, **kwargs) -> list[float | None]:
+    checked = checked_reward(function, "graded")
+    found = checked(prompts=PROMPTS, completions=COMPLETIONS, **kwargs)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+BOTH = pytest.mark.parametrize("kind", [synchronous, asynchronous], ids=["sync", "async"])
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_wrong_number_of_rewards_is_refused(kind, count):
+    with pytest.raises(RewardError, match=f"'graded' returned {count} rewards for 3 completions; return one number or"):
+        call(kind([1.0] * count))
+
+
+@BOTH
+@pytest.mark.parametrize("result", [None, 1.0, 7, True, torch.tensor(1.0), np.float64(2.0)])
+def test_what_is_no_list_is_refused(kind, result):
+    with pytest.raises(RewardError, match=r"'graded' returned .*, which is no list; .* each of the 3 completions"):
+        call(kind(result))
+
+
+@BOTH
+@pytest.mark.parametrize("row", [0, 2])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        ("1.0", "'1.0'"),
+        ([1.0], "[1.0]"),
+        ({"reward": 1.0}, "{'reward': 1.0}"),
+        (1j, "1j"),
+        (float, "<class 'float'>"),
+        (np.float32("nan"), "nan"),
+        (np.array([1.0, 2.0]), "array([1., 2.])"),
+        (torch.tensor(math.nan), "nan"),
+        (torch.tensor([-math.inf]), "-inf"),
+        (torch.tensor([1.0, 2.0]), "tensor([1., 2.])"),
+        (torch.tensor([]), "tensor([])"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(kind, row, value, shown):
+    rewards = [0.0, 0.0, 0.0]
+    rewards[row] = value
+    with pytest.raises(RewardError) as caught:
+        call(kind(rewards))
+    message = str(caught.value)
+    assert message.startswith(f"reward function 'graded' returned {shown} in row {row} ")
+    assert PROMPTS[row] in message
+    assert COMPLETIONS[row] in message
+    assert "a reward is a finite number, or None where the function does not apply" in message
+
+
+@BOTH
+def test_a_string_of_the_right_length_is_refused(kind):
+    with pytest.raises(RewardError, match="returned 'y' in row 0"):
+        call(kind("yes"))
+
+
+@BOTH
+@pytest.mark.parametrize("error", [ValueError("no boxed answer"), KeyError("answer"), ZeroDivisionError("by zero")])
+def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind, error):
+    with pytest.raises(RewardError) as caught:
+        call(kind(error))
+    message = str(caught.value)
+    assert f"'graded' raised {type(error).__name__}: {error}" in message
+    assert "return None for completions it cannot score" in message
+    assert caught.value.__cause__ is error
+
+
+@BOTH
+def test_an_interruption_is_no_reward_error(kind):
+    class Stop(BaseException):
+        pass
+
+    def interrupt(**kwargs):
+        raise Stop
+
+    async def interrupt_async(**kwargs):
+        raise Stop
+
+    with pytest.raises(Stop):
+        call(interrupt if kind is synchronous else interrupt_async)
+
+
+def test_a_long_value_is_shortened():
+    with pytest.raises(RewardError) as caught:
+        check_rewards("graded", ["x" * 5000], ["p" * 5000], ["c" * 5000])
+    assert len(str(caught.value)) < 700
+
+
+def test_an_integer_that_is_no_float_is_refused():
+    with pytest.raises(RewardError):
+        call(synchronous([0, 10**400, 0]))
+
+
+def test_a_reward_that_is_infinite_in_float32_is_refused():
+    with pytest.raises(RewardError):
+        call(synchronous([0.0, 1e39, 0.0]))
+
+
+def test_a_generator_that_raises_is_named():
+    def graded(prompts, completions, **kwargs):
+        yield 1.0
+        raise ValueError("no boxed answer")
+
+    with pytest.raises(RewardError, match="raised ValueError: no boxed answer"):
+        call(graded)
+
+
+# ---- What passes ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, -2.5], [1.0, 0.0, -2.5]),
+        ([1, 0, -3], [1.0, 0.0, -3.0]),
+        ([True, False, True], [1.0, 0.0, 1.0]),
+        ([None, 1.0, None], [None, 1.0, None]),
+        ([None, None, None], [None, None, None]),
+        ((1.0, 2.0, 3.0), [1.0, 2.0, 3.0]),
+        ([np.float32(0.5), np.int64(2), np.bool_(True)], [0.5, 2.0, 1.0]),
+        ([np.array(0.5), np.float64(1.5), np.float16(2.0)], [0.5, 1.5, 2.0]),
+        (np.array([0.5, 1.0, 2.0], dtype=np.float32), [0.5, 1.0, 2.0]),
+        ([torch.tensor(0.5), torch.tensor([2.0]), torch.tensor(True)], [0.5, 2.0, 1.0]),
+        (torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16), [0.5, 1.0, 2.0]),
+        ([Fraction(1, 2), Decimal("0.5"), 1], [0.5, 0.5, 1.0]),
+    ],
+    ids=repr,
+)
+def test_numbers_of_every_kind_and_none_pass(kind, rewards, expected):
+    found = call(kind(rewards))
+    assert found == expected
+    assert all(value is None or type(value) is float for value in found)
+
+
+def test_a_generator_passes():
+    def graded(prompts, completions, **kwargs):
+        return (float(len(c)) for c in completions)
+
+    assert call(graded) == [4.0, 5.0, 5.0]
+
+
+@BOTH
+def test_columns_reach_the_function(kind):
+    seen = {}
+
+    def graded(prompts, completions, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions)
+        return [0.0] * 3
+
+    async def graded_async(prompts, completions, **kwargs):
+        return graded(prompts, completions, **kwargs)
+
+    call(graded if kind is synchronous else graded_async, answer=["4", "6", "8"], trainer_state=None)
+    assert seen == {"answer": ["4", "6", "8"], "trainer_state": None, "prompts": PROMPTS, "completions": COMPLETIONS}
+
+
+# ---- What a wrapped function is -------------------------------------------------------------------------------------
+
+
+class Graded:
+    def __init__(self, result: list[float]) -> None:
+        self.result = result
+
+    def __call__(self, prompts, completions, **kwargs):
+        return self.result
+
+
+class GradedAsync(Graded):
+    async def __call__(self, prompts, completions, **kwargs):
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("function", "is_async"),
+    [
+        (synchronous([1.0, 2.0, 3.0]), False),
+        (asynchronous([1.0, 2.0, 3.0]), True),
+        (functools.partial(synchronous([1.0, 2.0, 3.0]), extra=1), False),
+        (functools.partial(asynchronous([1.0, 2.0, 3.0]), extra=1), True),
+        (Graded([1.0, 2.0, 3.0]), False),
+        (GradedAsync([1.0, 2.0, 3.0]), True),
+    ],
+    ids=["function", "async", "partial", "async partial", "object", "async object"],
+)
+def test_a_wrapped_function_is_asynchronous_exactly_if_it_was(function, is_async):
+    assert is_async_callable(function) is is_async
+    assert is_async_callable(checked_reward(function, "graded")) is is_async
+    assert call(function) == [1.0, 2.0, 3.0]
+
+
+def test_a_wrapped_function_keeps_its_name():
+    def exact_match(prompts, completions, **kwargs):
+        """Whether it is right."""
+        return [1.0] * 3
+
+    wrapped = checked_reward(exact_match, "exact_match")
+    assert wrapped.__name__ == "exact_match"
+    assert wrapped.__doc__ == "Whether it is right."
+
+
+def test_reward_models_are_left_as_they_are_and_functions_get_their_own_names():
+    module = torch.nn.Linear(1, 1)
+    functions = [synchronous([math.nan] * 3), module, synchronous(None)]
+    checked = check_reward_functions(functions, ["first", "model", "third"])
+    assert checked[1] is module
+    for function, name in ((checked[0], "first"), (checked[2], "third")):
+        with pytest.raises(RewardError, match=f"'{name}'"):
+            function(prompts=PROMPTS, completions=COMPLETIONS)
+
+
+def test_a_call_that_scores_nothing_goes_to_the_function_as_it_is():
+    def own(environments, _env_type=int, **kwargs):
+        return [e if type(e) is _env_type else None for e in environments]
+
+    async def own_async(environments, **kwargs):
+        return [None if e is None else e for e in environments]
+
+    def in_order(completions, prompts):
+        return [f"{c} of {p}" for c, p in zip(completions, prompts)]  # no rewards: nothing is checked
+
+    assert checked_reward(own, "own")(environments=[1, "x", 3]) == [1, None, 3]
+    assert asyncio.run(checked_reward(own_async, "own")(environments=[1, None])) == [1, None]
+    assert checked_reward(in_order, "in_order")(["a"], ["b"]) == ["a of b"]
+
+
+# ---- Calls by chunks, and what they log -----------------------------------------------------------------------------
+
+
+def three_kinds(function: Callable) -> list[Callable]:
+    """The function as it is, asynchronous, and as a generator."""
+
+    async def later(**kwargs):
+        await asyncio.sleep(0)
+        return function(**kwargs)
+
+    def yielding(**kwargs):
+        yield from function(**kwargs)
+
+    return [function, later, yielding]
+
+
+def score(function: Callable, calls: ShareCalls | None, faults: Faults = STRICT, **columns: Any) -> Any:
+    keywords = {"prompts": list("pqrst"), "completions": list("abcde"), "trainer_state": [0], **columns}
+    found = checked_reward(function, "graded", faults, calls, 1)(**keywords)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
+def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion(kind):
+    seen = []
+
+    def graded(completions, **kwargs):
+        seen.append({"completions": completions, **kwargs})
+        return [ord(c) for c in completions]
+
+    columns = {"answer": [1, 2, 3, 4, 5], "environments": list("vwxyz"), "name": "a list has no five entries"}
+    calls = ShareCalls(first=20, chunk=2)
+    assert score(three_kinds(graded)[kind], calls, **columns) == [97, 98, 99, 100, 101]
+    assert [call["completions"] for call in seen] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [call["answer"] for call in seen] == [[1, 2], [3, 4], [5]]
+    assert [call["environments"] for call in seen] == [["v", "w"], ["x", "y"], ["z"]]
+    assert all(call["trainer_state"] == [0] and call["name"] == columns["name"] for call in seen)
+    assert sorted((call.first, call.rows, call.number) for call in calls.made) == [(20, 2, 1), (22, 2, 1), (24, 1, 1)]
+
+
+def test_chunks_of_an_asynchronous_function_run_concurrently():
+    running, most = [0], [0]
+
+    async def graded(completions, **kwargs):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        return [1.0] * len(completions)
+
+    score(graded, ShareCalls(chunk=1))
+    assert most[0] == 5
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
+def test_what_a_failed_try_logged_does_not_count(kind):
+    tries: list[str] = []
+    recorder = trl.GRPOTrainer._log_metric.__get__(object())  # as TRL hands it over
+
+    def graded(completions, log_metric, **kwargs):
+        tries.append(completions[0])
+        log_metric("tries", len(tries))
+        if tries.count(completions[0]) == 1 and completions[0] == "c":
+            raise ConnectionError
+        return [0.0] * len(completions)
+
+    calls = ShareCalls(chunk=2)
+    function = three_kinds(graded)[kind]
+    score(function, calls, Faults(timeout=5.0 if kind != 1 else None, retries=1), log_metric=recorder)
+    assert len(tries) == 4
+    assert len([value for call in calls.made for _, value in call.metrics]) == 3
+
+
+def test_a_chunk_that_fails_for_good_gets_none_and_the_others_their_rewards():
+    def graded(completions, **kwargs):
+        if "c" in completions:
+            raise ConnectionError
+        return [1.0] * len(completions)
+
+    found = score(graded, ShareCalls(chunk=2), Faults(on_failure="none"))
+    assert found == [1.0, 1.0, None, None, 1.0]
+
+
+def test_recorders_of_the_users_own_are_handed_on():
+    logged: list[Any] = []
+
+    def graded(completions, log_metric, log_extra, **kwargs):
+        log_metric("n", len(completions))
+        log_extra("c", completions)
+        return [0.0] * len(completions)
+
+    own = {"log_metric": lambda *args: logged.append(args), "log_extra": lambda *args: logged.append(args)}
+    calls = ShareCalls(chunk=3)
+    score(graded, calls, **own)
+    assert logged == [("n", 3), ("c", ["a", "b", "c"]), ("n", 2), ("c", ["d", "e"])]
+    assert not any(call.metrics or call.columns for call in calls.made)
+
+
+def made(first: int, rows: int, number: int = 0, metrics: Any = (), **columns: list[Any]) -> RewardCall:
+    return RewardCall(f"function_{number}", number, first, rows, list(metrics), columns)
+
+
+def test_metrics_are_the_exact_mean_of_their_calls_in_any_order():
+    values = [0.1, 1e16, -1e16, 0.3, 1e-9]
+    calls = [made(i, 1, metrics=[("m", value)]) for i, value in enumerate(values)]
+    expected = math.fsum(values) / 5
+    assert expected != sum(values) / 5
+    for some in (calls, calls[::-1], calls[2:] + calls[:2]):
+        found = metrics_of(some)
+        assert exact_mean(found["m"]) == expected
+    assert math.isnan(exact_mean([1.0, math.nan]))
+
+
+def test_a_column_has_an_entry_for_each_completion_and_says_what_is_missing(caplog):
+    calls = [made(0, 2, x=[1, 2]), made(2, 2, y=["a"]), made(4, 2, x=[5, 6, 7]), made(4, 2, 1, y=["e", "f"])]
+    said: set[tuple[str, str]] = set()
+    table = columns_of(calls, 6, said)
+    assert table == {"x": [1, 2, None, None, 5, 6], "y": [None, None, "a", None, "e", "f"]}
+    assert "'function_0' logged 1 value(s) in the column 'y' for 2 completions" in caplog.text
+    assert "'function_0' logged 3 value(s) in the column 'x' for 2 completions" in caplog.text
+    caplog.clear()
+    columns_of(calls, 6, said)
+    assert caplog.text == ""
+
+
+def test_columns_stay_as_long_as_the_prompts():
+    table: Any = collections.defaultdict(lambda: collections.deque(maxlen=6))
+    prompts_kept: Any = collections.deque(maxlen=6)
+    shown = []
+    for columns in ({}, {"x": [1, 2, 3, 4]}, {"y": [5, 6, 7, 8]}):
+        prompts_kept.extend([0] * 4)
+        add_columns(table, columns, 4, len(prompts_kept))
+        shown.append({name: list(values) for name, values in table.items()})
+    assert shown == [
+        {},
+        {"x": [None, None, 1, 2, 3, 4]},
+        {"x": [3, 4, None, None, None, None], "y": [None, None, 5, 6, 7, 8]},
+    ]
+
+
+# ---- Calls that hang or fail ----------------------------------------------------------------------------------------
+
+
+def unreliable(failures: int, kind: str, calls: list[int], hang: float = 0.0) -> Callable:
+    """A function that raises, or sleeps, the first times it is called."""
+
+    def act() -> None:
+        calls.append(threading.get_ident())
+        if len(calls) <= failures and not hang:
+            raise ConnectionError("judge is away")
+
+    def plain(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        act()
+        if len(calls) <= failures:
+            time.sleep(hang)
+        return [1.0, 2.0, 3.0]
+
+    async def later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        act()
+        if len(calls) <= failures:
+            await asyncio.sleep(hang)
+        return [1.0, 2.0, 3.0]
+
+    def yielding(prompts: list[str], completions: list[str], **kwargs: Any) -> Iterator[float]:
+        act()
+        if len(calls) <= failures:
+            time.sleep(hang)
+        yield from (1.0, 2.0, 3.0)
+
+    return {"sync": plain, "async": later, "generator": yielding}[kind]
+
+
+def call_with(faults: Faults, function: Callable) -> list[float | None]:
+    found = checked_reward(function, "graded", faults)(prompts=PROMPTS, completions=COMPLETIONS)
+    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async", "generator"])
+
+
+@KINDS
+@pytest.mark.parametrize("hang", [0.0, 30.0])
+def test_a_call_that_fails_now_and_then_is_made_again(kind, hang, caplog):
+    calls: list[int] = []
+    faults = Faults(timeout=0.2 if hang else None, retries=1)
+    assert call_with(faults, unreliable(1, kind, calls, hang)) == [1.0, 2.0, 3.0]
+    assert len(calls) == 2
+    assert "'graded' failed" in caplog.text
+    assert "try 2 of 2 follows" in caplog.text
+
+
+@KINDS
+@pytest.mark.parametrize(("hang", "says"), [(0.0, "judge is away"), (30.0, "no answer within reward_timeout=0.2")])
+def test_after_the_last_try_it_is_an_error_or_none_as_configured(kind, hang, says, caplog):
+    faults = Faults(timeout=0.2, retries=0)
+    with pytest.raises(RewardError, match=f"'graded' raised .*{says}"):
+        call_with(faults, unreliable(9, kind, [], hang))
+    faults = Faults(timeout=0.2, retries=0, on_failure="none")
+    assert call_with(faults, unreliable(9, kind, [], hang)) == [None] * 3
+    assert "its 3 completions get None" in caplog.text
+
+
+@KINDS
+def test_without_retries_a_call_is_made_once(kind):
+    calls: list[int] = []
+    with pytest.raises(RewardError):
+        call_with(Faults(), unreliable(1, kind, calls))
+    assert len(calls) == 1
+
+
+def test_without_a_timeout_a_function_runs_where_it_always_did():
+    calls: list[int] = []
+    call_with(Faults(), unreliable(0, "sync", calls))
+    call_with(Faults(timeout=5.0), unreliable(0, "sync", calls))
+    assert calls[0] == threading.get_ident() != calls[1]
+
+
+def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
+    calls: list[int] = []
+
+    def wrong(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(1)
+        return [math.nan] * 3
+
+    with pytest.raises(RewardError, match="nan in row 0"):
+        call_with(Faults(timeout=5.0, retries=3, on_failure="none"), wrong)
+    assert len(calls) == 1

@@ -1,0 +1,200 @@
+"""Rewards by name: what counts as the final number, and what is said when a name cannot be resolved.
+Right answers score 1 and wrong ones 0, in every spelling that models and data sets use.
+No model, no network."""
+
+from __future__ import annotations
+
+import importlib
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.rewards.registry import exact_number, final_number, numbers_in, resolve_rewards, reward_names
+
+GOLD = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 1,234"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "#### 1234",
+        "#### $1,234.00\n\nThat took 3 steps.",
+        "The answer is 1234.",
+        "10 + 1224 = 1,234",
+        r"so \boxed{1{,}234}, in 2 steps",
+        r"\boxed{\$1234} 5",
+        [{"role": "assistant", "content": "it is $1234"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "it is 1234"}]}],
+    ],
+)
+def test_right_number_scores_one_in_every_spelling(completion):
+    assert exact_number([completion], answer=[GOLD]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "completion", ["#### 1235", "-1234", "1234 or 5", r"1234, so \boxed{12}", "", "no number", "1,234.5", "12345", []]
+)
+def test_wrong_number_scores_zero(completion):
+    assert exact_number([completion], answer=[GOLD]) == [0.0]
+
+
+def test_gold_is_taken_from_solution_too_and_may_be_a_number():
+    assert exact_number(["7", "8"], solution=[7, 7.5]) == [1.0, 0.0]
+
+
+def test_gold_without_a_number_is_left_out():
+    assert exact_number(["7"], answer=["seven"]) == [None]
+
+
+def test_missing_gold_column_is_refused_with_the_remedy():
+    with pytest.raises(DataError, match=r"'answer' nor 'solution'.*answer_column"):
+        exact_number(["7"], question=["?"])
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("10-5", ["10", "5"]),
+        ("x = -5", ["-5"]),
+        ("$-5 and -$6", ["-5", "-6"]),
+        ("(2)-3", ["2", "3"]),
+        ("\u22123", ["-3"]),
+        ("1, 2, 3", ["1", "2", "3"]),
+        ("...72", ["72"]),
+        ("is .5", ["0.5"]),
+        ("H2O v1.2", []),
+        ("2e3", ["2000"]),
+    ],
+)
+def test_numbers_are_read_as_a_person_reads_them(text, numbers):
+    assert numbers_in(text) == [Decimal(n) for n in numbers]
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "#### {:,}", "\\boxed{{{}}}.", "It is {:,}."]))
+def test_every_integer_is_read_back_from_every_format(value, form):
+    assert final_number(form.format(value)) == value
+
+
+@given(st.text())
+def test_any_text_can_be_scored(text):
+    assert exact_number([text], answer=["1"])[0] in (0.0, 1.0)
+
+
+def test_length_penalty_is_minus_the_share_of_the_budget_used():
+    (penalty,) = resolve_rewards(["length_penalty"], max_completion_length=10)
+    assert penalty(completion_ids=[[], [1] * 5, [1] * 10, [1] * 20]) == [0.0, -0.5, -1.0, -1.0]
+    assert penalty.__name__ == "length_penalty"
+
+
+def test_every_short_name_resolves_to_a_named_function():
+    pytest.importorskip("math_verify")
+    functions = resolve_rewards(reward_names(), max_completion_length=100)
+    assert len({f.__name__ for f in functions}) == len(reward_names())
+
+
+def test_math_reward_takes_plain_completions_and_the_gold_from_answer():
+    pytest.importorskip("math_verify")
+    (accuracy,) = resolve_rewards(["accuracy"])
+    assert accuracy(completions=[r"so \boxed{42}", r"so \boxed{41}"], answer=["42", 42], prompts=["", ""]) == [1.0, 0.0]
+
+
+def test_trl_names_mean_the_same_as_short_ones():
+    (short,), (long,) = resolve_rewards(["think_format"]), resolve_rewards(["think_format_reward"])
+    for function in (short, long):
+        assert function(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
+
+
+def test_soft_overlong_punishes_the_last_fifth_of_the_budget():
+    (reward,) = resolve_rewards(["soft_overlong"], max_completion_length=100)
+    assert reward(completions=["", "", ""], completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
+
+
+def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
+    (tmp_path / "mine_for_test.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{tmp_path}/mine_for_test.py:half", "mine_for_test.half"):
+        (reward,) = resolve_rewards([name])
+        assert reward(completions=["a", "b"]) == [0.5, 0.5]
+    for name in (f"{tmp_path}/mine_for_test.py:third", "mine_for_test.third"):
+        with pytest.raises(ConfigError, match=r"third.*it has half"):
+            resolve_rewards([name])
+
+
+@pytest.mark.parametrize(
+    ("names", "budget", "message"),
+    [
+        ([], None, "needs at least one"),
+        (["exactnumber"], None, r"no reward 'exactnumber'; use one of accuracy, .*exact_number"),
+        (["no/such/file.py:f"], None, r"file no/such/file.py, which does not exist"),
+        (["no_such_package.f"], None, r"module no_such_package"),
+        (["length_penalty"], None, r"max_completion_length=None"),
+        (["soft_overlong"], 0, r"max_completion_length=0"),
+    ],
+)
+def test_refusals_name_what_was_asked_and_what_exists(names, budget, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_rewards(names, budget)
+
+
+def test_missing_math_verify_is_said_before_training(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install math-verify"):
+        resolve_rewards(["accuracy"])
+
+
+# ---- Plugins --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Makes an installed distribution that offers reward functions: (its name, the lines of its entry points)."""
+
+    def make(name: str, *lines: str) -> None:
+        folder = tmp_path / name
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[grpo_ext.rewards]\n" + "\n".join(lines))
+        code = "def half(completions, **_):\n    return [0.5] * len(completions)\nnone = 0\n"
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+
+    return make
+
+
+def test_a_plugin_adds_a_short_name(plugin):
+    before = reward_names()
+    plugin("plug_one", "half_marks = plug_one:half")
+    (reward,) = resolve_rewards(["half_marks"])
+    assert reward(completions=["a", "b"]) == [0.5, 0.5]
+    assert reward_names() == sorted([*before, "half_marks"])
+    with pytest.raises(ConfigError, match=r"no reward 'half'; use one of accuracy, .*half_marks"):
+        resolve_rewards(["half"])
+
+
+@pytest.mark.parametrize("name", ["exact_number", "cosine", "think_format_reward"])
+def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, name):
+    plugin("plug_clash", f"{name} = plug_clash:half")
+    with pytest.raises(ConfigError, match=rf"'{name}' is built into grpo_ext.*plug_clash:half of the plugin"):
+        resolve_rewards([name])
+    assert resolve_rewards(["length_penalty"], 10)
+
+
+def test_two_plugins_with_one_name_are_refused_and_both_named(plugin):
+    plugin("plug_a", "twice = plug_a:half")
+    plugin("plug_b", "twice = plug_b:half")
+    with pytest.raises(ConfigError, match=r"plug_[ab]:half of the plugin plug_[ab], and also plug_[ab]:half"):
+        resolve_rewards(["twice"])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("plug_bad:gone", "could not be loaded"), ("plug_gone:f", "could not be loaded"), ("plug_bad:none", "a int; it")],
+)
+def test_a_plugin_that_does_not_work_is_named(plugin, value, reason):
+    plugin("plug_bad", f"broken = {value}")
+    with pytest.raises(ConfigError, match=f"{value} of the plugin plug_bad.*{reason}"):
+        resolve_rewards(["broken"])

@@ -1,0 +1,133 @@
+"""A checkpoint is whole or absent, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_ext.errors import CheckpointError
+from grpo_ext.run import checkpoint
+from grpo_ext.run.checkpoint import (
+    LISTING,
+    check_space,
+    checkpoints,
+    newest_whole,
+    publish,
+    remove_unfinished,
+    rotate,
+    why_broken,
+    write_listing,
+    writing_folder,
+)
+
+
+def make(run: Path, step: int) -> Path:
+    written = writing_folder(run) / f"checkpoint-{step}"
+    (written / "sub").mkdir(parents=True)
+    (written / "model.safetensors").write_bytes(bytes(range(200)) * 10)
+    (written / "sub" / "rng.pth").write_bytes(b"random")
+    write_listing(written, {"step": step})
+    final = run / f"checkpoint-{step}"
+    publish(written, final)
+    return final
+
+
+def test_a_whole_checkpoint_is_whole(tmp_path):
+    folder = make(tmp_path, 3)
+    assert why_broken(folder) is None
+    listing = json.loads((folder / LISTING).read_text())
+    assert listing["step"] == 3
+    assert set(listing["files"]) == {"model.safetensors", "sub/rng.pth"}
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[500] ^= 1
+    path.write_bytes(content)
+
+
+def remove(folder: Path) -> None:
+    (folder / "sub" / "rng.pth").unlink()
+
+
+def spoil_listing(folder: Path) -> None:
+    (folder / LISTING).write_text('{"files": ')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, r"model\.safetensors has 1999 bytes instead of 2000"),
+        (flip, r"model\.safetensors has changed since it was written"),
+        (remove, r"sub/rng\.pth is missing"),
+        (spoil_listing, r"checkpoint\.json is broken"),
+    ],
+)
+def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says):
+    good, bad = make(tmp_path, 2), make(tmp_path, 10)
+    damage(bad)
+    reason = why_broken(bad)
+    assert reason is not None
+    assert re.search(says, reason)
+    assert newest_whole(tmp_path) == (good, [reason])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 10, 100):
+        make(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-100"
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
+    make(tmp_path, 1)
+    half = writing_folder(tmp_path) / "checkpoint-2"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
+
+
+def test_a_name_that_is_taken_is_kept_beside(tmp_path):
+    make(tmp_path, 4)
+    (tmp_path / "checkpoint-4" / "mine.txt").write_text("mine")
+    make(tmp_path, 4)
+    assert (tmp_path / "checkpoint-4.replaced-1" / "mine.txt").read_text() == "mine"
+    assert why_broken(tmp_path / "checkpoint-4") is None
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+def test_rotation_keeps_the_newest_whole_and_the_best(tmp_path):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    truncate(tmp_path / "checkpoint-4")
+    rotate(tmp_path, 1, str(tmp_path / "checkpoint-1"))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+    assert rotate(tmp_path, None, None) == []
+
+
+def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    assert "neither" in str(why_broken(folder))
+    (folder / "trainer_state.json").write_text("{}")
+    assert why_broken(folder) is None
+    assert not checkpoint.is_verified(folder)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    check_space(tmp_path, 1)
+    usage = checkpoint.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
+    with pytest.raises(CheckpointError, match=r"needs about 7 MiB .* 5 MiB free.*untouched"):
+        check_space(tmp_path, 7 * 2**20)

@@ -1,0 +1,97 @@
+"""Work that runs out of memory is halved, done again, and remembers what fitted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from grpo_ext.errors import MemoryShortageError
+from grpo_ext.runtime.out_of_memory import Halving, WindowLimits, is_out_of_memory
+
+
+@pytest.fixture(autouse=True)
+def logging_state():
+    """Accelerate's logger speaks for the main process only once it knows which that is."""
+    PartialState(cpu=True)
+
+
+def limited(most: int, seen: list[int] | None = None):
+    """Work that fits up to `most` rows."""
+
+    def work(rows):
+        if seen is not None:
+            seen.append(len(rows))
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return list(rows)
+
+    return work
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+def test_every_row_is_done_once_in_order_and_the_size_is_kept(most):
+    halving, seen = Halving("scoring", "help"), []
+    results = halving.run(range(8), limited(most, seen))
+    assert [row for piece in results for row in piece] == list(range(8))
+    assert halving.limit is None if most == 8 else halving.limit <= most
+    tried = len(seen)
+    halving.run(range(8), limited(most, seen))
+    assert all(size <= most for size in seen[tried:])
+
+
+def test_one_row_that_does_not_fit_is_an_error_with_the_remedy():
+    with pytest.raises(MemoryShortageError, match=r"scoring ran out of memory with 1 completion.*2 GiB.*shorter"):
+        Halving("scoring", "take shorter ones").run(range(4), limited(0))
+
+
+def test_a_canonical_piece_is_never_cut():
+    with pytest.raises(MemoryShortageError, match="4 completion"):
+        Halving("scoring", "help", enabled=False).run(range(4), limited(3))
+
+
+def test_other_errors_are_not_swallowed():
+    def work(rows):
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        Halving("scoring", "help").run(range(4), work)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("size mismatch"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_rows_halve_down_to_one_and_then_it_is_an_error():
+    limits = WindowLimits(8)
+    said = [limits.shrink(8, 900), limits.shrink(limits.rows, 500), limits.shrink(limits.rows, 300)]
+    assert [s.split("=")[1] for s in said] == ["4", "2", "1"]
+    with pytest.raises(MemoryShortageError, match=r"one completion of 200 tokens.*gradient_checkpointing=True"):
+        limits.shrink(1, 200)
+    assert limits.failures == 4
+
+
+def test_a_budget_halves_from_what_was_really_used():
+    limits = WindowLimits(8, tokens=4096)
+    assert limits.shrink(6, 1000) == "micro_batch_tokens=500"
+    assert limits.rows == 6
+
+
+def test_a_resumed_run_keeps_the_smaller_sizes():
+    found = WindowLimits(8)
+    found.shrink(8, 100)
+    resumed = WindowLimits(16)
+    resumed.restore(found.state())
+    assert (resumed.rows, resumed.failures) == (4, 1)
+    untouched = WindowLimits(16)
+    untouched.restore(WindowLimits(2).state())
+    assert untouched.rows == 16  # it never failed: the size is the user's choice

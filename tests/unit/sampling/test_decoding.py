@@ -1,0 +1,200 @@
+"""The compact decoding loop samples what transformers' loop samples for the same keys, with less work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, Lfm2Config, MambaConfig
+from transformers.cache_utils import DynamicLayer
+
+from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
+from grpo_ext.sampling.decoding import (
+    PLAIN_GENERATE,
+    GrowingLayer,
+    growing_cache,
+    own_generate,
+    unique_prompts,
+    why_not_compact,
+)
+from grpo_ext.sampling.generation import sample_chunk
+from tests.helpers import tiny_model
+
+PAD, ENDS = 0, [1, 7, 11, 23]
+PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "gemma3":  # its cache forgets what is out of the window
+        config = Gemma3TextConfig(
+            vocab_size=60,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            initializer_range=0.3,
+        )
+        return AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model("qwen2" if kind == "lora" else kind).eval()
+    if kind == "lora":
+        adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(model, adapter).eval()
+    return model
+
+
+def sample(model: Any, compact: bool, seed: int = 0, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
+    rows = torch.arange(len(prompts))
+    keys = completion_keys(seed, TRAIN_STREAM, 0, 0, rows // 6, rows % 6)
+    settings = {"do_sample": True, "pad_token_id": PAD, "eos_token_id": ENDS, "max_new_tokens": 40, "top_k": 0}
+    config = GenerationConfig(**{**settings, **options})
+    with torch.no_grad():
+        return sample_chunk(
+            model, prompts, keys, torch.zeros_like(rows), config, ENDS, torch.device("cpu"), compact=compact
+        )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe", "gemma3", "lora"])
+def test_the_same_keys_give_the_same_completions(kind):
+    model = model_of(kind)
+    found = sample(model, compact=True)
+    assert found == sample(model, compact=False)
+    assert len({len(row) for row in found}) > 4  # answers of many lengths, so rows have left
+    assert found != sample(model, compact=True, seed=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9},
+        {"no_repeat_ngram_size": 2},
+        {"max_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_settings_mean_the_same(options):
+    model = model_of("qwen2")
+    assert sample(model, compact=True, **options) == sample(model, compact=False, **options)
+
+
+def test_a_row_keeps_its_draws_when_others_leave():
+    model = model_of("qwen2")
+    together = sample(model, compact=True)
+    alone = sample(model, compact=True, prompts=PROMPTS[:6])
+    assert together[:6] == alone
+
+
+def forwards(model: Any, compact: bool) -> list[tuple[int, int]]:
+    """Rows and columns of every forward."""
+    seen: list[tuple[int, int]] = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+    sample(model, compact)
+    handle.remove()
+    return seen
+
+
+def test_prompts_run_once_and_finished_rows_leave():
+    model = model_of("qwen2")
+    ours, theirs = forwards(model, True), forwards(model, False)
+    assert ours[0] == (3, 5)
+    assert theirs[0] == (18, 5)
+    rows = [n for n, _ in ours[1:]]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 18 == theirs[-1][0]
+    assert sum(rows) < 0.8 * sum(n for n, _ in theirs[1:])
+
+
+def test_a_growing_layer_holds_what_a_dynamic_one_holds():
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    for step, tokens in enumerate([5, *[1] * 90, 3]):
+        states = torch.randn(2, 4 if step < 50 else 3, 2, tokens, 8, generator=generator)
+        if step == 50:
+            for layer in (ours, theirs):
+                layer.batch_select_indices(torch.tensor([3, 0, 1]))
+        for found, expected in zip(ours.update(*states), theirs.update(*states)):
+            assert torch.equal(found, expected)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+    for layer in (ours, theirs):
+        layer.batch_repeat_interleave(2)
+    states = torch.randn(2, 6, 2, 1, 8, generator=generator)
+    assert torch.equal(ours.update(*states)[0], theirs.update(*states)[0])
+
+
+def test_a_growing_layer_does_not_copy_what_it_holds():
+    layer = GrowingLayer()
+    layer.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))
+    where = layer.keys.data_ptr()
+    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    assert layer.keys.data_ptr() == where
+
+
+def test_sliding_layers_keep_their_own_kind():
+    kinds = [type(layer) for layer in growing_cache(model_of("gemma3")).layers]
+    assert GrowingLayer in kinds
+    assert len(set(kinds)) == 2
+    assert isinstance(growing_cache(model_of("qwen2")), DynamicCache)
+
+
+def test_models_that_keep_their_rows_say_why():
+    plain = GenerationConfig()
+    assert why_not_compact(model_of("qwen2"), plain) is None
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
+    assert "recurrent" in str(why_not_compact(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), plain))
+    assert "static" in str(why_not_compact(model_of("qwen2"), GenerationConfig(cache_implementation="static")))
+    learner = SimpleNamespace(active_peft_config=SimpleNamespace(is_prompt_learning=True))
+    assert "prompt-learning" in str(why_not_compact(learner, plain))
+
+
+@pytest.mark.parametrize("setting", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}])
+def test_processors_that_keep_all_prompts_are_left_to_transformers(setting):
+    assert next(iter(setting)) in str(why_not_compact(model_of("qwen2"), GenerationConfig(**setting)))
+
+
+def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    config = Lfm2Config(**sizes, vocab_size=60, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    assert "cannot be chosen" in str(why_not_compact(AutoModelForCausalLM.from_config(config), GenerationConfig()))
+
+
+def test_unique_prompts_are_numbered_by_first_sight():
+    assert unique_prompts([[1], [2, 3], [1], [2, 3], [4]]) == ([0, 1, 4], [0, 1, 0, 1, 2])
+
+
+# ---- Architectures with a `generate` of their own -------------------------------------------------------------------
+
+SAMPLE_THEIR_OWN_WAY = {
+    "transformers.models.musicgen.modeling_musicgen.MusicgenForCausalLM.generate": "several codebooks at a time",
+    "transformers.models.musicgen_melody.modeling_musicgen_melody.MusicgenMelodyForCausalLM.generate": "the same",
+}
+
+
+def test_every_architecture_that_overrides_generate_is_known():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = set()
+    for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names |= {value} if isinstance(value, str) else set(value)
+    found = set()
+    for name in names:
+        cls = getattr(transformers, name)
+        if (own := own_generate(cls.__new__(cls))) is not None:
+            found.add(own)
+        assert own is None or cls.generate is not transformers.GenerationMixin.generate
+    assert len(names) > 100
+    undecided = found - set(SAMPLE_THEIR_OWN_WAY)
+    assert not undecided, (
+        f"{undecided} override generate: if that has no say in what is sampled, they belong to PLAIN_GENERATE, with "
+        "the reason, and else to the list above"
+    )
+    assert not set(PLAIN_GENERATE) & set(SAMPLE_THEIR_OWN_WAY)

@@ -1,0 +1,590 @@
+"""Rollouts: keyed sampling is the model's own sampling, row by row; what is stored is what was scored."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.version import Version
+from scipy import stats
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.utils import pad
+
+from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
+from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
+from grpo_ext.batching.prompt_order import RolloutRequest, ShareRule
+from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
+from grpo_ext.sampling.chunks import RowIdentity, ShareSampling, rows_by_chunk
+from grpo_ext.sampling.generation import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
+from grpo_ext.sampling.rollout import Rollout, gather_rollout
+from grpo_ext.step.metrics import StepMeter
+from grpo_ext.step.statistics import measure_step
+from tests.tolerances import P_VALUE
+
+PROPERTY = settings(max_examples=80, deadline=None, derandomize=True, print_blob=True, database=None)
+VOCABULARY, PAD, EOS = 24, 0, 1
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def sampling(**options) -> GenerationConfig:
+    plain = {"do_sample": True, "pad_token_id": PAD, "eos_token_id": EOS, "max_new_tokens": 10, "top_k": 0}
+    return GenerationConfig(**{**plain, **options})
+
+
+def keys(rows: int, seed: int = 0) -> torch.Tensor:
+    index = torch.arange(rows)
+    return completion_keys(seed, TRAIN_STREAM, 0, 0, index // 8, index % 8)
+
+
+def sample(model, prompts, keys_B, config=None, offsets=None, **options) -> list[list[int]]:
+    offsets = torch.zeros(len(prompts), dtype=torch.long) if offsets is None else offsets
+    with torch.no_grad():
+        return sample_chunk(model, prompts, keys_B, offsets, config or sampling(), [EOS], CPU, **options)
+
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [3, 4], [15, 16, 17, 18], [2, 2, 2], [19]]
+
+
+# ---- Filters --------------------------------------------------------------------------------------------------------
+
+FILTERS = {
+    "none": {},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.05},
+    "typical_p": {"typical_p": 0.9},
+    "epsilon": {"epsilon_cutoff": 0.02},
+    "eta": {"eta_cutoff": 0.02},
+    "trl's": {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "epsilon_cutoff": 0.003,
+        "eta_cutoff": 0.003,
+    },
+}
+
+
+def transformers_filters(model, config: GenerationConfig):
+    model._prepare_special_tokens(config, device=CPU)
+    return model._get_logits_processor(config, input_ids_seq_length=1, device=CPU, model_kwargs={})
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_filters_are_those_of_generate_in_its_order(model, name):
+    config = sampling(**FILTERS[name])
+    ours, theirs = sampling_filters(config), list(transformers_filters(model, config))
+    assert [type(f) for f in ours] == [type(f) for f in theirs]
+    for mine, reference in zip(ours, theirs):
+        for attribute, value in vars(reference).items():
+            assert torch.equal(torch.as_tensor(vars(mine)[attribute]), torch.as_tensor(value)), attribute
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
+    config = sampling(**FILTERS[name])
+    ids = torch.zeros(16, 3, dtype=torch.long)
+    scores = 2 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    theirs = transformers_filters(model, config)(ids, scores.clone())
+    ours = scores.clone()
+    for each in sampling_filters(config):
+        ours = each(ids, ours)
+    assert torch.equal(ours, theirs)
+
+
+def test_a_filter_that_filters_nothing_is_left_out(model):
+    config = sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0)
+    assert sampling_filters(config) == []
+    scores = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(transformers_filters(model, config)(torch.zeros(4, 1, dtype=torch.long), scores.clone()), scores)
+
+
+def test_a_filter_that_is_not_known_is_not_silently_ignored(model):
+    config = sampling(top_h=0.3)
+    known = [type(f) for f in sampling_filters(config)] == [type(f) for f in transformers_filters(model, config)]
+    assert known or not can_sample_by_key(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.5, "top_k": 3}, True),
+        ({"num_beams": 1, "num_return_sequences": 1}, True),
+        ({"do_sample": False}, False),
+        ({"num_beams": 2}, False),
+        ({"num_return_sequences": 2}, False),
+    ],
+)
+def test_only_plain_sampling_is_keyed(options, plain):
+    assert can_sample_by_key(sampling(**options)) is plain
+
+
+# ---- A row alone, in a batch, in any order --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "trl's"])
+def test_a_completion_is_the_same_alone_in_a_batch_and_in_any_order(model, name):
+    config = sampling(**FILTERS[name])
+    keys_B = keys(len(PROMPTS))
+    together = sample(model, PROMPTS, keys_B, config)
+    assert len({tuple(c) for c in together}) > len(PROMPTS) / 2
+    alone = [sample(model, [p], keys_B[i : i + 1], config)[0] for i, p in enumerate(PROMPTS)]
+    assert alone == together
+    order = [3, 7, 0, 5, 1, 6, 2, 4]
+    shuffled = sample(model, [PROMPTS[i] for i in order], keys_B[order], config)
+    assert shuffled == [together[i] for i in order]
+
+
+def test_padding_to_a_multiple_changes_no_completion(model):
+    keys_B = keys(len(PROMPTS))
+    assert sample(model, PROMPTS, keys_B, pad_to_multiple_of=16) == sample(model, PROMPTS, keys_B)
+
+
+def test_completions_depend_on_their_keys_alone_and_not_on_torchs_generator(model):
+    prompts = [PROMPTS[0]] * 8
+    torch.manual_seed(1)
+    first = sample(model, prompts, keys(8))
+    torch.manual_seed(2)
+    assert sample(model, prompts, keys(8)) == first
+    other = sample(model, prompts, keys(8, seed=1))
+    assert other != first
+    assert len({tuple(c) for c in first}) > 4  # one prompt, eight keys
+
+
+def test_a_continued_completion_draws_the_numbers_it_would_have_drawn(model):
+    # a later turn that repeats what was sampled goes on with the random numbers of the positions it has reached
+    keys_B, config = keys(len(PROMPTS)), sampling(suppress_tokens=[EOS], max_new_tokens=10)
+    whole = sample(model, PROMPTS, keys_B, config)
+    start = sample(model, PROMPTS, keys_B, sampling(suppress_tokens=[EOS], max_new_tokens=4))
+    assert [c[:4] for c in whole] == start
+    histories = [p + c for p, c in zip(PROMPTS, start)]
+    rest_config = sampling(suppress_tokens=[EOS], max_new_tokens=6)
+    rest = sample(model, histories, keys_B, rest_config, torch.full((len(PROMPTS),), 4))
+    assert [a + b for a, b in zip(start, rest)] == whole
+    wrong = sample(model, histories, keys_B, rest_config)
+    assert [a + b for a, b in zip(start, wrong)] != whole
+
+
+def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model):
+    keys_B = keys(64)
+    completions = sample(model, [[5, 6]] * 64, keys_B, sampling(max_new_tokens=20))
+    ended = [c for c in completions if c[-1] == EOS]
+    assert len(ended) > 5
+    assert all(EOS not in c[:-1] for c in completions)
+    assert all(len(c) == 20 for c in completions if c[-1] != EOS)
+    assert len({len(c) for c in ended}) > 1
+
+
+def test_the_configuration_is_left_as_it_was(model):
+    config = sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
+    before = config.to_dict()
+    sample(model, [[5]], keys(1), config)
+    assert config.to_dict() == before
+
+
+# ---- The distribution is the model's --------------------------------------------------------------------------------
+
+DRAWS, CHUNK = 20_000, 4_000
+
+
+def first_tokens(model, config: GenerationConfig) -> np.ndarray:
+    """How often each token is the first of a completion of one prompt, over `DRAWS` keys."""
+    config = GenerationConfig.from_dict({**config.to_dict(), "max_new_tokens": 1})
+    prompt, counts = [5, 6, 7], np.zeros(VOCABULARY, dtype=int)
+    for start in range(0, DRAWS, CHUNK):
+        tokens = sample(model, [prompt] * CHUNK, keys(DRAWS)[start : start + CHUNK], config)
+        counts += np.bincount([c[0] for c in tokens], minlength=VOCABULARY)
+    return counts
+
+
+def expected_distribution(model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0) -> np.ndarray:
+    """The distribution by the filters' definitions, from the model's logits."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1].double().numpy()
+    for token in (5, 6, 7) if repetition_penalty != 1.0 else ():
+        logits[token] = logits[token] * repetition_penalty if logits[token] < 0 else logits[token] / repetition_penalty
+    logits = logits / temperature
+
+    def probabilities() -> np.ndarray:
+        exponentials = np.exp(logits - logits.max())
+        return exponentials / exponentials.sum()
+
+    if top_k:
+        logits[np.argsort(-logits)[top_k:]] = -np.inf
+    if top_p < 1.0:
+        p, order = probabilities(), np.argsort(-logits)
+        kept = np.searchsorted(np.cumsum(p[order]), top_p) + 1  # the smallest set that reaches top_p
+        logits[order[kept:]] = -np.inf
+    if min_p:
+        logits[probabilities() < min_p * probabilities().max()] = -np.inf
+    return probabilities()
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0, f"impossible tokens were sampled: {np.flatnonzero(counts * ~possible)}"
+    expected = probabilities * DRAWS
+    rare = possible & (expected < 5)
+    observed = [*counts[possible & ~rare]] + ([counts[rare].sum()] if rare.any() else [])
+    wanted = [*expected[possible & ~rare]] + ([expected[rare].sum()] if rare.any() else [])
+    return stats.chisquare(observed, np.array(wanted) * DRAWS / sum(wanted)).pvalue
+
+
+DISTRIBUTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 6},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all": {"temperature": 1.4, "top_k": 15, "top_p": 0.9, "min_p": 0.05},
+    "repetition_penalty": {"repetition_penalty": 3.0, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_first_token_follows_the_filtered_softmax_of_the_models_logits(model, name):
+    options = DISTRIBUTIONS[name]
+    counts = first_tokens(model, sampling(**options))
+    assert p_value(counts, expected_distribution(model, **options)) > P_VALUE
+
+
+def test_leaving_a_setting_out_would_be_rejected_by_the_same_test(model):
+    plain = first_tokens(model, sampling())
+    for wrong in ({"temperature": 1.1}, {"repetition_penalty": 1.3}, {"temperature": 0.9}):
+        assert p_value(plain, expected_distribution(model, **wrong)) < P_VALUE
+    filtered = first_tokens(model, sampling(top_k=15, temperature=0.7))
+    assert p_value(filtered, expected_distribution(model, top_k=15)) < P_VALUE
+
+
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.23"), reason="transformers before 5.23 penalises a row's padding too"
+)
+def test_the_penalty_of_a_padded_row_is_that_of_the_row_alone(model):
+    config = sampling(repetition_penalty=3.0)
+    keys_B = keys(len(PROMPTS))
+    alone = [sample(model, [p], keys_B[i : i + 1], config)[0] for i, p in enumerate(PROMPTS)]
+    assert sample(model, PROMPTS, keys_B, config) == alone
+    assert alone != [sample(model, [p], keys_B[i : i + 1])[0] for i, p in enumerate(PROMPTS)]
+
+
+def test_a_filter_of_the_models_own_generation_config_is_applied_as_generate_does(model):
+    own = copy.deepcopy(model)
+    own.generation_config.typical_p = 0.3
+    filled, _ = own._prepare_generation_config(sampling())
+    logits = torch.log(torch.tensor(expected_distribution(model)))[None].float()
+    scores = transformers_filters(own, filled)(torch.tensor([[5, 6, 7]]), logits)
+    possible = set(torch.isfinite(scores[0]).nonzero().flatten().tolist())
+    assert len(possible) < VOCABULARY
+    tokens = sample(own, [[5, 6, 7]] * 500, keys(500), sampling(max_new_tokens=1))
+    assert {c[0] for c in tokens} <= possible
+
+
+def test_the_shortest_completion_of_the_configuration_is_honoured(model):
+    completions = sample(model, [[5, 6]] * 64, keys(64), sampling(min_new_tokens=6, max_new_tokens=10))
+    assert min(len(c) for c in completions) >= 6
+    assert any(c[-1] == EOS for c in completions)
+
+
+# ---- Keys and rows --------------------------------------------------------------------------------------------------
+
+
+def geometry(generations=2, prompts=6, chunk_groups=2) -> BatchGeometry:
+    size = generations * prompts
+    return BatchGeometry(generations, size, size, 1, 4, 1, chunk_groups * generations)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
+    g = geometry()
+    layout = EpochLayout(g, 12)[1]
+    requests = [ShareRule(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
+    parts = [request_keys(request, seed=5, stream=TRAIN_STREAM) for request in requests if not request.ghost]
+    index = torch.arange(12)
+    assert torch.equal(torch.cat(parts), completion_keys(5, TRAIN_STREAM, 3, 1, index // 2, index % 2))
+
+
+def test_keys_of_other_streams_epochs_rollouts_and_seeds_differ():
+    g, found = geometry(), set()
+    for epoch, rollout, stream, seed in itertools.product((0, 1), (0, 1), (TRAIN_STREAM, EVAL_STREAM), (0, 1)):
+        request = ShareRule(2, g.rollout_chunk_size, 1, 0).request(epoch, EpochLayout(g, 12)[rollout])
+        found |= set(request_keys(request, seed, stream).tolist())
+    assert len(found) == 16 * 12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], []),
+        ([4, 5], [4, 5]),
+        ([4, 1, 5], [4, 1]),
+        ([1, 1], [1]),
+        ([4, 9, 1], [4, 9]),
+        ([4, 1], [4, 1]),
+    ],
+)
+def test_a_row_is_cut_after_its_first_end_token(tokens, expected):
+    assert _until_eos(tokens, [1, 9]) == expected
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
+def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
+    parts = rows_by_chunk(rows, size)
+    assert [i for part in parts for i in part] == list(range(len(rows)))
+    assert all(part for part in parts)
+    assert [{rows[i] // size for i in part} for part in parts] == [{c} for c in sorted({row // size for row in rows})]
+
+
+@PROPERTY
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_a_later_turn_finds_the_rows_it_continues(second, third):
+    prompts = [[10 + i // 2, 5] for i in range(len(second))]
+    completions = [[20 + i, 7] for i in range(len(second))]
+    identity = RowIdentity(prompts, completions)
+    rows = [i for i, continues in enumerate(second) if continues]
+    continued = [prompts[i] + completions[i] + [3, 3] for i in rows]
+    assert identity.match(continued) == rows
+    identity.extend(rows, continued, [[4]] * len(rows))
+    later = [i for i in rows if third[i]]
+    again = [prompts[i] + completions[i] + [3, 3, 4, 3] for i in later]
+    assert identity.match(again) == later
+    # a completion goes on where it is, tools' tokens counted
+    assert identity.offsets(torch.tensor(rows), continued).tolist() == [4] * len(rows)
+    assert identity.offsets(torch.tensor(later), again).tolist() == [6] * len(later)
+
+
+def test_rows_with_equal_histories_are_taken_in_order():
+    identity = RowIdentity([[5]] * 3, [[6], [6], [7]])
+    assert identity.match([[5, 6, 3], [5, 6, 3]]) == [0, 1]
+    assert identity.match([[5, 6, 3], [5, 7, 3]]) == [0, 2]
+
+
+# ---- The rollout batch ----------------------------------------------------------------------------------------------
+
+PROMPT_LENGTHS, COMPLETION_LENGTHS = (3, 1, 4, 2), (2, 5, 1, 3)
+
+
+def scored_batch(masked: tuple[int, ...] = (), tools: bool = False, ratio: str | None = None) -> dict:
+    """What TRL's scoring returns for four rows: padded, prompts on the left, completions on the right."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(lengths):
+        return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+
+    def floats(lengths):
+        return [torch.randn(n, generator=generator) for n in lengths]
+
+    ones = [torch.ones(n, dtype=torch.long) for n in COMPLETION_LENGTHS]
+    kept = [mask * (row not in masked) for row, mask in enumerate(ones)]
+    scored = {
+        "prompt_ids": pad(ids(PROMPT_LENGTHS), PAD, "left"),
+        "prompt_mask": pad([torch.ones(n, dtype=torch.long) for n in PROMPT_LENGTHS], 0, "left"),
+        "completion_ids": pad(ids(COMPLETION_LENGTHS), PAD, "right"),
+        "completion_mask": pad(kept, 0, "right"),
+        "old_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
+        "ref_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
+        "advantages": ADVANTAGES,
+        "num_items_in_batch": torch.tensor(11),
+    }
+    if tools:
+        tool = [torch.tensor([1, 0, 0, 1, 1][:n]) for n in COMPLETION_LENGTHS]
+        scored["tool_mask"] = pad(tool, 1, "right")
+    if ratio == "sequence":
+        scored["importance_sampling_ratio"] = torch.rand(4, 1, generator=generator)
+    elif ratio == "token":
+        scored["importance_sampling_ratio"] = pad([x.exp() for x in floats(COMPLETION_LENGTHS)], 1.0, "right")
+    return scored
+
+
+ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("ratio", [None, "sequence"])
+def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
+    scored = scored_batch(tools=tools, ratio=ratio)
+    batch = gather_rollout(dict(scored), rows=4, num_generations=2).collate(PAD)
+    assert set(batch) == set(scored) - {"num_items_in_batch"}
+    for name, value in batch.items():
+        expected = scored[name]
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected), name
+
+
+def test_a_stored_row_has_no_padding():
+    rollout = gather_rollout(scored_batch(tools=True, ratio="sequence"), rows=4, num_generations=2)
+    assert len(rollout) == 4
+    assert [len(row) for row in rollout.fields["prompt_ids"]] == list(PROMPT_LENGTHS)
+    for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
+        assert [len(row) for row in rollout.fields[name]] == list(COMPLETION_LENGTHS)
+    assert [len(row) for row in rollout.fields["importance_sampling_ratio"]] == [1] * 4
+    assert all(mask.all() for mask in rollout.fields["prompt_mask"])
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [2, 2]])
+def test_some_rows_are_padded_to_their_own_longest(rows):
+    rollout = gather_rollout(scored_batch(), rows=4, num_generations=2)
+    batch = rollout.select(rows).collate(PAD)
+    assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
+    assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
+    assert torch.equal(batch["advantages"], ADVANTAGES[rows])
+    for place, row in enumerate(rows):
+        n, p = COMPLETION_LENGTHS[row], PROMPT_LENGTHS[row]
+        assert torch.equal(batch["completion_ids"][place, :n], rollout.fields["completion_ids"][row])
+        assert (batch["completion_ids"][place, n:] == PAD).all()
+        assert torch.equal(batch["prompt_ids"][place, -p:], rollout.fields["prompt_ids"][row])
+        assert batch["completion_mask"][place].sum() == n
+
+
+def test_padding_to_a_multiple_widens_both_sides():
+    batch = gather_rollout(scored_batch(), rows=4, num_generations=2).collate(PAD, pad_to_multiple_of=8)
+    assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
+    assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
+    assert batch["prompt_mask"][:, -1].all()
+    assert batch["completion_mask"][:, 0].all()
+
+
+def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
+    rollout = gather_rollout(scored_batch(masked=(1,)), rows=4, num_generations=2)
+    assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
+    assert len(rollout.fields["completion_ids"][1]) == 1
+    alone = rollout.select([1]).collate(PAD)
+    assert alone["completion_ids"].shape == (1, 1)
+    assert alone["completion_mask"].tolist() == [[0]]
+    everything = gather_rollout(scored_batch(masked=(0, 1, 2, 3)), rows=4, num_generations=2).collate(PAD)
+    assert everything["completion_ids"].shape == (4, 1)
+
+
+def test_tokens_of_a_tool_carry_no_loss():
+    rollout = gather_rollout(scored_batch(tools=True), rows=4, num_generations=2)
+    assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
+
+
+def test_a_ghosts_rows_do_not_count():
+    rollout = gather_rollout(scored_batch(ratio="sequence"), rows=0, num_generations=2)
+    assert len(rollout) == 0
+    assert all(values == [] for values in rollout.fields.values())
+
+
+def test_a_ratio_per_token_survives_gathering():
+    scored = scored_batch(ratio="token")
+    rollout = gather_rollout(dict(scored), rows=4, num_generations=2)
+    for row, n in enumerate(COMPLETION_LENGTHS):
+        assert torch.equal(
+            rollout.fields["importance_sampling_ratio"][row], scored["importance_sampling_ratio"][row, :n]
+        )
+
+
+def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
+    rollout = gather_rollout(scored_batch(ratio="token"), rows=4, num_generations=2)
+    cfg = LossConfig(loss_type="vespo", correct_sampling=True)
+
+    def weights(rows: list[int]) -> list[float]:
+        batch = rollout.select(rows).collate(PAD)
+        logps, old = torch.zeros_like(batch["old_per_token_logps"]), torch.zeros_like(batch["old_per_token_logps"])
+        tokens = TokenBatch(
+            logps,
+            batch["completion_mask"],
+            batch["advantages"],
+            old_logps_BT=old,
+            sampling_ratio=batch["importance_sampling_ratio"],
+        )
+        return vespo_weight(cfg, tokens, logps - old).flatten().tolist()
+
+    alone = [weights([row])[0] for row in range(4)]
+    assert weights([0, 1, 2, 3]) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_field_that_is_no_batch_of_rows_is_left_out():
+    scored = scored_batch() | {"num_images": [1, 1, 1, 1], "pixel_values": torch.zeros(2, 3, 4)}
+    rollout = gather_rollout(scored, rows=4, num_generations=2)
+    assert not {"num_images", "pixel_values", "num_items_in_batch"} & set(rollout.fields)
+
+
+def test_selecting_keeps_every_field_and_the_order():
+    fields = {"completion_ids": [torch.tensor([i]) for i in range(4)], "advantages": list(torch.eye(4))}
+    chosen = Rollout.of_groups(fields, 2).select([3, 1])
+    assert chosen.groups == [1, 0]
+    assert [int(v) for v in chosen.fields["completion_ids"]] == [3, 1]
+    assert torch.equal(torch.stack(chosen.fields["advantages"]), torch.eye(4)[[3, 1]])
+
+
+def test_a_step_counts_the_tokens_that_a_group_has_in_it():
+    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
+    ids = [torch.arange(n) for n in lengths]
+    masks = [torch.ones(n, dtype=torch.long) for n in lengths]
+    prompts = [torch.arange(1 + row // 4) for row in range(8)]
+    fields = {"completion_ids": ids, "completion_mask": masks, "prompt_ids": prompts, "prompt_mask": prompts}
+    step = Rollout.of_groups(fields, 4).select(range(3, 6))
+    assert list(step.sizes().groups_B) == [0, 1, 1]
+    counts = measure_step(step, [], None, StepMeter(torch.device("cpu")), 1.0, False, 1).counts
+    assert counts.group_tokens == {0: 5, 1: 10}
+    assert (counts.completions, counts.tokens) == (3, 15)
+
+
+def test_advantages_per_token_survive_gathering():
+    per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
+    rollout = gather_rollout(scored_batch() | {"advantages": per_token}, rows=4, num_generations=2)
+    batch = rollout.collate(PAD)
+    mask = batch["completion_mask"].bool()
+    assert torch.equal(batch["advantages"][mask], per_token[mask])
+    assert not batch["advantages"][~mask].any()
+
+
+@pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])
+def test_more_than_plain_sampling_is_not_keyed(option):
+    assert not can_sample_by_key(sampling(**option))
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+def test_where_generate_is_a_collective_every_process_makes_as_many_calls(ghost):
+    layout = StepLayout(0, 0, 0, range(6), range(6))
+    request = RolloutRequest(0, layout, range(1) if ghost else range(3), ghost, 4)
+    rows, asked = list(range(4 if ghost else 12)), []
+
+    def sample(part):
+        asked.append(part)
+        return [[10 + i] for i in part]
+
+    def share(calls):
+        return ShareSampling(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(
+            sample, [[]] * len(rows), rows, 1
+        )
+
+    expected = [[1]] * 4 if ghost else [[10 + i] for i in rows]
+    assert share(lambda own: own) == expected
+    assert len(asked) == (0 if ghost else 2)
+    asked.clear()
+    assert share(lambda own: 5) == expected
+    assert len(asked) == 5

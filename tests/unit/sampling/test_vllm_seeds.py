@@ -1,0 +1,242 @@
+"""vLLM without an engine: seeds from the key alone, the same in both modes of TRL, and step-wide statistics."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.algorithms.keyed_random import completion_keys
+from grpo_ext.sampling.rollout import Rollout
+from grpo_ext.sampling.vllm_seeds import completion_seeds, sampling_metrics, seeded
+from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.tolerances import METRIC
+
+
+def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
+    rows = torch.tensor(list(prompts)).repeat_interleave(group)
+    return completion_keys(3, 1, 0, rollout, rows, torch.arange(group).repeat(len(prompts)))
+
+
+def seeds(prompts: range, group: int = 4, rollout: int = 0) -> list[int]:
+    rows = keys(prompts, group, rollout)
+    return completion_seeds(rows, torch.zeros_like(rows), group)
+
+
+def test_every_completion_has_a_seed_of_its_own_that_a_server_takes():
+    found = seeds(range(500))
+    assert len(set(found)) == 2000
+    assert all(0 <= seed < 2**63 - 2**20 for seed in found)
+    assert not set(found) & set(seeds(range(500), rollout=1))
+
+
+def test_seeds_do_not_depend_on_how_prompts_are_dealt():
+    assert seeds(range(6)) == seeds(range(4)) + seeds(range(4, 6))
+
+
+def test_a_group_has_consecutive_seeds_because_vllm_counts_up_within_a_request():
+    found = seeds(range(3))
+    for start in range(0, 12, 4):
+        assert found[start : start + 4] == [found[start] + i for i in range(4)]
+
+
+def test_a_later_turn_has_other_seeds():
+    rows = keys(range(3))
+    first = completion_seeds(rows, torch.zeros_like(rows), 4)
+    later = completion_seeds(rows, torch.full_like(rows, 7), 4)
+    assert len(set(first) | set(later)) == 24
+
+
+class Params:
+    def __init__(self, temperature: float, seed: int | None = None) -> None:
+        self.temperature, self.seed = temperature, seed
+
+    def clone(self) -> Params:
+        return Params(self.temperature, self.seed)
+
+
+def test_colocated_engines_get_one_parameter_set_for_each_row():
+    asked = []
+    llm = SimpleNamespace(generate=lambda prompts, sampling_params, use_tqdm: asked.append(sampling_params))
+    generation = SimpleNamespace(mode="colocate", tensor_parallel_size=1, llm=llm)
+    before, shared = llm.generate, Params(0.7)
+    with seeded(generation, [5, 6], 2):
+        generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+    assert [(p.temperature, p.seed) for p in asked[0]] == [(0.7, 5), (0.7, 6)]
+    assert shared.seed is None
+    assert llm.generate is before
+
+
+def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
+    asked: list[dict[str, Any]] = []
+
+    def generate(prompts: Any, features: Any = None, **params: Any) -> dict[str, Any]:
+        asked.append({"prompts": prompts, "features": features, **params})
+        base = params["generation_kwargs"]["seed"]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [[base + i] for i in range(params["n"])],
+            "logprobs": [[[0.0]]] * params["n"],
+            "logprob_token_ids": None,
+        }
+
+    client = SimpleNamespace(generate=generate)
+    generation = SimpleNamespace(mode="server", vllm_client=client, accelerator=SimpleNamespace(is_main_process=main))
+    return generation, asked
+
+
+def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
+    generation, asked = server()
+    found = seeds(range(3), 2)
+    with seeded(generation, found, 2):
+        answer = generation.vllm_client.generate(
+            prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1}
+        )
+    assert answer["prompt_ids"] == [[1], [2], [3]]
+    assert answer["completion_ids"] == [[seed] for seed in found]  # what colocate mode would sample
+    assert len(answer["logprobs"]) == 6
+    assert answer["logprob_token_ids"] is None
+    assert sorted(len(question["prompts"]) for question in asked) == [1, 1, 1]
+    assert all(question["generation_kwargs"]["min_tokens"] == 1 for question in asked)
+
+
+def test_images_go_with_their_prompt():
+    generation, asked = server()
+    with seeded(generation, [1, 2], 1):
+        generation.vllm_client.generate(prompts=[[1], [2]], features=["x", "y"], n=1)
+    assert {question["prompts"][0][0]: question["features"] for question in asked} == {1: ["x"], 2: ["y"]}
+
+
+def test_a_failing_request_is_an_error():
+    generation, _ = server()
+
+    def broken(**params: Any) -> dict[str, Any]:
+        raise ConnectionError("the server is gone")
+
+    generation.vllm_client.generate = broken
+    with seeded(generation, [1], 1), pytest.raises(ConnectionError):
+        generation.vllm_client.generate(prompts=[[1]], n=1)
+
+
+# ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class Engine:
+    """Stands in for TRL's `VLLMGeneration`: completions and log-probabilities that follow from the prompt alone."""
+
+    mode, tensor_parallel_size = "colocate", 1
+
+    def __init__(self) -> None:
+        self.llm = SimpleNamespace(generate=None)
+
+    def sync_weights(self) -> None:
+        pass
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
+        found, logps = [], []
+        for row, ids in enumerate(prompts):
+            source = random.Random(str((ids, row % num_generations)))
+            tokens = [source.randint(3, 20) for _ in range(source.randint(1, 11))]
+            found.append(tokens + [1] * (source.random() < 0.6))
+            logps.append([[None if source.random() < 0.1 else source.uniform(-6, -2)] for _ in found[-1]])
+        return None, found, logps, None
+
+
+def sampling_log(trainer: Any) -> list[dict[str, float]]:
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
+
+
+@stock_scores
+@pytest.mark.parametrize("mode", MODES)
+def test_on_one_process_the_statistics_are_those_of_stock_trl(tmp_path, mode):
+    settings = {"vllm_importance_sampling_mode": mode, "shuffle_dataset": False, "per_device_train_batch_size": 16}
+    settings |= {"mask_truncated_completions": True, "learning_rate": 0.0}
+    kwargs = config_kwargs(tmp_path, **settings)
+    ours = GRPOTrainer(tiny_model(), letter_reward, GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer())
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        del kwargs[name]
+    stock = trl.GRPOTrainer(
+        tiny_model(), letter_reward, trl.GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer()
+    )
+    found, expected = sampling_log(ours), sampling_log(stock)
+    assert len(found) == len(expected) == 2
+    assert len(found[0]) == 5
+    for line, other in zip(found, expected):
+        assert line == pytest.approx(other, rel=METRIC)
+
+
+def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
+    def graded(prompts, completions, **kwargs):
+        return [float(i % 4) if "a" in prompts[i] else 0.5 for i in range(len(prompts))]
+
+    kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
+    trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
+    rounds = []
+    score = trainer._score_round
+
+    def remember(rows):
+        rounds.append(score(rows))
+        return rounds[-1]
+
+    trainer._score_round = remember
+    line = sampling_log(trainer)[0]
+    assert len(rounds) > 1
+    assert line == sampling_metrics(rounds, sequence_level=False)
+
+
+def share(rows: range, sequence_level: bool) -> Rollout:
+    source = torch.Generator().manual_seed(rows.start)
+    fields: dict[str, list[torch.Tensor]] = {}
+
+    def add(name: str, value: torch.Tensor) -> None:
+        fields.setdefault(name, []).append(value)
+
+    for row in rows:
+        length = 1 + row % 5
+        add("completion_ids", torch.zeros(length, dtype=torch.long))
+        add("completion_mask", torch.full((length,), int(row % 4 != 3)))
+        add("tool_mask", (torch.arange(length) != 1).long())
+        add("old_per_token_logps", torch.rand(length, generator=source))
+        sampling = torch.rand(length, generator=source)
+        add("sampling_per_token_logps", torch.where(torch.arange(length) == 2, math.nan, sampling))
+        add("importance_sampling_ratio", 1 + torch.rand(1 if sequence_level else length, generator=source))
+    return Rollout(fields, [0] * len(rows))
+
+
+@pytest.mark.parametrize("sequence_level", [False, True])
+def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_level):
+    parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
+    fields = {name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields}
+    whole = Rollout(fields, [0] * 11)
+    found = sampling_metrics([whole], sequence_level)
+    assert found == sampling_metrics(parts, sequence_level)
+    alone = [sampling_metrics([part], sequence_level) for part in parts]
+    assert 0.0 < min(found.values()) < 5.0
+    # what TRL logs: the least of the processes' minima, the mean of their means
+    name = "sampling/sampling_logp_difference/mean"
+    assert found[name] != pytest.approx(sum(part[name] for part in alone) / 3)
+    name = "sampling/importance_sampling_ratio/min"
+    assert found[name] >= 1.0
+    assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
+    masks = [whole.loss_mask(row).bool() for row in range(len(whole))]
+    ratios = torch.cat(
+        [r if sequence_level else r[m] for r, m in zip(whole.fields["importance_sampling_ratio"], masks)]
+    )
+    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
+
+
+def test_without_a_correction_there_are_no_statistics():
+    part = share(range(4), False)
+    del part.fields["importance_sampling_ratio"]
+    assert sampling_metrics([part], False) == {}

@@ -1,0 +1,331 @@
+"""The window: every row in exactly one micro-batch, gradients and logged numbers the same for every partition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
+from grpo_ext.batching.sizes import group_numbers
+from grpo_ext.errors import PrecisionError
+from grpo_ext.runtime.out_of_memory import WindowOutOfMemory
+from grpo_ext.step.backward import run_window
+from grpo_ext.step.gradients import FixedPointGradients, NativeGradients
+from grpo_ext.step.metrics import StepMeter
+from grpo_ext.step.plan import Layout, MicroBatch, fill_up, plan_window
+
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
+    return Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+
+
+@pytest.fixture(autouse=True)
+def _state(accelerator):
+    """The meter's reduction asks Accelerate's shared state."""
+
+
+# ---- Planning -------------------------------------------------------------------------------------------------------
+
+
+def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
+    """Rows 0, 1, ... cut by count, and filled up."""
+    sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
+    return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
+
+
+@PROPERTY
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
+def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
+    planned = plan(rows, cap, at_least)
+    real = [part for part in planned if part.weight == 1.0]
+    assert [row for part in real for row in part.rows] == list(range(rows))
+    assert all(1 <= len(part.rows) <= cap for part in real)
+    assert len(real) == math.ceil(rows / cap)
+    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
+
+
+@PROPERTY
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
+def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
+    planned = plan(rows, cap, at_least)
+    real = math.ceil(rows / cap)
+    assert len(planned) == max(real, at_least)
+    for filler in planned[real:]:
+        assert filler == MicroBatch((0,), weight=0.0)
+
+
+LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
+SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
+COST = TokenCost(1e-3, 0.2)
+
+
+@pytest.mark.parametrize("layout", [Layout(5), Layout(5, 80, packed=True), Layout(16, 90), Layout(3, cost=COST)])
+@pytest.mark.parametrize("processes", [1, 2, 3, 20])
+def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processes):
+    rows, planned = [row for row in range(16) if row not in (3, 9)], []
+    for rank in range(processes):
+        one = SimpleNamespace(num_processes=processes, process_index=rank, distributed_type=DistributedType.NO)
+        planned.append(plan_window(one, SIZES, rows, layout))
+    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
+    assert all(own for own in planned)
+
+
+def test_sharded_processes_run_the_same_number_of_forwards():
+    counts = set()
+    for rank in range(3):
+        one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
+        counts.add(len(plan_window(one, SIZES, range(16), Layout(16, 90, packed=True, cost=COST))))
+    assert len(counts) == 1
+
+
+def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
+    (only,) = plan_window(accelerator, SIZES, [], Layout(4))
+    assert only.weight == 0.0
+
+
+# ---- Running --------------------------------------------------------------------------------------------------------
+
+X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
+    """Gradient of the mean squared output over the step, from a window with that step-wide denominator."""
+    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.constant_(model.weight, 0.5)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        return part.weight * (model(X[list(part.rows)]) ** 2).sum() / step_rows
+
+    run_window(accelerator, model, adding(kind, model, accelerator), micro_batches, loss_of)
+    return model.weight.grad
+
+
+def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | None:
+    parameters = list(model.parameters())
+    if kind == "native":
+        return NativeGradients(parameters, accelerator)
+    return FixedPointGradients(parameters, accelerator, ["weight"]) if kind == "fixed" else None
+
+
+@pytest.mark.parametrize("cap", [1, 2, 3, 5, 10, 11, 64])
+@pytest.mark.parametrize("at_least", [1, 13])
+@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
+    expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
+    found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
+    model = torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        return model(X[list(part.rows)].float()).sum() * (math.inf if 3 in part.rows else 1.0)
+
+    with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
+        run_window(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
+
+
+def test_hooks_are_gone_after_a_window(accelerator):
+    model = torch.nn.Linear(4, 1, bias=False)
+    gradients = adding("fixed", model, accelerator)
+    run_window(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
+    model.weight.grad = None
+    model(X.float()).sum().backward()
+    assert model.weight.grad is not None  # nothing takes it away any more
+
+
+def test_a_window_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
+    assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
+
+
+def test_no_micro_batch_synchronises_and_the_optimizer_may_step_afterwards(accelerator):
+    synced, model = [], torch.nn.Linear(4, 1)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        synced.append(accelerator.sync_gradients)
+        return model(X[list(part.rows)].float()).sum()
+
+    for _ in range(2):
+        run_window(accelerator, model, adding("native", model, accelerator), plan(11, 3), loss_of)
+        assert accelerator.gradient_accumulation_steps == 1
+        assert accelerator.sync_gradients
+    assert synced == [False] * 8
+
+
+def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accumulation_is_one_again(accelerator):
+    synced = []
+    model = torch.nn.Linear(4, 1)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        synced.append(accelerator.sync_gradients)
+        return model(X[list(part.rows)].float()).sum()
+
+    for _ in range(2):
+        run_window(accelerator, model, None, plan(11, 3), loss_of)
+        assert accelerator.gradient_accumulation_steps == 1
+    assert synced == [False, False, False, True] * 2
+
+
+def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
+    synced = []
+    model = torch.nn.Linear(4, 1)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        synced.append(accelerator.sync_gradients)
+        return model(X[list(part.rows)].float()).sum()
+
+    accelerator.step = 2  # as after a window that failed
+    run_window(accelerator, model, None, plan(11, 3), loss_of)
+    assert synced == [False, False, False, True]
+
+
+@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
+    model = torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_window(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
+    assert accelerator.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize("kind", ["native", "fixed"])
+def test_a_window_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
+    model = torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        if 6 in part.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return model(X[list(part.rows)].float()).sum()
+
+    gradients = adding(kind, model, accelerator)
+    with pytest.raises(WindowOutOfMemory, match="2 GiB"):
+        run_window(accelerator, model, gradients, plan(11, 3), loss_of)
+    assert model.weight.grad is None
+    run_window(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
+    torch.testing.assert_close(model.weight.grad, X.float().sum(0, keepdim=True))
+
+
+# ---- What is logged -------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+LENGTHS = (4, 2, 0, 3, 1, 4)
+
+
+def values() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.arange(4) < torch.tensor(LENGTHS)[:, None]).long()
+    return torch.randn(len(LENGTHS), 4, generator=generator), mask
+
+
+def metered(parts: list[tuple[list[int], float]]) -> dict[str, float]:
+    """All kinds of metrics of a step, from parts (rows, weight)."""
+    meter, (tokens, mask) = StepMeter(CPU), values()
+    for rows, weight in parts:
+        meter.add_total("loss", (tokens[rows] * mask[rows]).sum(), weight)
+        meter.add_tokens("entropy", tokens[rows], mask[rows], weight)
+        meter.add_sequences("phi", tokens[rows, :1], weight)
+        per_row = (tokens[rows] * mask[rows]).sum(1) / mask[rows].sum(1)  # NaN where a row has no token
+        meter.add_extreme("low_min", per_row, weight, lowest=True)
+        meter.add_extreme("high_max", per_row, weight)
+    return meter.reduce()
+
+
+@st.composite
+def partitions(draw):
+    rows = draw(st.permutations(range(len(LENGTHS))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(LENGTHS) - 1))))
+    return [(list(rows[a:b]), 1.0) for a, b in itertools.pairwise([0, *cuts, len(rows)])]
+
+
+def test_metrics_are_their_definitions():
+    tokens, mask = values()
+    real = tokens[mask.bool()].double()
+    means = [tokens[i, :n].mean().item() for i, n in enumerate(LENGTHS) if n]
+    expected = {
+        "loss": real.sum().item(),
+        "entropy": real.mean().item(),
+        "phi": tokens[:, 0].mean().item(),
+        "low_min": min(means),
+        "high_max": max(means),
+    }
+    assert metered([(list(range(len(LENGTHS))), 1.0)]) == pytest.approx(expected, rel=1e-6)
+
+
+@PROPERTY
+@given(partitions(), st.lists(st.integers(0, len(LENGTHS) - 1), max_size=3))
+def test_metrics_do_not_depend_on_the_partition_and_weight_zero_adds_nothing(parts, fillers):
+    whole = metered([(list(range(len(LENGTHS))), 1.0)])
+    assert metered(parts + [([row], 0.0) for row in fillers]) == pytest.approx(whole, rel=1e-6)
+
+
+def test_leaving_a_part_out_changes_every_metric():
+    whole = metered([(list(range(len(LENGTHS))), 1.0)])
+    part = metered([([1, 2, 4], 1.0)])
+    assert [name for name in whole if abs(whole[name] - part[name]) > 1e-3] == list(whole)
+
+
+def test_a_mean_of_means_would_be_noticed():
+    first, second = metered([([0, 1], 1.0)]), metered([([2, 3, 4, 5], 1.0)])
+    whole = metered([(list(range(len(LENGTHS))), 1.0)])
+    assert abs((first["entropy"] + second["entropy"]) / 2 - whole["entropy"]) > 1e-3
+
+
+def test_sums_are_float64_so_that_the_order_does_not_show():
+    numbers = [1e8, 1.0, -1e8, 1.0] * 3  # in float32 the ones would be lost
+    results = set()
+    for order in (numbers, sorted(numbers), sorted(numbers, reverse=True)):
+        meter = StepMeter(CPU)
+        for number in order:
+            meter.add_total("loss", torch.tensor(number), 1.0)
+            meter.add("mean", torch.tensor(number), 1.0)
+        results.add(tuple(meter.reduce().values()))
+    assert results == {(6.0, 0.5)}
+
+
+def test_a_mean_over_nothing_is_nan_and_a_total_over_nothing_is_zero():
+    result = metered([([2], 1.0)])  # the row without tokens
+    assert result["loss"] == 0.0
+    assert math.isnan(result["entropy"])
+    assert math.isnan(result["low_min"])
+    assert math.isnan(result["high_max"])
+    assert math.isnan(metered([([0], 0.0)])["entropy"])
+    assert math.isnan(metered([([0], 0.0)])["high_max"])
+
+
+@pytest.mark.parametrize("lowest", [False, True])
+def test_an_extreme_ignores_nan_and_keeps_its_sign(lowest):
+    meter = StepMeter(CPU)
+    meter.add_extreme("x", torch.tensor([math.nan, -2.0]), 1.0, lowest=lowest)
+    meter.add_extreme("x", torch.tensor([math.nan]), 1.0, lowest=lowest)
+    meter.add_extreme("x", torch.tensor([-1.0]), 1.0, lowest=lowest)
+    meter.add_extreme("x", torch.tensor([-9.0, 9.0]), 0.0, lowest=lowest)
+    assert meter.reduce() == {"x": -2.0 if lowest else -1.0}
+
+
+def test_a_meter_that_saw_nothing_has_nothing_to_log():
+    assert StepMeter(CPU).reduce() == {}
+
+
+def test_what_is_metered_carries_no_gradient():
+    meter, x = StepMeter(CPU), torch.ones(2, 2, requires_grad=True)
+    meter.add_total("loss", x.sum(), 1.0)
+    meter.add_tokens("entropy", x, torch.ones(2, 2), 1.0)
+    meter.add_extreme("high", x.sum(1), 1.0)
+    stored = [*(pair for _, pair in meter.terms), *meter.highs.values()]
+    assert not any(value.requires_grad for value in stored)

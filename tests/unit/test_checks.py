@@ -1,0 +1,405 @@
+"""Checks: randomness is found wherever it hides and can be switched off; bad models and data are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen2Config
+
+from grpo_ext.checks import (
+    check_causal_lm,
+    check_parallelism,
+    check_prompt_lengths,
+    check_prompts,
+    disable_random_parts,
+    model_length_limit,
+    random_parts,
+    refuse_split_dependence,
+    split_dependence,
+)
+from grpo_ext.errors import ConfigError, DataError, ModelError, SplitDependentError
+from grpo_ext.forward.positions import accepts_positions, position_ids
+
+IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+ROTARY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    **IDS,
+}
+GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **IDS}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def build(config) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).train()
+
+
+def llama(**options) -> nn.Module:
+    return build(LlamaConfig(**{**ROTARY, **options}))
+
+
+def gpt2(**options) -> nn.Module:
+    return build(GPT2Config(**{**GPT2, **options}))
+
+
+def mixtral() -> nn.Module:
+    return build(MixtralConfig(**ROTARY, num_local_experts=4, router_jitter_noise=0.3))
+
+
+def opt() -> nn.Module:
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    drop = {"dropout": 0.1, "layerdrop": 0.5}
+    return build(OPTConfig(**sizes, **drop, **IDS, word_embed_proj_dim=16, max_position_embeddings=64))
+
+
+def falcon() -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return build(transformers.FalconConfig(**sizes, **IDS, hidden_dropout=0.3))
+
+
+def adapted(config: peft.PeftConfig) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BOFT: no CUDA extension
+        model = peft.get_peft_model(llama(), config).train()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)  # an adapter starts as the identity, which hides its dropout
+    return model
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether forwards in training mode differ."""
+    inputs = torch.arange(2, 14).view(2, 6)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = model(inputs).logits
+        return any(not torch.equal(model(inputs).logits, first) for _ in range(8))
+
+
+# ---- Dropout --------------------------------------------------------------------------------------------------------
+
+RANDOM_MODELS = {
+    "modules (GPT-2)": (gpt2, "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
+    "functional attribute (Llama)": (
+        lambda: llama(attention_dropout=0.2),
+        "model.layers.0.self_attn (LlamaAttention): attention_dropout=0.2",
+    ),
+    "LoRA": (
+        lambda: adapted(peft.LoraConfig(lora_dropout=0.3, target_modules=["q_proj"])),
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default (Dropout): p=0.3",
+    ),
+    "router jitter (Mixtral)": (mixtral, "model.layers.0.mlp (MixtralSparseMoeBlock): jitter_noise=0.3"),
+    "layer drop (OPT)": (opt, "model.decoder (OPTDecoder): layerdrop=0.5"),
+}
+RANDOM = pytest.mark.parametrize(("make", "part"), RANDOM_MODELS.values(), ids=RANDOM_MODELS)
+
+
+@RANDOM
+def test_random_parts_are_found_with_their_rates(make, part):
+    model = make()
+    assert is_random(model)
+    assert part in list(random_parts(model))
+
+
+@RANDOM
+def test_disabling_random_parts_makes_training_forwards_equal(make, part):
+    model = make()
+    disable_random_parts(model)
+    assert list(random_parts(model)) == []
+    assert not is_random(model)
+
+
+UNSEEN = {
+    "LoHa rank dropout": lambda: adapted(peft.LoHaConfig(r=4, rank_dropout=0.5, target_modules=["q_proj"])),
+    "LoKr rank dropout": lambda: adapted(peft.LoKrConfig(r=4, rank_dropout=0.5, target_modules=["q_proj"])),
+    "BOFT": lambda: adapted(peft.BOFTConfig(boft_block_size=4, boft_dropout=0.5, target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
+def test_dropout_of_other_adapters_is_found(make):
+    model = make()
+    assert is_random(model)
+    assert list(random_parts(model)) != []
+
+
+def test_a_rate_that_is_read_from_the_config_is_disabled_too():
+    model = falcon()
+    assert is_random(model)
+    disable_random_parts(model)
+    assert not is_random(model)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: gpt2(**NO_DROPOUT), lambda: build(Qwen2Config(**ROTARY))])
+def test_a_model_without_dropout_has_no_random_part(make):
+    model = make()
+    assert not is_random(model)
+    assert list(random_parts(model)) == []
+    assert split_dependence(model, None) == []
+
+
+def test_disabling_changes_no_parameter_and_no_other_number():
+    model = llama(attention_dropout=0.2)
+    before = copy.deepcopy(model)
+    disable_random_parts(model)
+    for (name, mine), other in zip(model.named_parameters(), before.parameters()):
+        assert torch.equal(mine, other), name
+    assert model.model.layers[0].self_attn.scaling == before.model.layers[0].self_attn.scaling
+    assert model.model.norm.variance_epsilon == before.model.norm.variance_epsilon
+
+
+# ---- What depends on the split --------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), norm)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.SyncBatchNorm(4)], ids=lambda m: type(m).__name__
+)
+def test_batch_normalisation_is_refused_by_name(norm):
+    with pytest.raises(
+        SplitDependentError, match=rf"batch normalisation \(inner\.1 \({type(norm).__name__}\), 1 in all"
+    ):
+        refuse_split_dependence(Normalised(norm), None, allow=False)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4)], ids=lambda m: type(m).__name__)
+def test_layer_and_group_normalisation_pass(norm):
+    assert refuse_split_dependence(Normalised(norm), None, allow=False) == []
+
+
+def test_neftune_noise_is_refused_with_its_value():
+    with pytest.raises(SplitDependentError, match=r"neftune_noise_alpha=5\.0 adds noise per micro-batch; remove it"):
+        refuse_split_dependence(llama(), 5.0, allow=False)
+    assert refuse_split_dependence(llama(), 0.0, allow=False) == []
+
+
+def test_dropout_is_refused_with_places_rates_and_both_remedies():
+    with pytest.raises(SplitDependentError) as caught:
+        refuse_split_dependence(gpt2(), None, allow=False)
+    message = str(caught.value)
+    for part in (
+        "transformer.drop (Dropout): p=0.1",
+        "and 4 more",
+        "set disable_dropout=True",
+        "allow_split_dependent=True",
+    ):
+        assert part in message
+
+
+def test_everything_that_depends_on_the_split_is_told_at_once():
+    model = Normalised(nn.BatchNorm1d(4))
+    model.drop = nn.Dropout(0.25)
+    with pytest.raises(SplitDependentError) as caught:
+        refuse_split_dependence(model, 3.0, allow=False)
+    assert all(
+        part in str(caught.value) for part in ("drop (Dropout): p=0.25", "BatchNorm1d", "neftune_noise_alpha=3.0")
+    )
+
+
+def test_what_is_explicitly_allowed_comes_back_as_warnings():
+    found = refuse_split_dependence(gpt2(), 5.0, allow=True)
+    assert len(found) == 2
+    assert "dropout is on" in found[0]
+    assert "neftune" in found[1]
+
+
+# ---- Models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [None, 3, object(), lambda x: x])
+def test_what_is_no_module_is_refused_by_type(model):
+    with pytest.raises(ModelError, match=f"model is a {type(model).__name__}; pass a model id"):
+        check_causal_lm(model)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**ROTARY), GPT2Config(**GPT2)], ids=lambda c: c.model_type)
+def test_a_model_without_a_head_is_refused_with_the_class_to_use(config):
+    model = AutoModel.from_config(config)
+    with pytest.raises(ModelError, match=rf"{type(model).__name__} has no .*AutoModelForCausalLM"):
+        check_causal_lm(model)
+
+
+def test_a_model_that_generates_but_has_no_output_embeddings_is_refused():
+    class Headless(nn.Module):
+        def generate(self):
+            return None
+
+    with pytest.raises(ModelError, match=r"Headless has no output embeddings.*AutoModelForCausalLM"):
+        check_causal_lm(Headless())
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, lambda: adapted(peft.LoraConfig(target_modules=["q_proj"]))])
+def test_a_causal_language_model_passes(make):
+    assert check_causal_lm(make()) is None
+
+
+def test_position_ids_count_real_tokens_only():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
+    expected = [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+    found = position_ids(mask)
+    assert found.tolist() == expected
+    assert found.dtype == torch.int64
+    assert torch.equal(position_ids(mask.bool()), found)
+
+
+def test_with_positions_left_padding_does_not_move_a_row_and_without_it_does():
+    model, row = gpt2(**NO_DROPOUT).eval(), torch.tensor([[5, 6, 7]])
+    padded, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        alone = model(row).logits[:, -1]
+        placed = model(padded, attention_mask=mask, position_ids=position_ids(mask)).logits[:, -1]
+        unplaced = model(padded, attention_mask=mask).logits[:, -1]
+    torch.testing.assert_close(placed, alone, rtol=1e-5, atol=1e-6)
+    assert (unplaced - alone).abs().max() > 1e-3
+
+
+def test_position_ids_are_passed_only_to_models_that_take_them():
+    assert accepts_positions(llama())
+    assert accepts_positions(gpt2())
+    assert not accepts_positions(bloom())
+
+
+def bloom() -> nn.Module:
+    config = transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2, **IDS)
+    return build(config)
+
+
+# ---- Data -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_data_set_is_refused_by_split():
+    with pytest.raises(DataError, match="the evaluation data set is empty; it needs at least one row with a 'prompt'"):
+        check_prompts(Dataset.from_dict({"prompt": []}), "evaluation")
+
+
+def test_a_missing_prompt_column_is_refused_with_the_columns_there_are():
+    with pytest.raises(DataError) as caught:
+        check_prompts(Dataset.from_dict({"question": ["a"], "answer": ["b"]}), "training")
+    assert "the training data set has no 'prompt' column; it has question, answer" in str(caught.value)
+    assert "rename_column('question', 'prompt')" in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [0, 7, 999, 1000, 2003])
+def test_an_empty_prompt_is_refused_with_its_row(row):
+    prompts = [f"p{i}" for i in range(2004)]
+    prompts[row] = ""
+    with pytest.raises(DataError, match=rf"row {row} of the training data set has an empty prompt \(''\)"):
+        check_prompts(Dataset.from_dict({"prompt": prompts}), "training")
+
+
+def test_an_empty_conversation_and_a_missing_prompt_are_refused():
+    talk = [[{"role": "user", "content": "hi"}], []]
+    with pytest.raises(DataError, match=r"row 1 of the training data set has an empty prompt \(\[\]\)"):
+        check_prompts(Dataset.from_dict({"prompt": talk}), "training")
+    with pytest.raises(DataError, match=r"row 1 of the training data set has an empty prompt \(None\)"):
+        check_prompts(Dataset.from_dict({"prompt": ["a", None]}), "training")
+
+
+def test_good_prompts_and_streams_pass():
+    check_prompts(Dataset.from_dict({"prompt": ["a", "b"]}), "training")
+    check_prompts(Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]]}), "training")
+    check_prompts(Dataset.from_dict({"prompt": ["a", ""]}).to_iterable_dataset(), "training")  # checked when it is read
+    with pytest.raises(DataError):
+        check_prompts(Dataset.from_dict({"prompt": ["a", ""]}), "training")
+
+
+class Lengths:
+    """Counts characters as tokens, and how many prompts it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, prompts: list[str]) -> list[int]:
+        self.asked += len(prompts)
+        return [len(p) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "absolute", "room"),
+    [
+        (GPT2Config(**GPT2), 64, True, 54),
+        (LlamaConfig(**ROTARY), 64, False, 64),
+        (Qwen2Config(**ROTARY), 64, False, 64),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, limit, absolute, room):
+    assert model_length_limit(config) == (limit, absolute)
+    check_prompt_lengths(["x" * room], Lengths(), config, max_completion_length=10)
+    with pytest.raises(DataError) as caught:
+        check_prompt_lengths(["a", "x" * (room + 1)], Lengths(), config, max_completion_length=10)
+    message = str(caught.value)
+    assert f"the prompt in row 1 has {room + 1} tokens" in message
+    assert f"room for {room}" in message
+    assert "max_position_embeddings=64" in message
+    assert ("max_completion_length=10" in message) is absolute
+    assert ("lower max_completion_length" in message) is absolute
+
+
+@pytest.mark.parametrize("row", [0, 255, 256, 511, 600])
+def test_a_long_prompt_is_named_by_its_row_in_whichever_block_it_is(row):
+    prompts = ["x" * 60] * 601
+    prompts[row] = "x" * 65
+    with pytest.raises(DataError, match=f"row {row} has 65 tokens"):
+        check_prompt_lengths(prompts, Lengths(), LlamaConfig(**ROTARY), 10)
+
+
+def test_only_prompts_that_could_be_too_long_are_tokenised():
+    lengths, config = Lengths(), LlamaConfig(**{**ROTARY, "max_position_embeddings": 1024})
+    check_prompt_lengths(["short"] * 500 + ["x" * 900] * 3, lengths, config, 10)
+    assert lengths.asked == 3
+
+
+def test_a_long_prompt_is_tokenised_once():
+    lengths = Lengths()
+    check_prompt_lengths(["x" * 60] * 601, lengths, LlamaConfig(**ROTARY), 10)
+    assert lengths.asked == 601
+
+
+def test_a_prompt_of_many_bytes_is_not_mistaken_for_a_short_one():
+    # 400 characters of 4 bytes each may be 1600 tokens
+    config = LlamaConfig(**{**ROTARY, "max_position_embeddings": 1024})
+    with pytest.raises(DataError, match="row 0 has 1600 tokens"):
+        check_prompt_lengths(["🙂" * 400], lambda batch: [len(p.encode()) for p in batch], config, 10)
+
+
+def test_a_model_without_a_limit_takes_any_prompt():
+    config = transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2, **IDS)
+    assert model_length_limit(config)[0] is None
+    lengths = Lengths()
+    check_prompt_lengths(["x" * 10**5], lengths, config, 10)
+    assert lengths.asked == 0
+
+
+def test_a_rate_that_is_a_whole_number_is_found():
+    model = nn.Sequential(nn.Dropout(1))
+    assert list(random_parts(model)) != []
+    disable_random_parts(model)
+    assert list(random_parts(model)) == []
+
+
+def test_tensor_parallelism_is_refused():
+    check_parallelism(1)
+    with pytest.raises(ConfigError, match="tensor parallel size 2"):
+        check_parallelism(2)

@@ -1,0 +1,207 @@
+"""The planning table: what it says of memory against what a step takes, and how engines share it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.batching.sizes import resolve_geometry
+from grpo_ext.errors import ConfigError
+from grpo_ext.forward.tiled_log_probs import CPU_TILE
+from grpo_ext.tools.plan.measure import balance, load_config, measure, simulated
+from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
+from tests.helpers import letter_reward, tiny_model, tiny_tokenizer
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+class SecondStep(TrainerCallback):
+    """Profiles the allocations of the second step, whose optimizer state is there already."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profile.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.profile.__exit__(None, None, None)
+
+    def peak(self) -> int:
+        """The most bytes held beyond those held at the beginning of the step."""
+        events = self.profile.profiler.kineto_results.events()
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        held = highest = 0
+        for _, change in changes:
+            held += change
+            highest = max(highest, held)
+        return highest
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
+    prompt, completion, group = 128, 96, 8
+    config = AutoConfig.for_model(**SMALL)
+    watch = SecondStep()
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_config(config),
+        reward_funcs=letter_reward,
+        args=GRPOConfig(
+            str(tmp_path),
+            global_batch_size=16,
+            num_generations=group,
+            per_device_train_batch_size=group,
+            max_completion_length=completion,
+            max_steps=2,
+            bf16=False,
+            gradient_checkpointing=checkpointing,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            optim="adamw_torch",
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["abcd" * (prompt // 4)] * 4, "answer": ["a"] * 4}),
+        processing_class=tiny_tokenizer(),
+        callbacks=[watch],
+    )
+    rows = [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)]
+    trainer._sample_rows = lambda request, prompts, which: [rows[row] for row in which]
+    trainer.train()
+    sizes = measure(config, compute="float32")
+    tokens = prompt + group * completion
+    tile = CPU_TILE[0] * CPU_TILE[1]
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing=checkpointing, head_tile=tile))
+    state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
+    assert expected["optimizer"] == state
+    assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
+    step = expected["training"] - expected["weights"] - expected["optimizer"]
+    print(f"step: expected {step / 2**20:.1f} MiB, measured {watch.peak() / 2**20:.1f} MiB")
+    assert 0.75 < step / watch.peak() < 1.25
+
+
+SIZES = ModelSizes(
+    parameters=10**9,
+    trained=10**9,
+    largest_layer=3 * 10**7,
+    layers=24,
+    hidden=2048,
+    vocabulary=32000,
+    weight_bytes=4,
+    compute_bytes=2,
+    token_bytes=100_000,
+    kept_bytes=8192,
+    cache_bytes=50_000,
+)
+
+
+def training(engine: str, processes: int, **changes: Any) -> float:
+    return memory_of(SIZES, MemoryLayout(engine, processes, 4096, 64, 1024, **changes))["training"]
+
+
+def test_engines_share_what_they_share():
+    parts = {engine: memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64, 1024)) for engine in ENGINES}
+    assert parts["ddp"]["optimizer"] == 8 * parts["fsdp2"]["optimizer"] == 8 * 10**9
+    # DeepSpeed in half precision: 2 bytes of weights and gradients, float32 copies with the optimizer's shards
+    assert parts["zero2"]["optimizer"] == parts["zero3"]["optimizer"] == 12 * 10**9 / 8
+    assert parts["ddp"]["weights"] == 2 * parts["zero2"]["weights"] == 4 * 10**9
+    assert parts["zero2"]["half-precision copies"] == 0 < parts["ddp"]["half-precision copies"]
+    assert parts["ddp"]["gradients"] == 8 * parts["fsdp2"]["gradients"] == 16 * parts["zero3"]["gradients"]
+    assert parts["fsdp2"]["weights"] < parts["ddp"]["weights"] / 3
+    assert len({found["activations"] for found in parts.values()}) == 1
+    assert training("ddp", 8) == training("ddp", 1) > training("zero2", 8) > training("zero3", 8)
+
+
+def test_what_costs_memory_costs_memory():
+    assert training("ddp", 1, checkpointing=False) > training("ddp", 1)
+    assert training("ddp", 1, reference=True) - training("ddp", 1) == 4 * 10**9
+    assert training("ddp", 1, bitwise=True) - training("ddp", 1) == 8 * 10**9
+    with pytest.raises(ConfigError, match="engine='ring'"):
+        training("ring", 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe"])
+def test_architectures_are_measured(kind):
+    model = tiny_model(kind)
+    sizes = measure(model.config, compute="float32")
+    assert sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.layers == 2
+    assert sizes.token_bytes > 8 * 4 * sizes.hidden  # a layer keeps more than its input
+    half = measure(model.config, compute="bfloat16")
+    assert half.token_bytes < sizes.token_bytes
+    adapters = measure(model.config, compute="float32", lora_rank=2)
+    assert 0 <= adapters.trained < sizes.trained
+
+
+def test_a_step_is_dealt_evenly_over_a_thousand_processes():
+    geometry = resolve_geometry(
+        num_generations=8, num_processes=1024, micro_batch_size=4, accumulation_steps=1, global_batch_size=16384
+    )
+    lengths = simulated(geometry, 256, 1024, 512)
+    assert len(lengths.completions_B) == 16384
+    assert 400 < sum(lengths.completions_B) / 16384 < 512
+    tokens, imbalance = balance(geometry, lengths, SIZES)
+    assert tokens == (2048 * 256 + sum(lengths.completions_B)) / 1024
+    assert 1.0 <= imbalance < 1.2
+
+
+def test_the_plan_of_a_step_that_cuts_a_group_counts_the_prompt_of_the_part():
+    geometry = resolve_geometry(
+        num_generations=4, num_processes=1, micro_batch_size=6, global_batch_size=18, rollout_batch_size=36
+    )
+    lengths = simulated(geometry, 256, 1024, 512)
+    tokens, imbalance = balance(geometry, lengths, SIZES)
+    assert tokens == 5 * 256 + sum(lengths.completions_B)
+    assert imbalance == 1.0
+
+
+def test_the_command_shows_it(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(SMALL))
+    done = plan("--processes", "1024", "--model", str(path), "--engine", "fsdp2", "--global_batch_size", "16384")
+    assert done.returncode == 0, done.stderr
+    for words in ("memory per device, fsdp2 on 1024", "training", "tokens per device", "x the mean", "1M parameters"):
+        assert words in done.stdout
+    done = plan("--model", str(tmp_path / "gone.json"))
+    assert done.returncode == 2
+    assert "gives no configuration" in done.stderr.replace("\n", " ")
+    with pytest.raises(ConfigError):
+        load_config(str(tmp_path))
+    assert "use float32" in plan("--model", str(path), "--compute", "int4").stderr
+
+
+def plan(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "grpo_ext.tools.cli", "plan", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+
+
+def test_a_mean_is_a_mean():
+    assert torch.tensor(simulated(geometry_of_64(), 8, 10**6, 100).completions_B).float().mean() == pytest.approx(
+        100, rel=0.35
+    )
+
+
+def geometry_of_64() -> Any:
+    return resolve_geometry(
+        num_generations=8, num_processes=1, micro_batch_size=8, accumulation_steps=1, global_batch_size=64
+    )
