@@ -1,11 +1,14 @@
 """What is refused before training: models and data that cannot be trained on, or whose update depends on the split.
 
-Differs from TRL: these are found at construction, with the values, the rule and the remedy. Called by the trainer.
+Differs from TRL: these are found at construction, with the values, the rule and the remedy. `check_trainer` holds what
+is checked of a trainer that TRL's constructor has built; the rest can be asked before, or of other objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -13,8 +16,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
 
+from .batching.sizes import check_equal_slices
+from .config import GRPOConfig
 from .errors import ConfigError, DataError, ModelError, SplitDependentError
-from .forward.positions import covered_length
+from .forward.lm_head import refuse_unknown_head
+from .forward.positions import covered_length, longest_prompt, settle_rope
+from .forward.reference import base_model_of
+from .precision.loss_scaler import refuse_half_weights
+from .runtime.collectives import shards_parameters
+from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 
 logger = get_logger(__name__)
 
@@ -167,7 +177,7 @@ def check_overrides(cls: type, ours: type) -> None:
     if unused:
         logger.warning(
             f"{cls.__name__} overrides {', '.join(unused)}, which stock TRL calls and grpo_ext does not; the override"
-            " has no effect here. Loaders and losses are built from engine.prompt_order and core.losses."
+            " has no effect here. Loaders and losses are built in batching.prompt_order and algorithms.losses."
         )
 
 
@@ -327,3 +337,169 @@ def check_prompt_lengths(
         if len(suspects) == batch:
             check()
     check()
+
+
+def check_stream(train: Any, dynamic_sampling: bool) -> None:
+    """Refuse dynamic sampling from a stream, which has no further prompts.
+
+    Raises:
+        ConfigError: names the remedy.
+    """
+    if dynamic_sampling and train is not None and not hasattr(train, "__len__"):
+        raise ConfigError(
+            "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
+            "use a data set with a length."
+        )
+
+
+def why_logprobs(config: GRPOConfig) -> str | None:
+    """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
+    if not (config.use_vllm and config.vllm_importance_sampling_correction):
+        return None
+    return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
+
+
+# ---- A trainer that is built ----------------------------------------------------------------------------------------
+
+
+def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
+    """Everything that is refused of a trainer; what the promise does not cover of it, as sentences.
+
+    Args:
+        config: as the user gave it.
+        ours: this package's trainer, which the class of `trainer` may be a subclass of.
+
+    Raises:
+        ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
+    """
+    policy, accelerator = trainer.model, trainer.accelerator
+    if config.disable_dropout:
+        for module in (policy, trainer.ref_model):
+            if module is not None:
+                disable_random_parts(module)
+    if trainer.takes_images:
+        _check_images(config)
+        return [
+            *refuse_split_dependence(policy, config.neftune_noise_alpha, allow=True),
+            "images: trains through TRL's own code path",
+        ]
+    refuse_unknown_head(base_model_of(policy))
+    check_overrides(type(trainer), ours)
+    check_parallelism(trainer.get_tp_size())
+    check_optimizer(trainer.optimizer, policy)
+    dataset = trainer.train_dataset
+    if trainer.use_vllm:
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
+    uncovered = refuse_split_dependence(policy, config.neftune_noise_alpha, config.allow_split_dependent)
+    sharded = shards_parameters(accelerator)
+    if not sharded and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise ConfigError(
+            "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
+            "once, after the last. Leave it out of gradient_accumulation_kwargs."
+        )
+    if config.bitwise_invariant:
+        check_bitwise(trainer)
+    if config.fp16 and not trainer.is_deepspeed_enabled:
+        refuse_half_weights(policy)
+    if config.dynamic_sampling:
+        _check_dynamic_sampling(trainer, ours)
+    lengths = functools.partial(_prompt_lengths, trainer)
+    if trainer.environment_factories is None and hasattr(dataset, "__len__"):
+        longest = trainer.max_completion_length or 0  # None: as long as the model allows
+        check_chat_template(dataset, trainer._tokenizer)
+        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest, config.micro_batch_tokens)
+    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
+    done, dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
+    if done is not None:
+        logger.warning(done)
+    return uncovered + refuse_sentences([] if dependent is None else [dependent], config.allow_split_dependent)
+
+
+def _check_images(config: GRPOConfig) -> None:
+    ours = ("micro_batch_tokens", "advantage_estimator", "loss_aggregation", "dynamic_sampling")
+    found = [name for name in ours if getattr(config, name) not in (None, False)]
+    if found:
+        raise ConfigError(
+            f"{', '.join(found)}: images train through TRL's own code, which does not know of it; leave it out."
+        )
+    if config.bitwise_invariant:
+        raise ConfigError(
+            "bitwise_invariant=True needs this trainer's own step, and images train through TRL's own code. Turn one "
+            "of the two off."
+        )
+
+
+def check_bitwise(trainer: Any) -> None:
+    """Refuse what the same bits cannot be promised for.
+
+    Raises:
+        ConfigError, ModelError: names it.
+    """
+    accelerator = trainer.accelerator
+    refuse_sharding(shards_parameters(accelerator), accelerator.num_processes, accelerator.distributed_type.value)
+    refuse_batch_dependent_rewards(trainer.reward_funcs)
+    own = trainer.own_sampling()
+    if own is not None or not trainer.samples_by_key():
+        own = own or trainer.own_generate()
+        raise ConfigError(
+            "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
+            f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "
+            "off."
+        )
+
+
+def uncovered_sampling(trainer: Any) -> list[str]:
+    """What the promise does not cover of how completions are sampled, as sentences."""
+    if trainer.takes_images or (trainer.own_sampling() is None and trainer.samples_by_key()):
+        return []
+    if (own := trainer.own_sampling()) is not None:
+        sentence = f"{own} may sample in its own way; only the update is covered"
+        if own == "rollout_func":
+            sentence += (
+                ". A resumed run goes on with the completions of its checkpoint, and with the random numbers of "
+                "Python, NumPy and torch where it has as many processes; what else rollout_func draws from is its own"
+            )
+        return [sentence]
+    if trainer.use_vllm:
+        return [
+            "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
+            "completion differs"
+        ]
+    own = trainer.own_generate()
+    if own is not None and not trainer.use_transformers_continuous_batching:
+        return [f"{own} samples, and not by key; only the update is covered"]
+    return ["this way of generating does not sample by key; only the update is covered"]
+
+
+def _check_dynamic_sampling(trainer: Any, ours: Any) -> None:
+    """Refuse dynamic sampling where there is nothing to draw from, or where it would undo a subclass's work."""
+    rows, prompts = len(trainer.train_dataset), trainer.geometry.prompts_per_rollout
+    if rows <= prompts:
+        raise ConfigError(
+            f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
+            f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
+        )
+    own = type(trainer)._generate_and_score_completions is not ours._generate_and_score_completions
+    if own and trainer._rewards.rule.depends_on_the_batch:
+        raise ConfigError(
+            f"dynamic_sampling=True computes advantages over the batch once it is full, and {type(trainer).__name__} "
+            "overrides _generate_and_score_completions, whose advantages would be lost; use an estimator that "
+            "looks at one group at a time (the default does)."
+        )
+
+
+def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:
+    return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+
+
+def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+    train, evaluation = trainer.train_dataset, trainer.eval_dataset
+    others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+    known = [data for data in (train, *others) if has_readable_prompts(data)]
+    unread = all(data is not train for data in known) or trainer.environment_factories is not None
+    if unread or not trainer.max_completion_length:
+        return None
+    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)
+    return longest_prompt(prompts, lengths) + trainer.max_completion_length

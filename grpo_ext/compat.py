@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from unittest import mock
 
 import accelerate
 import transformers
@@ -51,11 +52,24 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 
 profiling_context = _function("trl.extras.profiling", "profiling_context")
+get_config_model_id = _function("trl.trainer.utils", "get_config_model_id")
 create_model_from_path = _function("trl.trainer.utils", "create_model_from_path")
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
 prepare_fsdp = _function("trl.models", "prepare_fsdp")
 SyncRefModelCallback = _function("trl", "SyncRefModelCallback")
 _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
+
+
+def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
+    """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it."""
+    kwargs: Any = args.model_init_kwargs or {}
+    return transformers.AutoProcessor.from_pretrained(
+        model if isinstance(model, str) else get_config_model_id(model.config),
+        revision=kwargs.get("revision") if isinstance(model, str) else None,
+        truncation_side="left",
+        padding_side="left",
+        trust_remote_code=getattr(args, "trust_remote_code", False),
+    )
 
 
 @contextmanager
@@ -75,6 +89,50 @@ def unwrapped_for_generation(
         yield unwrapped
     if checkpointing and not knows:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+
+class View:
+    """An object seen with some attributes replaced. Nothing of the object changes; what is set, is set on it.
+
+    A method of TRL's that reads `self.reward_funcs` is run on a view of the trainer that has others (`on_view`), where
+    setting them on the trainer, and back, would show to everything else that reads them meanwhile.
+    """
+
+    def __init__(self, target: Any, instead: dict[str, Any]) -> None:
+        vars(self)["_target"], vars(self)["_instead"] = target, instead
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `super()` in the methods that run on it
+        return type(self._target)
+
+    def __getattr__(self, name: str) -> Any:  # of what is not found here
+        return self._instead[name] if name in self._instead else getattr(self._target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)
+
+
+def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a bound method on a view of its object; what it calls in turn sees the object itself."""
+    return method.__func__(View(method.__self__, instead), *args, **kwargs)
+
+
+@contextmanager
+def gathering_through(
+    accelerator: Any, gather: Callable[..., Any], gather_object: Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, TRL's scoring gathers through these functions: the one place where code of others is replaced.
+
+    TRL gathers rewards, lengths and logs by functions that it has imported by name, and all of them take as many rows
+    from every process. Here processes have different numbers of prompts, so that a rollout batch can be any size on any
+    number of processes. No argument and no override reaches those calls, which stand in the middle of long methods.
+    """
+    with (
+        mock.patch.object(accelerator, "gather", gather),
+        mock.patch.object(trl_module, "gather", gather),
+        mock.patch.object(trl_module, "gather_object", gather_object),
+    ):
+        yield
 
 
 @functools.cache
@@ -171,6 +229,7 @@ CALLED = (
     Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
     Point(trl, "SyncRefModelCallback", ("ref_model", "accelerator")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
+    Point(_module("trl.trainer.utils"), "get_config_model_id", ("config",)),
     Point(_module("trl.extras.profiling"), "profiling_context", ("trainer", "name")),
     Point(_GENERATION, "_prefill", ("input_ids", "generation_config", "model_kwargs")),
     Point(_GENERATION, "_update_model_kwargs_for_generation", ("outputs", "model_kwargs")),

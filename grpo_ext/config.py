@@ -565,8 +565,8 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
-    def for_trl(self, onto: GRPOConfig | None = None) -> GRPOConfig:
-        """The copy (or `onto`, changed) with TRL's own layout, for what trains through TRL's code path.
+    def for_trl(self) -> GRPOConfig:
+        """The copy with TRL's own layout, for models that take images.
 
         Raises:
             ConfigError: TRL's path needs sizes that its micro-batches divide.
@@ -576,15 +576,15 @@ class GRPOConfig(trl.GRPOConfig):
         if g.global_batch_size % unit:
             raise ConfigError(
                 f"global_batch_size={g.global_batch_size} is not a multiple of per_device_train_batch_size="
-                f"{g.micro_batch_size} * {g.num_processes} process(es); images and rollout_func train through TRL's "
-                "own code, which needs that; change per_device_train_batch_size."
+                f"{g.micro_batch_size} * {g.num_processes} process(es); images train through TRL's own "
+                "code, which needs that; change per_device_train_batch_size."
             )
         if self.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size=True: images and rollout_func train through TRL's own code, which cannot run a "
-                "window again; lower per_device_train_batch_size instead."
+                "auto_find_batch_size=True: images train through TRL's own code, which cannot run a step "
+                "again; lower per_device_train_batch_size instead."
             )
-        args = onto if onto is not None else copy.copy(self)
+        args = copy.copy(self)
         args.gradient_accumulation_steps = g.global_batch_size // unit
         args.generation_batch_size = g.rollout_batch_size
         args.steps_per_generation = g.rollout_batch_size // unit

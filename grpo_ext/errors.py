@@ -24,6 +24,10 @@ class RewardError(GrpoExtError):
     """A reward function that raised, or returned something that is no reward."""
 
 
+class RolloutError(GrpoExtError):
+    """A `rollout_func` that raised, or returned something that is no rollout."""
+
+
 class SplitDependentError(ModelError):
     """Something in the model or the settings makes the update depend on the hardware split."""
 

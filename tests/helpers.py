@@ -95,6 +95,22 @@ def sparse_reward(prompts: list[str], completions: list[str], **kwargs: Any) -> 
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
 
 
+def given_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func`: two turns between which an environment writes, whose prompts may differ within a group."""
+    tokenizer, group = trainer.processing_class, trainer.num_generations
+    found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "turns": []}
+    for row, prompt in enumerate(prompts):
+        source = random.Random(f"{prompt}/{row % group}")
+        seen = prompt + ("?" if row % group == 1 and len(prompt) % 2 else "")
+        first, told, last = (source.choices(range(10, 40), k=source.randint(1, 5)) for _ in range(3))
+        found["prompt_ids"].append(tokenizer(seen)["input_ids"])
+        found["completion_ids"].append([*first, *told, *last, tokenizer.eos_token_id])
+        found["logprobs"].append([-1.0] * (len(first) + len(told) + len(last) + 1))
+        found["env_mask"].append([1] * len(first) + [0] * len(told) + [1] * (len(last) + 1))
+        found["turns"].append(2)
+    return found
+
+
 def config_kwargs(folder: Any, **overrides: Any) -> dict[str, Any]:
     """Settings of a short, quiet run."""
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -174,11 +175,31 @@ def probe_estimator(name: str, num_generations: int) -> None:
     estimated_advantages(name, rewards.view(-1, 1), torch.ones(1), num_generations)
 
 
-def depends_on_the_batch(name: str | None, scale_rewards: str, aggregation: str) -> bool:
-    """Whether the advantages of a group may depend on the other groups of the rollout batch."""
-    if name is not None:
-        return name not in ("group_standardized", "group_centered", "leave_one_out")
-    return scale_rewards == "batch" or aggregation == "normalize_then_sum"
+@dataclass(frozen=True)
+class AdvantageRule:
+    """How the rewards of a rollout batch become advantages.
+
+    Attributes:
+        estimator: a name as for `advantage_estimator`; None: the two that follow say.
+        scale_rewards, aggregation: TRL's `scale_rewards` and `multi_objective_aggregation`.
+    """
+
+    estimator: str | None = None
+    scale_rewards: str = "group"
+    aggregation: str = "sum_then_normalize"
+
+    def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+        """Advantages (B,) of rewards (B, F), which are NaN where a function returned `None`."""
+        if self.estimator is not None:
+            return estimated_advantages(self.estimator, rewards_BF, weights_F, num_generations)
+        return group_advantages(rewards_BF, weights_F, num_generations, self.scale_rewards, self.aggregation)
+
+    @property
+    def depends_on_the_batch(self) -> bool:
+        """Whether the advantages of a group may depend on the other groups of the rollout batch."""
+        if self.estimator is not None:
+            return self.estimator not in ("group_standardized", "group_centered", "leave_one_out")
+        return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
 
 
 def groups_without_variance(

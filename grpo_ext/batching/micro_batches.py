@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .sizes import ceil_div, even_share
+from .sizes import ceil_div, even_slice
 
 BALANCED = 1.02  # largest load over the mean at which dealing stops to cut groups
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
@@ -93,7 +93,7 @@ class TokenCost:
         return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
-def deal_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
+def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
     """Deal rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
 
     Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
@@ -163,11 +163,11 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
     units: list[list[int]] = []
     for piece in sizes.pieces(rows):
         count = ceil_div(len(piece), unit_rows)
-        units += [[piece[i] for i in even_share(len(piece), count, number)] for number in range(count)]
+        units += [[piece[i] for i in even_slice(len(piece), count, number)] for number in range(count)]
     return units
 
 
-def deal_units(
+def assign_units(
     sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
 ) -> list[list[list[int]]]:
     """Deal units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
@@ -192,7 +192,7 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
     for number in range(count):
         left, after = len(rows) - start, count - number - 1
         fewest, most = max(left - after * max_rows, 1), min(max_rows, left - after)
-        even = len(even_share(left, after + 1, 0))
+        even = len(even_slice(left, after + 1, 0))
         ends = [n for n in range(fewest, most + 1) if _ends_group(sizes, rows, start + n)]
         size = min(ends, key=lambda n: (abs(n - even), n)) if ends else min(max(even, fewest), most)
         result.append(list(rows[start : start + size]))

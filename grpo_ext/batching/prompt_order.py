@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..algorithms.keyed_random import ORDER_STREAM, RESERVE_STREAM, derive_key
-from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, rollout_share, step_layout
+from ..algorithms.keyed_random import FURTHER_STREAM, ORDER_STREAM, derive_key
+from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_prompts, step_layout
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RolloutRequest:
     Attributes:
         epoch, layout: where the step stands.
         share: prompts (positions in the rollout batch) this process samples from.
-        ghost: the share is empty; the rows are a stand-in that must not reach any result.
+        empty: the share is empty; the rows are a stand-in that must not reach any result.
         num_generations: completions per prompt; rows repeat each prompt this often.
         first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
     """
@@ -34,13 +34,13 @@ class RolloutRequest:
     epoch: int
     layout: StepLayout
     share: range
-    ghost: bool
+    empty: bool
     num_generations: int
     first_prompt: int = 0
 
 
 class StepRows(list):
-    """The rows of one process for one optimizer step (a list of dicts, as TRL expects), with their `request`."""
+    """The rows of one process for one rollout batch (a list of dicts, as TRL expects), with their `request`."""
 
     def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest) -> None:
         super().__init__(rows)
@@ -61,7 +61,7 @@ def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) 
 
 
 @dataclass(frozen=True)
-class ShareRule:
+class ProcessSlices:
     """How a rollout batch is dealt to processes for sampling."""
 
     num_generations: int
@@ -75,9 +75,9 @@ class ShareRule:
 
     def part(self, epoch: int, layout: StepLayout, prompts: int, first_prompt: int = 0) -> RolloutRequest:
         """The request for `prompts` prompts of that rollout batch, numbered from `first_prompt`."""
-        share = rollout_share(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        ghost = len(share) == 0
-        return RolloutRequest(epoch, layout, range(1) if ghost else share, ghost, self.num_generations, first_prompt)
+        share = process_prompts(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
+        empty = len(share) == 0
+        return RolloutRequest(epoch, layout, range(1) if empty else share, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
         """Fetch the share's rows; each completion gets a row of its own, since rewards and tools may write to it."""
@@ -109,7 +109,9 @@ class EpochSteps(Sampler[list[tuple[int, int]]]):
 class StepDataset(Dataset):
     """A map-style data set of optimizer steps over a map-style data set of prompts."""
 
-    def __init__(self, prompts: Any, layout: EpochLayout, rule: ShareRule, order: Callable[[int], list[int]]) -> None:
+    def __init__(
+        self, prompts: Any, layout: EpochLayout, rule: ProcessSlices, order: Callable[[int], list[int]]
+    ) -> None:
         self.prompts, self.layout, self.rule, self.order = prompts, layout, rule, order
         self._cached: tuple[int, list[int]] | None = None
 
@@ -118,12 +120,16 @@ class StepDataset(Dataset):
 
     def __getitem__(self, key: tuple[int, int]) -> StepRows:
         epoch, step = key
+        request = self.rule.request(epoch, self.layout[step])
+        return self.rows(request) if request.layout.starts_rollout else StepRows([], request)
+
+    def rows(self, request: RolloutRequest) -> StepRows:
+        """The rows of a rollout batch; steps that go on with one come without."""
+        epoch, start = request.epoch, request.layout.rollout_prompts.start
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, self.order(epoch))
-        order, layout = self._cached[1], self.layout[step]
-        return self.rule.rows(
-            self.rule.request(epoch, layout), lambda p: self.prompts[order[layout.rollout_prompts.start + p]]
-        )
+        order = self._cached[1]
+        return self.rule.rows(request, lambda p: self.prompts[order[start + p]])
 
 
 class StepStream(IterableDataset):
@@ -133,7 +139,7 @@ class StepStream(IterableDataset):
     so a step's place is its number, and skipping steps on resume arrives where the run had been.
     """
 
-    def __init__(self, stream: Any, geometry: BatchGeometry, rule: ShareRule, drop_last: bool) -> None:
+    def __init__(self, stream: Any, geometry: BatchGeometry, rule: ProcessSlices, drop_last: bool) -> None:
         self.stream, self.geometry, self.rule, self.drop_last = stream, geometry, rule, drop_last
 
     def __iter__(self) -> Iterator[StepRows]:
@@ -161,13 +167,13 @@ class StepStream(IterableDataset):
                 yield self.rule.rows(request, batch.__getitem__)
 
 
-class Reserve:
+class FurtherPrompts:
     """Further prompts for a rollout batch: the rest of the data set, in an order that (seed, epoch, rollout) decide.
 
     So they do not depend on the number of processes, nor on what other rollouts took, and a resumed run finds the same.
     """
 
-    def __init__(self, prompts: Any, rule: ShareRule, order: Callable[[int], list[int]], seed: int) -> None:
+    def __init__(self, prompts: Any, rule: ProcessSlices, order: Callable[[int], list[int]], seed: int) -> None:
         self.prompts, self.rule, self.order, self.seed = prompts, rule, order, seed
         self._cached: tuple[tuple[int, int], list[int]] | None = None
 
@@ -176,7 +182,7 @@ class Reserve:
         if self._cached is None or self._cached[0] != name:
             order = self.order(request.epoch)
             taken = {order[p] for p in request.layout.rollout_prompts}
-            generator = torch.Generator().manual_seed(derive_key(self.seed, RESERVE_STREAM, *name) >> 1)
+            generator = torch.Generator().manual_seed(derive_key(self.seed, FURTHER_STREAM, *name) >> 1)
             mixed = torch.randperm(len(self.prompts), generator=generator).tolist()
             self._cached = (name, [p for p in mixed if p not in taken])
         return self._cached[1]
@@ -211,7 +217,7 @@ def _itself(item: Any) -> Any:
 def make_loader(
     prompts: Any,
     geometry: BatchGeometry,
-    rule: ShareRule,
+    rule: ProcessSlices,
     *,
     seed: int,
     shuffle: bool,
@@ -233,7 +239,7 @@ def make_loader(
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
 
 
-def make_eval_loader(prompts: Any, rule: ShareRule) -> StepLoader:
+def make_eval_loader(prompts: Any, rule: ProcessSlices) -> StepLoader:
     """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means."""
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
@@ -254,7 +260,7 @@ class PromptOrder:
 
 
 class _EvalSet(Dataset):
-    def __init__(self, rows: Any, rule: ShareRule, layout: StepLayout) -> None:
+    def __init__(self, rows: Any, rule: ProcessSlices, layout: StepLayout) -> None:
         self.rows, self.rule, self.layout = rows, rule, layout
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def even_share(total: int, parts: int, index: int) -> range:
+def even_slice(total: int, parts: int, index: int) -> range:
     """The contiguous share of part `index` when `total` items are dealt to `parts` as evenly as possible."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
@@ -86,7 +86,7 @@ class BatchGeometry:
         A process without a share still runs one micro-batch of weight zero, so no process is below 1.
         """
         total = self.global_batch_size if completions is None else completions
-        shares = (len(even_share(total, self.num_processes, rank)) for rank in range(self.num_processes))
+        shares = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
         return [max(1, ceil_div(share, self.micro_batch_size)) for share in shares]
 
 
@@ -306,17 +306,17 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
     return StepLayout(rollout, iteration, step, prompts, range(step * size, min((step + 1) * size, rows)))
 
 
-def rollout_share(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
+def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
     """Prompts of a rollout batch that process `rank` samples: whole chunks, cut by global order.
 
     A chunk holds the same rows wherever it runs, so its matrix shapes, and with them its bits, are the same too.
     """
     groups = max(1, chunk_size // num_generations)
-    chunks = even_share(ceil_div(num_prompts, groups), num_processes, rank)
+    chunks = even_slice(ceil_div(num_prompts, groups), num_processes, rank)
     return range(min(chunks.start * groups, num_prompts), min(chunks.stop * groups, num_prompts))
 
 
-def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
+def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
     """Refuse rollout batches that cannot be dealt to the processes in equal shares, which TRL's vLLM client expects.
 
     Raises:

@@ -1,197 +1,126 @@
-"""Which form a model's forward takes (pack, padded batch, TRL's own), decided once for each model and said once.
+"""Log-probabilities of completions under the policy and the reference, at two entry points: a rollout, a micro-batch.
 
-Differs from TRL, which always pads. Called by the trainer for the policy and the reference model.
+Differs from TRL, where one method serves both: a rollout is scored once, without gradients, in chunks that fit; a
+micro-batch is scored in one forward, whose gradients are kept. Called at TRL's `_get_per_token_logps_and_entropies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
+from accelerate import Accelerator
 
-from ..errors import MemoryShortageError, ModelError
-from ..runtime.collectives import any_process, gather_lists
+from ..config import GRPOConfig
+from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
-from .adapters import is_prompt_learning, needs_whole_rows
-from .architecture import experts_per_token
-from .lm_head import RouterRequest
-from .pack_check import Evidence, Trial, telling_rows, try_pack
-from .packed import score_packed, score_padded, why_not_packed
-from .padded import with_positions, with_router
-from .positions import accepts_positions
+from .attention import packed_attention, runs_packs
+from .choice import ForwardChoice
+from .chunks import Chunking, score_in_chunks, without_checkpointing
+from .packed import read_batch
+from .reference import base_model_of
 
-logger = get_logger(__name__)
+Batch = tuple[torch.Tensor, torch.Tensor, int]  # input_ids (B, L), attention_mask (B, L), completion columns
+Scores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
-class Forms:
-    """Chooses how a model's completions are scored.
+class Scorer:
+    """Scores completions in TRL's layout: prompts padded on the left, completions on the right.
 
-    The cost rule between the forms: a pack computes `prompt + sum of completions` tokens, a padded batch
-    `rows * (longest prompt + longest completion)`: never less. So a model that can run packs always does; inside a
-    pack, `engine.attention.split_is_cheaper` decides for each group how its attention is computed.
+    Args:
+        args: `packed_forward`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
+        multiple: TRL's `pad_to_multiple_of`.
+        trl_scorer: TRL's own method, for what the other forwards cannot do.
     """
 
     def __init__(
-        self,
-        packed: bool,
-        score_completions_only: bool,
-        device: torch.device,
-        may_cut: bool = True,
-        multiple: int | None = None,
+        self, accelerator: Accelerator, args: GRPOConfig, multiple: int | None, trl_scorer: Callable[..., Any]
     ) -> None:
-        self.packed, self.score_completions_only, self.multiple = packed, score_completions_only, multiple or 1
-        self.device = device
-        self._memory = Halving("comparing packed with padded", "set packed_forward=False", may_cut)
-        self._reasons: dict[int, str | None] = {}
-        self._evidence: dict[int, Evidence] = {}
+        self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple, trl_scorer
+        self.sharded = shards_parameters(accelerator)
+        may_cut = not (self.sharded or args.bitwise_invariant)
+        remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
+        self.memory = Halving("scoring", remedy, may_cut)
+        self.choice = ForwardChoice(
+            args.packed_forward, args.score_completions_only, accelerator.device, not self.sharded, multiple
+        )
 
-    def packs(self, policy: Any, wrapped: Any = None) -> bool:
-        """Whether `policy` runs packs; says once why not, where that was asked for."""
-        if not self.packed:
-            return False
-        if id(policy) not in self._reasons:
-            self._conclude(policy, needs_whole_rows(wrapped) or why_not_packed(policy))
-        return self._reasons[id(policy)] is None
+    def packs(self, model: Any) -> bool:
+        """Whether the completions of `model` run packed."""
+        wrapped = self.accelerator.unwrap_model(model)
+        return self.choice.packs(base_model_of(wrapped), wrapped)
 
-    def _conclude(self, policy: Any, reason: str | None) -> None:
-        if reason is not None and reason not in self._reasons.values():  # policy and reference are often of one kind
-            logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
-        self._reasons[id(policy)] = reason
+    @contextmanager
+    def packing(self, model: Any) -> Iterator[None]:
+        """Inside, forwards and backwards of `model` run packed where it takes packs."""
+        with packed_attention(base_model_of(self.accelerator.unwrap_model(model)), self.packs(model)):
+            yield
 
-    def scorer(
-        self, policy: Any, wrapped: Any, stock: Callable[..., Any], recomputed_outside: bool = False
-    ) -> Callable[..., Any]:
-        """A function with the signature of TRL's `_get_per_token_logps_and_entropies`.
+    @contextmanager
+    def without_gradients(self, model: Any) -> Iterator[None]:
+        """Inside, `model` scores in its training precision, without gradients and without checkpointing its layers."""
+        plain = without_checkpointing(model, self.args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
+        with torch.no_grad(), plain, self.accelerator.autocast():
+            yield
 
-        Args:
-            policy: the causal language model.
-            wrapped: it, as PEFT wraps it.
-            stock: TRL's own method, for what the other forms cannot do.
-            recomputed_outside: gradient checkpointing will run the layers again where packs are off.
-        """
-        if self.packs(policy, wrapped) and not recomputed_outside:
-            return partial(_as_trl, partial(score_packed, multiple=self.multiple), policy)
-        if is_prompt_learning(wrapped):
-            return partial(_without_left_padding, stock)
-        if self.score_completions_only:
-            return partial(_as_trl, score_padded, policy)
-        return partial(_through_trl, stock, accepts_positions(policy))
-
-    def settled(self, policy: Any) -> bool:
-        """Whether `check` has nothing left to look at."""
-        known = id(policy) in self._evidence and self._evidence[id(policy)].settled
-        return known or self._reasons.get(id(policy)) is not None or not self.packed
-
-    def check(
+    def check_packs(
         self,
         model: Any,
-        policy: Any,
-        wrapped: Any,
         lengths: tuple[Sequence[int], Sequence[int], Sequence[bool]],
-        batch: Callable[[slice], tuple[Any, Any, int]],
+        batch: Callable[[slice], Batch],
         everywhere: bool,
     ) -> None:
-        """Before the first pack of a model, run both forms on real completions; every process reaches this together.
+        """Before the first pack of a model, compare packed and padded: see `ForwardChoice.check`."""
+        wrapped = self.accelerator.unwrap_model(model)
+        policy = base_model_of(wrapped)
+        if not self.choice.settled(policy):
+            self.choice.check(model, policy, wrapped, lengths, batch, everywhere)
 
-        What one process finds holds for all. Where the completions at hand cannot tell (one token each; none longer
-        than the sliding window), the next ones are looked at too.
+    def score_rollout(
+        self,
+        model: Any,
+        batch: Batch,
+        batch_size: int,
+        max_tokens: int | None,
+        group_size: int,
+        **options: Any,
+    ) -> Scores:
+        """Score this process's part of a rollout batch, without gradients; every process comes here together.
 
         Args:
-            lengths: of the completions at hand, as from `read_batch`.
-            batch: makes ids, attention mask and completion width of some of them.
-            everywhere: whether all processes have the same completions at hand.
+            batch_size, max_tokens: completions and tokens of a forward, at most.
+            group_size: completions per group, which canonical units are cut within.
+            options: of TRL's method (`compute_entropy`, `compute_aux_loss`).
 
-        Raises:
-            ModelError: on every process, where the two differ by more than rounding on one of them.
+        Returns:
+            Log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None.
         """
-        evidence = self._evidence.setdefault(id(policy), Evidence())
-        if evidence.settled or not self.packs(policy, wrapped):
-            return
-        rows = telling_rows(*lengths, evidence.longer_than)
-        if not (rows is not None if everywhere else any_process(rows is not None, self.device)):
-            return
-        part = slice(0, 1) if rows is None else rows  # a forward may be a collective, so all processes run it
-        ids, mask, width = batch(part)
+        ids, mask, width = batch
 
-        def work(piece: Sequence[int]) -> Trial:
-            some = slice(piece[0], piece[-1] + 1)
-            trial = try_pack(model, policy, ids[some], mask[some], width)
-            return trial if rows is not None and len(piece) > 1 else trial.untold
+        def align(chunks: int) -> int:  # where every forward is a collective, all make as many
+            return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
 
-        failure: MemoryShortageError | None = None
-        try:
-            own = self._memory.run(range(ids.size(0)), work)
-        except MemoryShortageError as error:  # told to the others first
-            own, failure = [Trial(difference=str(error))], error
-        trials = gather_lists(own)
-        difference = next((trial.difference for trial in trials if trial.difference), None)
-        if difference is not None:
-            raise failure or ModelError(f"{difference}. Set packed_forward=False.")
-        reason = next((trial.refused for trial in trials if trial.refused), None)
-        if reason is not None:
-            self._conclude(policy, reason)
-        evidence.add(own if everywhere else trials)
+        def some(rows: slice) -> Batch:
+            return ids[rows], mask[rows], width
 
+        with self.accelerator.autocast():
+            self.check_packs(model, read_batch(*batch), some, everywhere=False)
+            unit = self.args.unit_rows
+            units = None if unit is None else (group_size, unit)
+            chunking = Chunking(self.multiple, max_tokens, self.packs(model), align, units, self.memory)
+            return score_in_chunks(self._forward(model), model, chunking, *batch, batch_size, **options)
 
-def _as_trl(
-    score: Callable[..., Any],
-    policy: Any,
-    model: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    compute_entropy: bool = False,
-    compute_aux_loss: bool | RouterRequest = False,
-    **nothing: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    batch = (input_ids, attention_mask, logits_to_keep)
-    asked = {"with_router": bool(compute_aux_loss), "with_entropy": compute_entropy}
-    logps, entropies, router = score(model, policy, *batch, **asked)
-    if isinstance(compute_aux_loss, RouterRequest):
-        compute_aux_loss.output, router = router, None
-    return logps, entropies, None if router is None else router.aux_loss(experts_per_token(policy))
+    def score_micro_batch(self, model: Any, batch: Batch, **options: Any) -> Scores:
+        """Score a micro-batch in one forward, whose graph is kept where gradients are on; as `score_rollout`."""
+        policy = base_model_of(self.accelerator.unwrap_model(model))
+        # a loss that is computed outside the step runs its backward pass where packs are off
+        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not runs_packs(policy)
+        with self.accelerator.autocast():
+            chunking = Chunking(self.multiple, None, self.packs(model))
+            return score_in_chunks(self._forward(model, again), model, chunking, *batch, **options)
 
-
-def _through_trl(
-    stock: Callable[..., Any],
-    positions: bool,
-    model: Any,
-    *args: Any,
-    compute_aux_loss: bool | RouterRequest = False,
-    **kwargs: Any,
-) -> Any:
-    if isinstance(compute_aux_loss, RouterRequest):
-        model = with_router(model, compute_aux_loss)
-    return stock(
-        with_positions(model) if positions else model, *args, compute_aux_loss=bool(compute_aux_loss), **kwargs
-    )
-
-
-def _without_left_padding(
-    stock: Callable[..., Any],
-    model: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
-    *args: Any,
-    compute_aux_loss: bool | RouterRequest = False,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """TRL's method over rows that begin at their first token, so that all padding is on the right.
-
-    PEFT puts virtual tokens first and takes no `position_ids`: padding behind them would move the prompt.
-    """
-    if isinstance(compute_aux_loss, RouterRequest):
-        model = with_router(model, compute_aux_loss)
-    kwargs["compute_aux_loss"] = bool(compute_aux_loss)
-    columns = input_ids.size(1)
-    start_B1 = attention_mask.long().argmax(1, keepdim=True)
-    turned_BL = (torch.arange(columns, device=input_ids.device) + start_B1) % columns
-    ids, mask = input_ids.gather(1, turned_BL), attention_mask.gather(1, turned_BL)
-    logps, entropies, *rest = stock(model, ids, mask, columns - 1, *args, **kwargs)
-    # token t of a row's scores is its column t + 1
-    kept_BT = torch.arange(columns - 1 - logits_to_keep, columns - 1, device=input_ids.device) - start_B1
-    return logps.gather(1, kept_BT), None if entropies is None else entropies.gather(1, kept_BT), *rest
+    def _forward(self, model: Any, recomputed_outside: bool = False) -> Callable[..., Any]:
+        wrapped = self.accelerator.unwrap_model(model)
+        return self.choice.scorer(base_model_of(wrapped), wrapped, self.trl_scorer, recomputed_outside)

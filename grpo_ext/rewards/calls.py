@@ -59,7 +59,7 @@ class RewardCall:
 
 
 @dataclass
-class ShareCalls:
+class RewardCalls:
     """The calls that score one process's share of a rollout batch.
 
     Attributes:

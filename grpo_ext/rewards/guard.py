@@ -31,7 +31,7 @@ from tenacity import (
 )
 
 from ..errors import RewardError
-from .calls import RewardCall, ShareCalls
+from .calls import RewardCall, RewardCalls
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -196,7 +196,7 @@ def _listed(rewards: Any) -> Any:
 
 
 def checked_reward(
-    function: Callable[..., Any], name: str, faults: Faults = STRICT, calls: ShareCalls | None = None, number: int = 0
+    function: Callable[..., Any], name: str, faults: Faults = STRICT, calls: RewardCalls | None = None, number: int = 0
 ) -> Callable[..., Any]:
     """`function` with its result checked; synchronous or asynchronous as it was.
 
@@ -207,7 +207,7 @@ def checked_reward(
         calls: how the completions are cut, and where what is logged is kept; None: one call, recorders as they are.
         number: the function's place among the reward functions.
     """
-    one = _Scoring(function, name, faults, calls or ShareCalls(), number)
+    one = _Scoring(function, name, faults, calls or RewardCalls(), number)
     if _is_async(function):
 
         @functools.wraps(function)
@@ -235,7 +235,7 @@ class _Scoring:
     function: Callable[..., Any]
     name: str
     faults: Faults
-    calls: ShareCalls
+    calls: RewardCalls
     number: int
 
     def _begin(self, start: int, keywords: dict[str, Any]) -> tuple[RewardCall, dict[str, Any]]:
@@ -279,7 +279,7 @@ class _Scoring:
 
 
 def check_reward_functions(
-    functions: list[Any], names: list[str], faults: Faults = STRICT, calls: ShareCalls | None = None
+    functions: list[Any], names: list[str], faults: Faults = STRICT, calls: RewardCalls | None = None
 ) -> list[Any]:
     """Wrap the callables of a list; reward models (modules) are returned as they are."""
     return [

@@ -22,7 +22,7 @@ import trl
 from ..algorithms.learning_rate import global_batch_advice
 from ..errors import CheckpointError, ConfigError
 
-IDENTITY = "grpo_ext_identity.json"
+FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 256  # of the data set, evenly spread
 
 # fields of transformers' TrainingArguments that decide what is learned
@@ -180,7 +180,7 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def identity_of(
+def fingerprint_of_run(
     args: Any, geometry: Any, dataset: Any, model: dict[str, Any], tokenizer: str | None, rewards: list[str]
 ) -> dict[str, Any]:
     """Everything that is compared on resume, in plain JSON types."""
@@ -202,9 +202,9 @@ def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> N
             raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
 
 
-def save_identity(identity: dict[str, Any], folder: str | Path) -> None:
+def save_fingerprint(identity: dict[str, Any], folder: str | Path) -> None:
     """Write into a checkpoint's folder."""
-    (Path(folder) / IDENTITY).write_text(json.dumps(identity, indent=1) + "\n")
+    (Path(folder) / FINGERPRINT).write_text(json.dumps(identity, indent=1) + "\n")
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -223,7 +223,7 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
 
 
-def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
+def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Refuse to go on with what would be another run.
 
     Args:
@@ -235,7 +235,7 @@ def check_identity(folder: str | Path, current: dict[str, Any], allowed: Collect
     Raises:
         CheckpointError: names each field that changed, with both values.
     """
-    path, allowed = Path(folder) / IDENTITY, set(allowed)
+    path, allowed = Path(folder) / FINGERPRINT, set(allowed)
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
@@ -258,7 +258,7 @@ def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str
     """What a changed global batch means for the learning rate; empty where it did not change.
 
     Args:
-        found: what differs, as from `check_identity`.
+        found: what differs, as from `check_same_run`.
         learning_rate: that of the saved run.
     """
     if "global_batch_size" not in found:

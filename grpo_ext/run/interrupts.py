@@ -25,6 +25,13 @@ class TrainingInterrupted(SystemExit):
         self.checkpoint = checkpoint
 
 
+class RunCallback(TrainerCallback):
+    """A callback that is told of the end of `train()` also where it fails, for which the Trainer has no event."""
+
+    def on_run_end(self) -> None:
+        """Called by `GRPOTrainer.train`, last of all."""
+
+
 class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step.
 

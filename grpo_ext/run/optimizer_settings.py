@@ -27,6 +27,9 @@ def settings_kept(optimizer: Any, scheduler: Any, changed: Collection[str]) -> I
     A learning rate keeps its place in the schedule: the present rate moves by the same factor.
     """
     names = {CHANGEABLE[name] for name in changed if name in CHANGEABLE}
+    if not names:
+        yield
+        return
     chosen = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     yield
     inner = getattr(scheduler, "scheduler", scheduler)  # of Accelerate's wrapper

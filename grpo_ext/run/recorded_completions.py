@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from ..errors import CheckpointError
 from ..sampling.rollout import Rollout
 
-SAMPLES = "grpo_ext_samples.safetensors"
+RECORDED = "grpo_ext_samples.safetensors"
 _COUNT = 4
 
 
 @dataclass
-class Samples:
+class RecordedCompletions:
     """See the module.
 
     Attributes:
@@ -51,16 +51,16 @@ class Samples:
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         about = {"count": str(len(self.prompts)), "dtype": self.dtype, "temperature": json.dumps(self.temperature)}
         about["quantised"] = json.dumps(self.quantised)
-        save_file(plain, Path(folder) / SAMPLES, metadata=about)
+        save_file(plain, Path(folder) / RECORDED, metadata=about)
 
     @classmethod
-    def load(cls, folder: str | Path) -> Samples | None:
+    def load(cls, folder: str | Path) -> RecordedCompletions | None:
         """Read from a checkpoint's folder; None if it holds none.
 
         Raises:
             CheckpointError: they are there and cannot be read.
         """
-        path = Path(folder) / SAMPLES
+        path = Path(folder) / RECORDED
         if not path.is_file():
             return None
         try:
@@ -76,7 +76,7 @@ class Samples:
             raise CheckpointError(f"{path} is broken: {error}.") from None
 
 
-def sample_rows(rollout: Rollout) -> list[int]:
+def rows_to_record(rollout: Rollout) -> list[int]:
     """A few completions of at least the median length, the shortest such with their prompts."""
     lengths = {row: int(mask.sum()) for row, mask in enumerate(rollout.fields["completion_mask"])}
     lengths = {row: n for row, n in lengths.items() if n}
@@ -89,17 +89,17 @@ def sample_rows(rollout: Rollout) -> list[int]:
 
 def record(
     rollout: Rollout, score: Callable[[int], torch.Tensor], dtype: str, temperature: float, quantised: bool = False
-) -> Samples | None:
-    """Samples of a rollout batch.
+) -> RecordedCompletions | None:
+    """RecordedCompletions of a rollout batch.
 
     Args:
         score: from a row to its log-probabilities, (T,), padded on the right.
     """
-    rows = sample_rows(rollout)
+    rows = rows_to_record(rollout)
     if not rows:
         return None
     lengths = [int(rollout.fields["completion_mask"][row].sum()) for row in rows]
-    return Samples(
+    return RecordedCompletions(
         [rollout.fields["prompt_ids"][row] for row in rows],
         [rollout.fields["completion_ids"][row][:n] for row, n in zip(rows, lengths)],
         [score(row)[:n].float() for row, n in zip(rows, lengths)],
@@ -109,7 +109,7 @@ def record(
     )
 
 
-def score_alone(model: Any, samples: Samples) -> list[torch.Tensor]:
+def score_alone(model: Any, samples: RecordedCompletions) -> list[torch.Tensor]:
     """Log-probabilities of every sample, each run on its own by an ordinary transformers model."""
     found = []
     narrow = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -7,14 +7,12 @@ nothing. Written and read by the trainer around transformers' own checkpoint fil
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
 
 from ..errors import CheckpointError
 from ..sampling.rollout import Rollout
@@ -82,17 +80,6 @@ class RunState:
             rows = {n: list(tensors[f"{n}/values"].split(tensors[f"{n}/lengths"].tolist())) for n in names}
             state.rollout = Rollout.of_groups(rows, num_generations)
         return state
-
-
-class RestoreAtBegin(TrainerCallback):
-    """Restores what the Trainer's loop resets between reading its checkpoint and its first step."""
-
-    def __init__(self, restore: Callable[[], None]) -> None:
-        self.restore = restore
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """The loop has set its sums to zero."""
-        self.restore()
 
 
 def save_reference(model: torch.nn.Module, folder: str | Path) -> None:

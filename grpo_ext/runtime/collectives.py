@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from accelerate.utils import gather as equal_gather
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..compat import trl_module
+from ..compat import gathering_through
 from ..errors import CheckpointError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
@@ -47,27 +46,22 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
 
 
 @contextmanager
-def ragged_scoring(accelerator: Accelerator, ghost: bool) -> Iterator[None]:
-    """Let TRL's scoring code gather shares of unequal size; a `ghost` process takes part but adds no row.
+def ragged_scoring(accelerator: Accelerator, empty: bool) -> Iterator[None]:
+    """Let TRL's scoring code gather shares of unequal size; a `empty` process takes part but adds no row.
 
-    TRL gathers through `accelerator.gather` and through the functions it imported by name; all three are replaced for
-    the duration of the call by versions that agree with the originals where every share has the same size.
+    The functions agree with those that TRL calls where every share has the same size.
     """
-    rows = 0 if ghost else None
+    rows = 0 if empty else None
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:  # sums and counts: a ghost's are zero
-            return equal_gather(torch.zeros_like(tensor) if ghost else tensor)
+        if tensor.dim() == 0:  # sums and counts: an empty share's are zero
+            return equal_gather(torch.zeros_like(tensor) if empty else tensor)
         return ragged_gather(tensor, rows)
 
     def objects(items: Any) -> Any:
-        return gather_object([] if ghost else items)
+        return gather_object([] if empty else items)
 
-    with (
-        mock.patch.object(accelerator, "gather", gather),
-        mock.patch.object(trl_module, "gather", gather),
-        mock.patch.object(trl_module, "gather_object", objects),
-    ):
+    with gathering_through(accelerator, gather, objects):
         yield
 
 

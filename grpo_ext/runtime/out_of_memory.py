@@ -1,4 +1,4 @@
-"""Out of memory is survivable: work that does not fit is cut in half and done again.
+"""Out of memory is out_of_memory_on_all: work that does not fit is cut in half and done again.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
 smaller size is layout, so the update stays the same. Used around generation, scoring and the window.
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 
-class WindowOutOfMemory(Exception):
+class StepOutOfMemory(Exception):
     """A process ran out of memory in the window; raised on all of them, after the gradients were thrown away."""
 
 
@@ -85,7 +85,7 @@ class Halving:
 
 
 @dataclass
-class WindowLimits:
+class MicroBatchLimits:
     """The size of a micro-batch: what was asked for, and what fits.
 
     Attributes:
@@ -120,6 +120,13 @@ class WindowLimits:
             return f"micro_batch_tokens={self.tokens}"
         self.rows = ceil_div(min(self.rows, largest_rows), 2)
         return f"per_device_train_batch_size={self.rows}"
+
+    def what_fits(self) -> str:
+        """For the end of a run in which memory ran out."""
+        tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
+        return (
+            f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
+        )
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -14,7 +14,7 @@ import torch
 from ..batching.prompt_order import RolloutRequest
 
 
-class RowIdentity:
+class RowHistories:
     """Finds which row of the share a later turn continues, when tools make TRL generate again for some rows.
 
     TRL passes the continued rows in order and each extends its own history, so the next row whose history is a prefix
@@ -46,8 +46,8 @@ class RowIdentity:
 
 
 @dataclass(frozen=True)
-class ShareSampling:
-    """Samples the rows of one process's share, chunk by chunk; later turns keep the chunks of the first.
+class ChunkedGeneration:
+    """Samples the rows of one process, chunk by chunk; later turns keep the chunks of the first.
 
     Attributes:
         identity: the rows' histories, None in the first turn.
@@ -58,7 +58,7 @@ class ShareSampling:
     """
 
     request: RolloutRequest
-    identity: RowIdentity | None
+    identity: RowHistories | None
     keys_B: torch.Tensor
     chunk_size: int
     calls: Callable[[int], int]
@@ -67,7 +67,7 @@ class ShareSampling:
     def run(
         self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
     ) -> list[list[int]]:
-        """New token ids of each of `rows`; a ghost's rows are one `filler` token, sampled only to keep step.
+        """New token ids of each of `rows`; an empty share's rows are one `filler` token, sampled only to keep step.
 
         Args:
             sample: from prompts, keys and token offsets of a chunk to its new token ids.
@@ -90,7 +90,7 @@ class ShareSampling:
         parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
         if self.alike:
             parts = [piece for part in parts for piece in by_length(part, prompt_ids)]
-        own = 0 if self.request.ghost else len(parts)
+        own = 0 if self.request.empty else len(parts)
         result: list[list[int]] = [[filler] for _ in rows]
         for call in range(self.calls(own)):
             part = parts[call % len(parts)]

@@ -7,15 +7,15 @@ Called by the trainer around TRL's `VLLMGeneration.generate`, in both of its mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
 from ..algorithms.keyed_random import mix
+from ..compat import View, on_view
 from ..runtime.collectives import gather_in_group, gather_lists
 from .rollout import Rollout
 
@@ -35,60 +35,59 @@ def completion_seeds(keys_B: torch.Tensor, offsets_B: torch.Tensor, num_generati
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
 
 
-def _seeded_params(params: Any, seeds: Sequence[int]) -> list[Any]:
-    copies = [params.clone() for _ in seeds]
-    for copy, seed in zip(copies, seeds):
-        copy.seed = seed
-    return copies
-
-
-@contextmanager
-def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Iterator[None]:
-    """Inside, a `VLLMGeneration` samples this process's rows with these seeds.
+def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Any:
+    """A `VLLMGeneration` seen so that it samples this process's rows with these seeds.
 
     Args:
-        generation: TRL's `VLLMGeneration`.
+        generation: TRL's `VLLMGeneration`, which stays as it is.
         seeds: one per row of this process.
         num_generations: rows per prompt, as `generate` is told.
     """
     if generation.mode == "colocate":
-        shared = list(seeds)
+        rows = list(seeds)
         if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
-            parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
-            shared = [seed for part in parts for seed in part]
-        inner = generation.llm.generate
-
-        def generate(prompts: Any, sampling_params: Any, **options: Any) -> Any:
-            return inner(prompts, sampling_params=_seeded_params(sampling_params, shared), **options)
-
-        with mock.patch.object(generation.llm, "generate", generate):
-            yield
-        return
+            parts = gather_in_group(rows, generation.tp_group, generation.tensor_parallel_size)
+            rows = [seed for part in parts for seed in part]
+        engine = View(generation.llm, {"generate": functools.partial(_generate_seeded, generation.llm, rows)})
+        return _generating_with(generation, {"llm": engine})
     everyone = gather_lists(list(seeds))
     if not generation.accelerator.is_main_process:
-        yield
-        return
-    ask = generation.vllm_client.generate
-
-    def generate_each(prompts: Any, features: Any = None, **params: Any) -> dict[str, Any]:
-        """One request per prompt, because a request has one seed."""
-
-        def send(index: int) -> dict[str, Any]:
-            seed = {"seed": everyone[index * num_generations]}
-            options = {**params, "generation_kwargs": {**(params.get("generation_kwargs") or {}), **seed}}
-            image = None if features is None else features[index : index + 1]
-            return ask(prompts=[prompts[index]], features=image, **options)
-
-        with ThreadPoolExecutor(max_workers=min(_CONCURRENT, len(prompts))) as pool:
-            answers = list(pool.map(send, range(len(prompts))))
-        names = answers[0].keys()
-        return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}
-
-    with mock.patch.object(generation.vllm_client, "generate", generate_each):
-        yield
+        return generation
+    firsts = everyone[::num_generations]
+    client = generation.vllm_client
+    ask = functools.partial(_ask_one_by_one, client, firsts)
+    return _generating_with(generation, {"vllm_client": View(client, {"generate": ask})})
 
 
-def sampling_metrics(rollouts: Sequence[Rollout], sequence_level: bool) -> dict[str, float]:
+def _generating_with(generation: Any, instead: dict[str, Any]) -> View:
+    return View(generation, {"generate": functools.partial(on_view, generation.generate, instead)})
+
+
+def _generate_seeded(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
+    params = [sampling_params.clone() for _ in seeds]
+    for own, seed in zip(params, seeds):
+        own.seed = seed
+    return engine.generate(prompts, sampling_params=params, **options)
+
+
+def _ask_one_by_one(
+    client: Any, seeds: Sequence[int], prompts: Any, features: Any = None, **params: Any
+) -> dict[str, Any]:
+    """One request per prompt, because a request has one seed."""
+
+    def send(index: int) -> dict[str, Any]:
+        generation_kwargs = {**(params.get("generation_kwargs") or {}), "seed": seeds[index]}
+        image = None if features is None else features[index : index + 1]
+        options = {**params, "generation_kwargs": generation_kwargs}
+        return client.generate(prompts=[prompts[index]], features=image, **options)
+
+    with ThreadPoolExecutor(max_workers=min(_CONCURRENT, len(prompts))) as pool:
+        answers = list(pool.map(send, range(len(prompts))))
+    names = answers[0].keys()
+    return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}
+
+
+def sampling_metrics(rollouts: Sequence[Rollout], level: str | None) -> dict[str, float]:
     """TRL's log values of how far vLLM's log-probabilities are from the trainer's, over all completions.
 
     Tokens that carry no loss, and differences that vLLM could not tell (NaN), do not count. A value is 0 where nothing
@@ -96,12 +95,13 @@ def sampling_metrics(rollouts: Sequence[Rollout], sequence_level: bool) -> dict[
 
     Args:
         rollouts: the rollout batch, or the rounds it was sampled in, the same on every process.
-        sequence_level: whether there is one ratio for each completion, instead of one for each token.
+        level: TRL's `vllm_importance_sampling_mode`: one ratio for each completion ("sequence_...") or each token; None
+            without vLLM.
 
     Returns:
         Nothing where the difference is not corrected, and so not known.
     """
-    if not all("importance_sampling_ratio" in rollout.fields for rollout in rollouts):
+    if level is None or not all("importance_sampling_ratio" in rollout.fields for rollout in rollouts):
         return {}
     deltas, ratios = [], []
     for rollout in rollouts:
@@ -110,7 +110,7 @@ def sampling_metrics(rollouts: Sequence[Rollout], sequence_level: bool) -> dict[
             mask = rollout.loss_mask(row).bool()
             delta = (fields["old_per_token_logps"][row] - fields["sampling_per_token_logps"][row]).abs()[mask]
             deltas.append(delta[~delta.isnan()])
-            ratios.append(ratio if sequence_level else ratio[mask])
+            ratios.append(ratio if level.startswith("sequence") else ratio[mask])
     delta, ratio = torch.cat(deltas).double(), torch.cat(ratios).double()
     ratio = ratio[~ratio.isnan()]
     delta, ratio = (values if len(values) else torch.zeros(1) for values in (delta, ratio))

@@ -17,13 +17,13 @@ from accelerate.utils.memory import clear_device_cache
 
 from ..precision.loss_scaler import deepspeed_minimum
 from ..runtime.collectives import max_over_processes, sum_over_processes
-from ..runtime.out_of_memory import WindowOutOfMemory, is_out_of_memory
+from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 from .gradients import NativeGradients
 from .plan import MicroBatch
 
 
 @contextmanager
-def survivable(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
+def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
     """What runs inside may run out of memory; afterwards all processes know. It must hold no collective.
 
     Args:
@@ -31,7 +31,7 @@ def survivable(accelerator: Accelerator, discard: Callable[[], None] | None) -> 
             others could not be told: there the error goes on as it is.
 
     Raises:
-        WindowOutOfMemory: on every process, where one of them failed.
+        StepOutOfMemory: on every process, where one of them failed.
     """
     if discard is None:
         yield
@@ -45,10 +45,10 @@ def survivable(accelerator: Accelerator, discard: Callable[[], None] | None) -> 
         reason = str(error).splitlines()[0]  # the error itself would keep the tensors of its frames
     if max_over_processes(int(reason is not None), accelerator.device):
         discard()
-        raise WindowOutOfMemory(reason or "another process ran out of memory")
+        raise StepOutOfMemory(reason or "another process ran out of memory")
 
 
-def run_window(
+def run_micro_batches(
     accelerator: Accelerator,
     model: torch.nn.Module,
     gradients: NativeGradients | None,
@@ -61,7 +61,7 @@ def run_window(
         gradients: how gradients are added up; None where the engine (FSDP, DeepSpeed) does it, in its last backward.
 
     Raises:
-        WindowOutOfMemory: on every process, with the gradients thrown away.
+        StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
     if gradients is None:
@@ -71,7 +71,7 @@ def run_window(
     count = 1 << len(micro_batches).bit_length()
     accelerator.gradient_accumulation_steps = count
     accelerator.step = 0
-    with survivable(accelerator, gradients.discard):
+    with out_of_memory_on_all(accelerator, gradients.discard):
         gradients.start()
         try:
             for micro_batch in micro_batches:

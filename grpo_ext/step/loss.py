@@ -13,7 +13,7 @@ import torch
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
 from ..errors import ModelError
 from ..forward.lm_head import RouterOutput
-from .statistics import StepContext, router_term
+from .statistics import STEP_PART, StepContext, StepPart, router_term
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,12 @@ def assemble_loss(
     """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
 
     Args:
-        inputs: the collated micro-batch, with its `StepContext` under "step" and its weight under "weight", and
-            which group of the step each completion belongs to under "groups".
+        inputs: the collated micro-batch, with its `StepPart`.
         logps, entropies: (B, T), from the policy, with gradient.
         router: router output of a MoE model.
     """
-    context, weight, mask = inputs["step"], inputs["weight"], loss_mask(inputs)
-    keep = inputs.get("entropy_keep")
+    part: StepPart = inputs[STEP_PART]
+    context, weight, keep, mask = part.context, part.weight, part.entropy_keep_BT, loss_mask(inputs)
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
@@ -64,12 +63,12 @@ def assemble_loss(
         entropy_keep_BT=keep,
     )
     tokens = token_loss(cfg, batch)
-    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, inputs.get("groups"))).sum()
-    context.meter.add_total("policy_loss", loss, weight)
+    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, part.groups)).sum()
+    context.metrics.add_total("policy_loss", loss, weight)
     if terms.entropy_coefficient is not None:
         bonus_mask = mask if keep is None else mask * keep
         bonus = (entropies * bonus_mask).sum()
-        context.meter.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
+        context.metrics.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
         loss = loss - terms.entropy_coefficient * bonus / max(context.counts.entropy_tokens, 1)
     if terms.router_coefficient is not None:
         if router is None:
@@ -79,14 +78,14 @@ def assemble_loss(
                 "_get_per_token_logps_and_entropies pass compute_aux_loss on."
             )
         aux = router_term(router, context)
-        context.meter.add_total("aux_loss", aux, weight)
+        context.metrics.add_total("aux_loss", aux, weight)
         loss = loss + terms.router_coefficient * aux
-    context.meter.add_tokens("entropy", entropies, mask, weight)
-    _meter_policy(cfg, tokens, inputs["advantages"], mask, context, weight)
+    context.metrics.add_tokens("entropy", entropies, mask, weight)
+    _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
     return loss * weight
 
 
-def _meter_policy(
+def _add_policy_metrics(
     cfg: LossConfig,
     tokens: TokenLoss,
     advantages: torch.Tensor,
@@ -94,20 +93,20 @@ def _meter_policy(
     context: StepContext,
     weight: float,
 ) -> None:
-    meter = context.meter
+    metrics = context.metrics
     if tokens.kl_BT is not None:
-        meter.add_tokens("kl", tokens.kl_BT, mask, weight)
+        metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:
-        meter.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
+        metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
     per_sequence = cfg.importance_sampling_level == "sequence"
     for name, clipped in clip_indicators(cfg, tokens.ratio, advantages).items():
         mean_name = name if name == "cispo_clip_ratio" else f"{name}_mean"
         if per_sequence:
-            meter.add_sequences(mean_name, clipped, weight)
+            metrics.add_sequences(mean_name, clipped, weight)
         else:
-            meter.add_tokens(mean_name, clipped, mask, weight)
+            metrics.add_tokens(mean_name, clipped, mask, weight)
         per_row = clipped.squeeze(1) if per_sequence else (clipped * mask).sum(-1) / mask.sum(-1)
         if name == "clip_ratio/low":
-            meter.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
+            metrics.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
         elif name == "clip_ratio/high":
-            meter.add_extreme("clip_ratio/high_max", per_row, weight)
+            metrics.add_extreme("clip_ratio/high_max", per_row, weight)

@@ -17,7 +17,7 @@ from .plan import MicroBatch
 
 
 @dataclass
-class StepMeter:
+class StepMetrics:
     """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
 
     What the micro-batches add is kept apart and summed exactly rounded at the end (`math.fsum`), so that neither the
@@ -112,10 +112,10 @@ class StepWork:
         computed = sum(tokens for _, tokens in held)
         return cls(sizes.tokens(rows, packed=True), computed, 0 if packed else computed - real)
 
-    def add_to(self, meter: StepMeter) -> None:
+    def add_to(self, metrics: StepMetrics) -> None:
         """Meter this process's part."""
         for name in ("computed", "padding"):
-            meter.add_number(f"layout/{name}", getattr(self, name))
+            metrics.add_number(f"layout/{name}", getattr(self, name))
 
     def shares(self, values: dict[str, float], seconds: float) -> dict[str, float]:
         """What is logged, from the reduced values (taken out of `values`) and this process's seconds in the window."""

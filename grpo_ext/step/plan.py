@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from ..batching.micro_batches import (
     StepSizes,
     TokenCost,
+    assign_rows,
+    assign_units,
     canonical_units,
     cut_by_count,
     cut_by_tokens,
-    deal_rows,
-    deal_units,
 )
-from ..batching.sizes import even_share
+from ..batching.sizes import even_slice
 from ..runtime.collectives import shards_parameters
 
 
@@ -32,7 +32,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MicroBatchLayout:
     """How a step is laid onto processes and micro-batches; nothing here changes the update.
 
     Attributes:
@@ -60,7 +60,9 @@ def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) 
     return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))
 
 
-def plan_window(accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[MicroBatch]:
+def plan_step(
+    accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout
+) -> list[MicroBatch]:
     """This process's micro-batches of a step.
 
     Every process plans for all from the lengths, so no collective is needed.
@@ -72,17 +74,17 @@ def plan_window(accelerator: Accelerator, sizes: StepSizes, rows: Sequence[int],
     filler = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:
         units = canonical_units(sizes, rows, layout.unit_rows)
-        return fill_up(deal_units(sizes, units, processes, layout.cost or TokenCost())[rank], 1, filler)
+        return fill_up(assign_units(sizes, units, processes, layout.cost or TokenCost())[rank], 1, filler)
     if layout.cost is None or processes == 1:
-        shares = [[rows[i] for i in even_share(len(rows), processes, rank)] for rank in range(processes)]
+        shares = [[rows[i] for i in even_slice(len(rows), processes, rank)] for rank in range(processes)]
     else:
-        shares = deal_rows(sizes, rows, processes, layout.cost)
+        shares = assign_rows(sizes, rows, processes, layout.cost)
     own = _cut(sizes, shares[rank], layout)
     most = max(len(_cut(sizes, share, layout)) for share in shares) if shards_parameters(accelerator) else 1
     return fill_up(own, max(most, 1), filler)
 
 
-def _cut(sizes: StepSizes, rows: Sequence[int], layout: Layout) -> list[list[int]]:
+def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Largest first: what it frees holds all that follow, and memory that does not suffice shows at once."""
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)

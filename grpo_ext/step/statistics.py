@@ -1,7 +1,7 @@
 """Step-wide statistics: the counts every loss is divided by, and what two terms need to know of the whole step.
 
 The entropy quantile and the MoE load-balancing loss are no sums over tokens; with their step-wide threshold and expert
-shares measured first (one pass without gradients), they are. Runs once per optimizer step, before the window.
+shares measured first (one pass without gradients), they are. Runs once per optimizer step, before its first backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..batching.sizes import group_numbers
 from ..forward.lm_head import RouterOutput
 from ..runtime.collectives import ragged_gather, sum_over_processes
 from ..sampling.rollout import Rollout
-from .metrics import StepMeter
+from .metrics import StepMetrics
 from .plan import MicroBatch
 
 
@@ -29,7 +29,7 @@ class StepContext:
 
     Attributes:
         counts: the denominators.
-        meter: collects what is logged.
+        metrics: collects what is logged.
         entropy_keep: for the rows of this process, which tokens are above the step's entropy quantile.
         expert_share: how often each expert is chosen per row (a token in a layer), (E,); None without a router.
         router_rows: rows of the step: tokens times layers, over all processes.
@@ -37,7 +37,7 @@ class StepContext:
     """
 
     counts: StepCounts
-    meter: StepMeter
+    metrics: StepMetrics
     entropy_keep: dict[int, torch.Tensor] | None = None
     expert_share: torch.Tensor | None = None
     router_rows: int = 0
@@ -50,6 +50,29 @@ class StepContext:
             kept = (self.entropy_keep or {})[row]
             mask[i, : kept.numel()] = kept[:width].float()
         return mask
+
+
+STEP_PART = "grpo_ext_step"
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """What the loss of a micro-batch has to know of its step.
+
+    It stands under `STEP_PART` in the dictionary that TRL's `compute_loss` and `_compute_loss` are given, so that it
+    goes through a user's overrides of them, copies of the dictionary included.
+
+    Attributes:
+        context: the step.
+        weight: 0 where a process runs the micro-batch only to keep the collectives aligned.
+        groups: which group of the step each completion belongs to.
+        entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
+    """
+
+    context: StepContext
+    weight: float
+    groups: Sequence[int]
+    entropy_keep_BT: torch.Tensor | None = None
 
 
 def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
@@ -66,7 +89,7 @@ def measure_step(
     rollout: Rollout,
     micro_batches: Sequence[MicroBatch],
     score: Score,
-    meter: StepMeter,
+    metrics: StepMetrics,
     top_entropy_quantile: float,
     has_router: bool,
     top_k: int,
@@ -81,7 +104,7 @@ def measure_step(
         guard: around the forwards of the pass, which hold no collective.
     """
     tokens = [int(rollout.loss_mask(row).sum()) for row in range(len(rollout))]
-    context = StepContext(_counts(tokens, rollout.groups), meter, top_k=top_k)
+    context = StepContext(_counts(tokens, rollout.groups), metrics, top_k=top_k)
     if top_entropy_quantile >= 1.0 and not has_router:
         return context
     entropies: dict[int, torch.Tensor] = {}
@@ -133,19 +156,28 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     return load_balancing_loss(probs, share.to(probs), probs.numel(), total)
 
 
-def batch_context(inputs: dict[str, Any], device: torch.device, top_k: int, num_generations: int) -> dict[str, Any]:
-    """The inputs with a context that takes this one batch for the whole step; without "groups" it begins with one."""
+def whole_step(
+    inputs: dict[str, Any],
+    device: torch.device,
+    top_k: int,
+    num_generations: int,
+    top_entropy_quantile: float,
+    entropies_of: Callable[[dict[str, Any]], torch.Tensor],
+) -> dict[str, Any]:
+    """A scored batch that is no part of a step (a user's own call), with itself as its step.
+
+    Args:
+        inputs: as TRL scored it; it begins with a whole group.
+        entropies_of: from the completed inputs to entropies (B, T), without gradients; called where a quantile is set.
+    """
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    groups = inputs.get("groups") or group_numbers(mask.size(0), num_generations)
-    counts = _counts(mask.sum(1).tolist(), groups)
+    groups = group_numbers(mask.size(0), num_generations)
+    context = StepContext(_counts(mask.sum(1).tolist(), groups), StepMetrics(device), top_k=top_k)
     attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    context = StepContext(counts, StepMeter(device), top_k=top_k)
-    return {**inputs, "attention_mask": attention_mask, "step": context, "weight": 1.0, "groups": groups}
-
-
-def keep_whole_batch(inputs: dict[str, Any], entropies: torch.Tensor, top_entropy_quantile: float) -> None:
-    """Set the entropy quantile of a batch that is its own step; `inputs` comes from `batch_context`."""
-    context, mask = inputs["step"], inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    rows = list(range(mask.size(0)))
-    _set_entropy_keep(context, dict(zip(rows, entropies)), dict(zip(rows, mask)), rows, top_entropy_quantile)
-    inputs["entropy_keep"] = context.keep_mask(rows, mask.size(1), entropies.device)
+    inputs = {**inputs, "attention_mask": attention_mask}
+    keep = None
+    if top_entropy_quantile < 1.0:
+        entropies, rows = entropies_of(inputs), list(range(mask.size(0)))
+        _set_entropy_keep(context, dict(zip(rows, entropies)), dict(zip(rows, mask)), rows, top_entropy_quantile)
+        keep = context.keep_mask(rows, mask.size(1), entropies.device)
+    return {**inputs, STEP_PART: StepPart(context, 1.0, groups, keep)}

@@ -5,7 +5,6 @@ A callback: `Console().install(trainer)` before `train()`; the main process alon
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import sys
 from collections import deque
@@ -23,8 +22,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 
+from ..run.interrupts import RunCallback
 from .quiet import quiet_libraries
 
 __all__ = ["Console", "fitting", "plain_line", "quiet_libraries"]
@@ -52,7 +52,7 @@ _WIDE_ENOUGH = 80  # columns from which the bar shows the reward beside it
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class Console(TrainerCallback):
+class Console(RunCallback):
     """Shows a run as it goes: a bar and coloured lines on a terminal, plain lines in a file, a pipe or a notebook.
 
     Args:
@@ -84,8 +84,8 @@ class Console(TrainerCallback):
         self._handlers: list[tuple[Any, Any]] = []
 
     def install(self, trainer: Trainer) -> Trainer:
-        """Add this to a trainer in place of transformers' own progress callbacks; also puts the terminal in order
-        when `train()` ends with an error. Returns the trainer."""
+        """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer. The terminal is
+        put in order also where `train()` ends with an error (with another trainer, at the program's end)."""
         from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
 
         changed: Any = trainer
@@ -94,16 +94,6 @@ class Console(TrainerCallback):
                 changed.remove_callback(other)
         if self not in changed.callback_handler.callbacks:
             changed.add_callback(self)
-        train = changed.train
-
-        @functools.wraps(train)
-        def train_and_close(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return train(*args, **kwargs)
-            finally:
-                self.close()
-
-        changed.train = train_and_close
         return trainer
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
@@ -163,6 +153,10 @@ class Console(TrainerCallback):
         if self._bar is not None:
             self._show()
             self._bar.live.transient = False
+        self.close()
+
+    def on_run_end(self) -> None:
+        """Training has ended, perhaps with an error."""
         self.close()
 
     def close(self) -> None:

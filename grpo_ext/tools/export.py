@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
 from ..run.checkpoint import checkpoints, is_verified, why_broken
-from ..run.fingerprint import IDENTITY
+from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
-from ..run.recorded_completions import Samples, score_alone
+from ..run.recorded_completions import RecordedCompletions, score_alone
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains
@@ -352,7 +352,7 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
     Raises:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
-    samples = Samples.load(source)
+    samples = RecordedCompletions.load(source)
     if samples is None or samples.quantised:
         return None
     if adapter:
@@ -376,13 +376,13 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
     return difference
 
 
-def _difference(model: Any, samples: Samples) -> float:
+def _difference(model: Any, samples: RecordedCompletions) -> float:
     found = score_alone(model, samples)
     return float(torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)]).mean())
 
 
 def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:
-    identity = json.loads(path.read_text()) if (path := source / IDENTITY).is_file() else {}
+    identity = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
     settings = identity.get("settings", {})
     adapter = (writing / _ADAPTER_CONFIG).is_file()
     entries = read_manifest(source.parent)

@@ -41,19 +41,18 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         if mine and moment == "rewards" and rewards[0] == at:
             die()
         if mine and moment != "rewards" and rewards[0] == 1:
-            import grpo_ext.resumable_trainer as resumable
-            import grpo_ext.sampling_trainer as sampling
-            from grpo_ext.run import checkpoint
+            from grpo_ext.run import checkpoint, keeper
             from grpo_ext.run.state import RunState
+            from grpo_ext.sampling import sampler
             from grpo_ext.step import gradients
 
             owner, name = {
-                "rollouts": (sampling, "sample_chunk"),
+                "rollouts": (sampler, "sample_chunk"),
                 "window": (gradients.NativeGradients, "finish"),
                 "optimizer": (sys.modules["torch.optim.adam"], "adam"),
                 "writing": (RunState, "save"),
                 "listing": (checkpoint, "file_hash"),
-                "publishing": (resumable, "publish"),
+                "publishing": (keeper, "publish"),
             }[moment]
             inner = getattr(owner, name)
             count = [0]

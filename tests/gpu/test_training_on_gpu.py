@@ -60,7 +60,7 @@ def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTra
         processing_class=tiny_tokenizer(),
     )
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(COMPLETION - row)] for row in range(32)]
-    trainer._sample_rows = lambda request, prompts, which: [rows[row] for row in which]
+    trainer._sampler.by_key = lambda call, generating, settings, prompts, training: rows[: len(prompts)]
     before = [p.detach().cpu().clone() for p in trainer.model.parameters()]
     torch.cuda.reset_peak_memory_stats()
     trainer.train()

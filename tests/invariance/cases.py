@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.helpers import given_rollout, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
@@ -33,6 +33,7 @@ class Case:
     rewards: tuple[Any, ...] = (letter_reward,)
     prompts: int = 22
     evaluate: bool = False
+    rollout_func: Any = None
     nameless: bool = False  # a model object that cannot be loaded again by name
 
 
@@ -82,6 +83,10 @@ CASES = {
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
+    "rollout_func": Case({"loss_type": "dapo", **TWO_STEPS}, rollout_func=given_rollout),
+    "rollout_func_few": Case(
+        {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=given_rollout
+    ),
     "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
     "cut": Case({"global_batch_size": 10, "rollout_batch_size": 20, "max_steps": 7}, prompts=8, evaluate=True),
     "cut_prompt_mean": Case({"loss_aggregation": "prompt_mean", "mask_truncated_completions": True, **CUT}),
@@ -136,6 +141,7 @@ class Bench:
             trainer=trainer,
             peft=case.peft,
             eval_path=self.data(5) if case.evaluate else None,
+            rollout_func=case.rollout_func,
             nameless=case.nameless,
         )
         return dataclasses.replace(run, **{k: v for k, v in changes.items() if k in fields})

@@ -11,7 +11,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from grpo_ext.batching.sizes import check_equal_shares
+from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.tools.cli import app
 
 from .tiny import (
@@ -103,7 +103,7 @@ def test_what_uses_vllm_deals_equal_shares(recipe, name):
     geometry = training.resolve_geometry(processes)
     # a set of unknown size may leave any rest
     for count in [prompts] if prompts else range(100_000, 100_000 + geometry.prompts_per_rollout):
-        check_equal_shares(geometry, count, training.dataloader_drop_last)
+        check_equal_slices(geometry, count, training.dataloader_drop_last)
 
 
 @pytest.mark.parametrize("name", REAL)

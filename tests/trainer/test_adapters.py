@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import grpo_ext.forward.scorer
-import grpo_ext.sampling_trainer
+import grpo_ext.forward.choice
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import SplitDependentError
 from grpo_ext.sampling.chunks import by_length
@@ -66,7 +65,7 @@ def test_virtual_tokens_do_not_make_the_update_depend_on_the_split(tmp_path, kin
 @pytest.mark.parametrize("kind", ["prompt", "p_tuning"])
 def test_padding_behind_virtual_tokens_would(tmp_path, monkeypatch, kind):
     stock = lambda score, *args, **kwargs: score(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(grpo_ext.forward.scorer, "_without_left_padding", stock)
+    monkeypatch.setattr(grpo_ext.forward.choice, "_without_left_padding", stock)
     whole, rows = (update(tmp_path, KINDS[kind](), per_device_train_batch_size=size) for size in (16, 3))
     assert error(whole, rows) > DIFFERENT
 
@@ -89,8 +88,8 @@ def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
     trainer.model.generate = watched
     rollout = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     assert all(widths)  # no call has padding
-    fields, batch = rollout.fields, trainer._collate(rollout, grpo_ext.trainer.MicroBatch(tuple(range(len(rollout)))))
-    with trainer._scoring():
+    fields, batch = rollout.fields, trainer._step_runner.collate(rollout, range(len(rollout)))
+    with trainer._scorer.without_gradients(trainer.model):
         scored = trainer._score(trainer.model, batch)[0]
     for row in range(len(rollout)):
         prompt, completion = fields["prompt_ids"][row].tolist(), fields["completion_ids"][row].tolist()

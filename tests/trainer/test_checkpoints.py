@@ -322,7 +322,7 @@ def test_a_run_goes_on_with_another_way_of_cutting_groups(tmp_path, caplog, old,
     trainer = other(tmp_path, **dict(zip(names, new)), max_steps=2, allow_changed_on_resume=allowed)
     trainer.train("latest")
     assert trainer.state.global_step == 2
-    assert len(trainer._rollout) == new[1]  # sampled whole, although the run goes on in the middle of it
+    assert len(trainer._sampler.rollout) == new[1]  # sampled whole, although the run goes on in the middle of it
     seen, first = old[0] // 4, new[0] // 4
     fate = f"{first - seen} are skipped" if first > seen else f"{seen - first} come again"
     assert f"step 2 of 2: about {seen} prompts were trained, about {fate}" in caplog.text
@@ -372,13 +372,13 @@ def test_a_learning_rate_that_was_changed_on_purpose_is_used(tmp_path):
 
 
 def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
-    trainer = make(tmp_path, **SAVE)
-    trainer.is_deepspeed_enabled = True
+    keeper = make(tmp_path, **SAVE)._keeper
     listing = run / "checkpoint-2" / "checkpoint.json"
-    assert trainer._checkpoint_to_resume(str(listing.parent)) == str(listing.parent)  # written by one process
-    trainer.accelerator = SimpleNamespace(num_processes=3, is_main_process=True)
+    assert keeper.find(str(listing.parent)) == str(listing.parent)  # written by one process
+    state = SimpleNamespace(deepspeed_plugin=object())
+    keeper.accelerator = SimpleNamespace(num_processes=3, is_main_process=True, state=state)
     with pytest.raises(CheckpointError, match=r"written by 1 processes.* this run has 3. Start 1, or export"):
-        trainer._checkpoint_to_resume(str(listing.parent))
+        keeper.find(str(listing.parent))
 
 
 def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):

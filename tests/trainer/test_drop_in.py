@@ -244,16 +244,16 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
-    from grpo_ext import sampling_trainer as module
+    from grpo_ext.sampling import sampler as module
     from tests.trainer.test_layout import make
 
     trainer = make(tmp_path)
     monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
-    trainer.vllm_generation = SimpleNamespace(mode="server", tensor_parallel_size=1)
+    generation = SimpleNamespace(mode="server", tensor_parallel_size=1)
     with pytest.raises(ConfigError, match=r"4 to 8 completions.*also for evaluation"):
-        trainer._refuse_unequal_shares(4)
-    trainer.vllm_generation.mode = "colocate"
-    trainer._refuse_unequal_shares(4)
+        trainer._sampler.refuse_unequal_slices(generation, 4)
+    generation.mode = "colocate"
+    trainer._sampler.refuse_unequal_slices(generation, 4)
 
 
 def test_best_model_is_loaded_and_checkpoints_resume(tmp_path):
@@ -364,7 +364,7 @@ def tool_tokenizer():
 
 
 def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):
-    import grpo_ext.sampling_trainer as module
+    import grpo_ext.sampling.sampler as module
 
     turns = []
 

@@ -80,8 +80,9 @@ def run(folder: Path, *overflows: int, **settings: Any) -> tuple[GRPOTrainer, Wa
     return trainer, watch
 
 
-def given_completions(request: Any, prompts: Any, rows: list[int]) -> list[list[int]]:
-    return [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in rows]
+def give_completions(trainer: GRPOTrainer) -> None:
+    rows = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
+    trainer._sampler.by_key = lambda call, generating, settings, prompts, training: rows[: len(prompts)]
 
 
 def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_cpu):
@@ -90,14 +91,14 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
     trainer = build(tmp_path / "half", model, **once)
-    trainer._sample_rows = given_completions  # sampled in float16, some tokens would be others
+    give_completions(trainer)  # sampled in float16, some tokens would be others
     before = parameters(trainer)
     trainer.train()
     half = parameters(trainer) - before
     assert isinstance(trainer.accelerator.scaler, LossScaler)
     assert torch.float16 in seen
     full = build(tmp_path / "full", fp16=False, **once)
-    full._sample_rows = given_completions
+    give_completions(full)
     full.train()
     whole = parameters(full) - before
     assert 0 < float((half - whole).norm() / whole.norm()) < 0.02
@@ -185,7 +186,7 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     trainer = build(tmp_path, model, fp16=False)
-    trainer._sample_rows = given_completions  # sampling would stop before
+    give_completions(trainer)  # sampling would stop before
     with pytest.raises(PrecisionError, match=r"parameter model\.layers\.0\.mlp\.down_proj\.weight is not finite"):
         trainer.train()
 

@@ -94,7 +94,7 @@ def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monk
     def gone(sentence: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(trainer._watch, "say", gone)
+    monkeypatch.setattr(trainer._keeper.watch, "say", gone)
     trainer.add_callback(Signal(1, signal.SIGTERM))
     with pytest.raises(TrainingInterrupted):
         trainer.train()

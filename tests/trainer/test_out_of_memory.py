@@ -1,4 +1,4 @@
-"""Out of memory in the window: smaller micro-batches, the same update."""
+"""Out of memory in the step: smaller micro-batches, the same update."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext import sampling_trainer as sampling
 from grpo_ext.errors import MemoryShortageError
+from grpo_ext.sampling import sampler as sampling
 from tests.tolerances import UPDATE
 from tests.trainer.test_layout import error, make, parameters, update
 
@@ -53,9 +53,9 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settin
     before = parameters(trainer)
     trainer.train()
     assert error(expected, parameters(trainer) - before) <= UPDATE
-    assert trainer._limits.failures >= 1
+    assert trainer._step_runner.limits.failures >= 1
     if "micro_batch_tokens" not in settings:
-        assert trainer._limits.rows == 2  # 8 -> 4 -> 2
+        assert trainer._step_runner.limits.rows == 2  # 8 -> 4 -> 2
     assert "What fits here: per_device_train_batch_size=" in capsys.readouterr().out
     for line, other in zip(reference.state.log_history, trainer.state.log_history):
         if "entropy" in line:
@@ -96,13 +96,13 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
         return wrapped
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
-    forms = trainer._forms
-    scorer = forms.scorer
-    monkeypatch.setattr(forms, "scorer", lambda *args: once("scoring", scorer(*args)))
+    choice = trainer._scorer.choice
+    scorer = choice.scorer
+    monkeypatch.setattr(choice, "scorer", lambda *args: once("scoring", scorer(*args)))
     trainer.train()
     assert failed == {"generation", "scoring"}
-    assert trainer._sampling_memory.limit is not None
-    assert trainer._scoring_memory.limit is not None
+    assert trainer._sampler.memory.limit is not None
+    assert trainer._scorer.memory.limit is not None
     assert error(expected, parameters(trainer) - before) <= UPDATE
 
 
@@ -112,12 +112,12 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
     trainer = limited(tmp_path / "b", **exact)
     trainer.fails_at = range(2, 3)
     trainer.train()
-    assert trainer._limits.failures == 1
+    assert trainer._step_runner.limits.failures == 1
     assert torch.equal(parameters(reference), parameters(trainer))
     twice = limited(tmp_path / "d", **exact)
     twice.fails_at = (2, 8)  # in two steps
     twice.train()
-    assert twice._limits.failures == 2
+    assert twice._step_runner.limits.failures == 2
     assert torch.equal(parameters(reference), parameters(twice))
     always = limited(tmp_path / "c", **exact)
     with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
@@ -129,5 +129,5 @@ def test_auto_find_batch_size_means_this(tmp_path):
     trainer = limited(tmp_path / "b", auto_find_batch_size=True)
     before = parameters(trainer)
     trainer.train()
-    assert trainer._limits.rows == 2
+    assert trainer._step_runner.limits.rows == 2
     assert error(expected, parameters(trainer) - before) <= UPDATE

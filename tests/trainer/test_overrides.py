@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,27 +13,29 @@ import trl
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.plan import MicroBatch
+from grpo_ext.step.statistics import STEP_PART
 from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 from tests.trainer.test_own_generate import Sampler, apart, change, model_with
 
 # method -> what is different here by design, in a description of its arguments and of what it returns
 BY_DESIGN = {
-    "training_step": "once for an optimizer step, however many micro-batches it has",
+    "training_step": "once for an optimizer step, however many micro-batches it has; rows only where a rollout begins",
     "_prepare_inputs": "returns the completions of the step on all processes (a Rollout), not one padded micro-batch",
     "_generate": None,
     "_generate_single_turn": None,
     "_generate_and_score_completions": None,
     "_calculate_rewards": None,
-    "compute_loss": "inputs hold more: step, weight, groups, attention_mask",
-    "_compute_loss": "inputs hold more: step, weight, groups, attention_mask",
+    "compute_loss": "inputs hold more: attention_mask, and the place in the step (step.statistics.STEP_PART)",
+    "_compute_loss": "inputs hold more: attention_mask, and the place in the step (step.statistics.STEP_PART)",
     "_get_per_token_logps_and_entropies": "without the keywords that are about images, which are None",
     "log": "more values: time/, layout/",
     "_log_metric": "functions log to the call; the trainer's own method where a subclass overrides it",
     "create_optimizer": None,
     "create_scheduler": None,
 }
-MORE_INPUTS = {"step", "weight", "groups", "attention_mask"}
+NO_ROWS = [0]  # of a step that goes on with a rollout batch
+MORE_INPUTS = {STEP_PART, "attention_mask"}
 CONFIG = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
 
 
@@ -92,6 +95,8 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
             if name == "log":
                 assert args[1].keys() - our_args[1].keys() == set()
                 continue
+            if name in ("training_step", "_prepare_inputs") and our_args[-1] == NO_ROWS:
+                our_args = [*our_args[:-1], args[-1]]
             assert our_args == args, name
             if name == "_get_per_token_logps_and_entropies":
                 assert all(value is None for value in (kwargs.pop(n) for n in kwargs.keys() - our_kwargs.keys()))
@@ -208,11 +213,13 @@ def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(t
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
     trainer.train()
-    rollout = trainer._rollout
-    context = trainer._measure(rollout, [MicroBatch((0,))])
+    rollout, step = trainer._sampler.rollout, trainer._step_runner
+    loss_of = functools.partial(trainer._loss_of, trainer.model)
+    terms = trainer._terms()
+    context = step.measure(trainer.model, rollout, step.plan(trainer.model, rollout, 1, terms), terms, trainer._scored)
     with torch.no_grad():
-        assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,))) != 0.0
-        assert trainer._micro_batch_loss(trainer.model, rollout, context, MicroBatch((0,), weight=0.0)) == 0.0
+        assert step._loss(rollout, context, loss_of, MicroBatch((0,))) != 0.0
+        assert step._loss(rollout, context, loss_of, MicroBatch((0,), weight=0.0)) == 0.0
 
 
 def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):

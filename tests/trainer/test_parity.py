@@ -8,6 +8,8 @@ import transformers
 import trl
 
 import grpo_ext
+from grpo_ext.step.optimizer_step import reduced
+from grpo_ext.step.statistics import STEP_PART
 from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, PARITY
 
@@ -113,9 +115,9 @@ def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
 
 def last_metrics(trainer, batch) -> dict[str, float]:
     """The metrics of the batch as one step, under the names they are logged with."""
-    inputs = trainer._whole_batch(dict(batch))
+    inputs = trainer._whole_step(dict(batch))
     trainer._compute_loss(trainer.model, inputs)
-    trainer._finish_step(inputs["step"])
+    trainer._log_step(reduced(inputs[STEP_PART].context))
     return {key: values[-1] for key, values in trainer._metrics["train"].items()}
 
 
@@ -174,7 +176,7 @@ def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_ty
         error = float((gradient - theirs).norm() / theirs.norm())
         assert error <= PARITY, f"gradient differs by {error:.2e}"
     # the negative control: advantages of what a step has of its first group are not those of the whole group
-    whole = torch.cat(ours._rollout.fields["advantages"]).view(-1, 4)
+    whole = torch.cat(ours._sampler.rollout.fields["advantages"]).view(-1, 4)
     assert whole.sum(1).abs().max() < 1e-5
     assert whole.any(1).all()
     assert abs(sum(float(a) for a in steps.found[1][0].fields["advantages"][:2])) > 0.01

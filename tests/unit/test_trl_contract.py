@@ -106,7 +106,7 @@ def test_scoring_gathers_only_through_the_names_that_are_patched():
 def test_ragged_scoring_replaces_all_three_names_and_puts_them_back():
     accelerator = accelerate.Accelerator(cpu=True)
     before = (trl_module.gather, trl_module.gather_object)
-    with ragged_scoring(accelerator, ghost=False):
+    with ragged_scoring(accelerator, empty=False):
         assert trl_module.gather is not before[0]
         assert trl_module.gather_object is not before[1]
         assert "gather" in vars(accelerator)
@@ -118,7 +118,7 @@ def test_ragged_scoring_replaces_all_three_names_and_puts_them_back():
 
 def test_a_ghost_adds_no_row_and_nothing_to_a_sum():
     accelerator = accelerate.Accelerator(cpu=True)
-    with ragged_scoring(accelerator, ghost=True):
+    with ragged_scoring(accelerator, empty=True):
         assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
         assert trl_module.gather(torch.tensor(5.0)).sum() == 0.0
         assert trl_module.gather_object(["a"]) == []

@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ...batching.micro_batches import StepSizes, TokenCost, deal_rows
-from ...batching.sizes import even_share, group_numbers
+from ...batching.micro_batches import StepSizes, TokenCost, assign_rows
+from ...batching.sizes import even_slice, group_numbers
 from ...errors import ConfigError
 
 MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
@@ -358,7 +358,7 @@ def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float
     rows = range(shape.groups * shape.group)
     numbers, completions = group_numbers(len(rows), shape.group), [n for group in lengths for n in group]
     sizes = StepSizes(numbers, [shape.prompt] * len(rows), completions)
-    by_count = [list(even_share(len(rows), processes, rank)) for rank in range(processes)]
+    by_count = [list(even_slice(len(rows), processes, rank)) for rank in range(processes)]
 
     def spread(shares: Sequence[Sequence[int]]) -> float:
         loads = [
@@ -368,7 +368,7 @@ def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float
         ]
         return max(loads) * processes / sum(loads)
 
-    return spread(deal_rows(sizes, rows, processes, cost)), spread(by_count)
+    return spread(assign_rows(sizes, rows, processes, cost)), spread(by_count)
 
 
 def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: TokenCost) -> list[Table]:

@@ -46,6 +46,7 @@ class Run:
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
         resume_from: a checkpoint to go on from.
+        rollout_func: as for the trainer.
         nameless: the model is handed over without a name to find it by again, as one built in memory.
     """
 
@@ -60,6 +61,7 @@ class Run:
     dtype: str = "float32"
     trace: bool = False
     resume_from: str | None = None
+    rollout_func: Any = None
     nameless: bool = False
 
 

@@ -59,6 +59,7 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
         processing_class=AutoTokenizer.from_pretrained(run.model_path, padding_side="left"),
         peft_config=LoraConfig(**run.peft) if run.peft else None,
+        rollout_func=run.rollout_func,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 
 from ...algorithms.keyed_random import uniform
-from ...batching.micro_batches import StepSizes, deal_rows
+from ...batching.micro_batches import StepSizes, assign_rows
 from ...batching.sizes import BatchGeometry, group_numbers
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
@@ -129,7 +129,7 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
     """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
     rows = range(len(sizes.completions_B))
     loads = []
-    for share in deal_rows(sizes, rows, geometry.num_processes, model.cost):
+    for share in assign_rows(sizes, rows, geometry.num_processes, model.cost):
         work = sum(model.cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
         work += sum(model.cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
         loads.append(work)

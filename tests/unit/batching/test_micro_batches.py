@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from grpo_ext.batching.micro_batches import (
     StepSizes,
     TokenCost,
+    assign_rows,
+    assign_units,
     canonical_units,
     cut_by_count,
     cut_by_tokens,
     cut_in_order,
-    deal_rows,
-    deal_units,
     oversized,
 )
 from grpo_ext.batching.sizes import group_numbers
@@ -109,7 +109,7 @@ def test_cuts_by_count_fall_between_groups_where_they_can():
 def test_every_row_is_dealt_once(seed, processes):
     sizes = step(seed)
     rows = [r for r in range(48) if r % 7]
-    shares = deal_rows(sizes, rows, processes, COST)
+    shares = assign_rows(sizes, rows, processes, COST)
     assert len(shares) == processes
     assert sorted(row for share in shares for row in share) == rows
 
@@ -120,22 +120,22 @@ def test_loads_are_even_where_counts_are_not(seed, processes):
     sizes = step(seed, skewed=True)
     rows = list(range(48))
     by_count = [rows[48 * p // processes : 48 * (p + 1) // processes] for p in range(processes)]
-    by_cost = deal_rows(sizes, rows, processes, COST)
+    by_cost = assign_rows(sizes, rows, processes, COST)
     assert imbalance(sizes, by_cost) <= 1.1
     assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
 
 
 def test_groups_stay_whole_where_that_is_even():
     sizes = whole(4, [50] * 8, [30] * 32)
-    for share in deal_rows(sizes, range(32), 4, COST):
+    for share in assign_rows(sizes, range(32), 4, COST):
         assert [len(piece) for piece in sizes.pieces(share)] == [4, 4]
 
 
 def test_one_group_is_cut_for_two_processes_when_that_pays():
     sizes = whole(4, [10], [200, 200, 200, 200])
-    assert sorted(map(len, deal_rows(sizes, range(4), 2, COST))) == [2, 2]
+    assert sorted(map(len, assign_rows(sizes, range(4), 2, COST))) == [2, 2]
     long_prompt = whole(4, [2000], [1, 1, 1, 1])
-    assert sorted(map(len, deal_rows(long_prompt, range(4), 2, COST))) == [0, 4]
+    assert sorted(map(len, assign_rows(long_prompt, range(4), 2, COST))) == [0, 4]
 
 
 def test_a_prompt_costs_once_and_attention_grows_faster_than_length():
@@ -193,11 +193,11 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, m
     for part in by_tokens:
         assert len(part) <= max_rows
         assert sizes.tokens(part, packed) <= max_tokens or part[0] in alone
-    shares = deal_rows(sizes, rows, processes, COST)
+    shares = assign_rows(sizes, rows, processes, COST)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)
     units = canonical_units(sizes, rows, unit)
-    assert sorted(u for share in deal_units(sizes, units, processes, COST) for u in share) == units
+    assert sorted(u for share in assign_units(sizes, units, processes, COST) for u in share) == units
 
 
 def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():

@@ -13,7 +13,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ext.batching.prompt_order import ShareRule, StepRows, make_eval_loader, make_loader, prompt_order
+from grpo_ext.batching.prompt_order import ProcessSlices, StepRows, make_eval_loader, make_loader, prompt_order
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, print_blob=True, database=None)
@@ -52,8 +52,8 @@ class Stream:
             yield {"prompt": f"p{i}", "answer": i}
 
 
-def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ShareRule:
-    return ShareRule(g.num_generations, g.rollout_chunk_size, processes, rank)
+def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ProcessSlices:
+    return ProcessSlices(g.num_generations, g.rollout_chunk_size, processes, rank)
 
 
 def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
@@ -149,7 +149,7 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
     assert {len(s) for s in steps} == {len(layout)}
     for index, parts in enumerate(zip(*steps)):
         expected = [f"p{order[i]}" for i in layout[index].rollout_prompts for _ in range(g.num_generations)]
-        real = [part for part in parts if not part.request.ghost]
+        real = [part for part in parts if not part.request.empty]
         assert [name for part in real for name in names(part)] == expected
         for part in parts:
             assert part.request.layout == layout[index]
@@ -165,7 +165,7 @@ def test_a_process_without_a_share_gets_the_first_prompt_as_a_ghost(chunk_groups
     g = geometry(prompts_per_step=4, steps_per_rollout=1, chunk_groups=chunk_groups)
     shares = [next(iter(loader(data(4), g, 6, rank, shuffle=False))) for rank in range(6)]
     chunks = 4 // chunk_groups
-    assert [rows.request.ghost for rows in shares] == [False] * chunks + [True] * (6 - chunks)
+    assert [rows.request.empty for rows in shares] == [False] * chunks + [True] * (6 - chunks)
     for rows in shares[chunks:]:
         assert rows.request.share == range(1)
         assert names(rows) == ["p0"] * GENERATIONS
@@ -380,7 +380,7 @@ def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream
         (item,) = list(steps)
         assert item.request.epoch == 0  # the same completions in every evaluation of the same model
         assert item.request.layout.rollout_prompts == range(5)
-        parts += [] if item.request.ghost else names(item)
+        parts += [] if item.request.empty else names(item)
     assert parts == [f"p{i}" for i in range(5) for _ in range(GENERATIONS)]
 
 
@@ -389,7 +389,7 @@ def test_an_empty_evaluation_set_has_no_item():
 
 
 def test_what_a_reward_writes_into_a_row_does_not_reach_the_data():
-    rule = ShareRule(num_generations=2, chunk_size=2, num_processes=1, rank=0)
+    rule = ProcessSlices(num_generations=2, chunk_size=2, num_processes=1, rank=0)
     data = [{"prompt": "a", "x": 0}]
     layout = StepLayout(0, 0, 0, range(1), range(2))
     rows = rule.rows(rule.request(0, layout), data.__getitem__)

@@ -16,11 +16,11 @@ from grpo_ext.batching.sizes import (
     BatchGeometry,
     EpochLayout,
     ceil_div,
-    check_equal_shares,
+    check_equal_slices,
     describe_plan,
-    even_share,
+    even_slice,
+    process_prompts,
     resolve_geometry,
-    rollout_share,
     step_layout,
 )
 from grpo_ext.config import GRPOConfig
@@ -295,7 +295,7 @@ def test_ceil_div_rounds_up(a, b):
 @PROPERTY
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_even_shares_tile_the_whole_in_order_and_differ_by_at_most_one(total, parts):
-    shares = [even_share(total, parts, i) for i in range(parts)]
+    shares = [even_slice(total, parts, i) for i in range(parts)]
     assert [item for share in shares for item in share] == list(range(total))
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -312,7 +312,7 @@ def test_every_process_runs_just_enough_micro_batches_and_at_least_one(generatio
     ):
         assert len(counts) == processes
         for rank, count in enumerate(counts):
-            share = len(even_share(total, processes, rank))
+            share = len(even_slice(total, processes, rank))
             assert count >= 1
             assert count * micro >= share
             assert count == 1 or (count - 1) * micro < share
@@ -327,7 +327,7 @@ def test_rollout_shares_are_whole_chunks_cut_at_the_same_places_for_every_proces
     chunk = groups * generations
     boundaries = list(range(0, prompts, groups))
     for count in (1, processes, prompts + 5):  # the last: more processes than chunks
-        shares = [rollout_share(prompts, generations, chunk, count, rank) for rank in range(count)]
+        shares = [process_prompts(prompts, generations, chunk, count, rank) for rank in range(count)]
         assert [p for share in shares for p in share] == list(range(prompts))
         cut = [start for share in shares for start in range(share.start, share.stop, groups)]
         assert cut == boundaries, f"{count} processes cut chunks at {cut}"
@@ -339,12 +339,12 @@ def test_rollout_shares_are_whole_chunks_cut_at_the_same_places_for_every_proces
 
 
 def test_processes_without_a_chunk_have_an_empty_share():
-    shares = [rollout_share(4, 2, 4, 5, rank) for rank in range(5)]
+    shares = [process_prompts(4, 2, 4, 5, rank) for rank in range(5)]
     assert [list(share) for share in shares] == [[0, 1], [2, 3], [], [], []]
 
 
 def test_a_chunk_smaller_than_a_group_still_holds_one_group():
-    assert [len(rollout_share(3, 8, 4, 3, rank)) for rank in range(3)] == [1, 1, 1]
+    assert [len(process_prompts(3, 8, 4, 3, rank)) for rank in range(3)] == [1, 1, 1]
 
 
 # ---- Epochs ---------------------------------------------------------------------------------------------------------
@@ -533,7 +533,7 @@ def test_the_plan_says_when_processes_have_nothing_to_sample():
 def test_equal_shares_are_checked_up_to_the_last_rollout(processes, num_prompts, drop_last, fits):
     g = resolve(num_generations=4, num_processes=processes, micro_batch_size=4, global_batch_size=16)
     if fits:
-        check_equal_shares(g, num_prompts, drop_last)
+        check_equal_slices(g, num_prompts, drop_last)
         return
     with pytest.raises(ConfigError, match=f"on {processes} processes; choose a rollout_batch_size"):
-        check_equal_shares(g, num_prompts, drop_last)
+        check_equal_slices(g, num_prompts, drop_last)

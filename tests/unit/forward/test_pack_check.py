@@ -29,10 +29,10 @@ from grpo_ext.errors import MemoryShortageError, ModelError
 from grpo_ext.forward import attention, pack_check
 from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward import scorer as forms
+from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.forward.packed import read_batch
-from grpo_ext.forward.scorer import Forms
 from tests.unit.forward.test_packed import batch_of
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -241,19 +241,19 @@ def test_what_could_not_tell_is_looked_at_again():
 SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
 
 
-def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = False) -> tuple[Forms, list[Any]]:
-    """`Forms` beside another process that found `others`, and the lengths of the completions this one looked at."""
+def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
+    """`ForwardChoice` beside another process that found `others`; the lengths of the completions looked at here."""
     looked: list[Any] = []
     monkeypatch.setattr(forms, "any_process", lambda value, device: value or telling_elsewhere)
-    monkeypatch.setattr(forms, "gather_object", lambda trials: [*trials, *others])
+    monkeypatch.setattr(forms, "gather_lists", lambda trials: [*trials, *others])
     monkeypatch.setattr(
         forms, "try_pack", lambda *args: looked.append(args[3].sum(1).tolist()) or pack_check.try_pack(*args)
     )
     monkeypatch.setattr(forms, "logger", logging.getLogger(forms.__name__))  # Accelerate's wants processes
-    return Forms(True, True, torch.device("cpu")), looked
+    return ForwardChoice(True, True, torch.device("cpu")), looked
 
 
-def look(chosen: Forms, model: Any, batch: Any, everywhere: bool = False) -> None:
+def look(chosen: ForwardChoice, model: Any, batch: Any, everywhere: bool = False) -> None:
     ids, mask, width = batch_of(*batch)
     lengths = read_batch(ids, mask, width)
     chosen.check(model, model, model, lengths, lambda rows: (ids[rows], mask[rows], width), everywhere)

@@ -22,7 +22,7 @@ from trl.trainer.utils import is_async_callable
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.calls import RewardCall, ShareCalls, add_columns, columns_of, metrics_of
+from grpo_ext.rewards.calls import RewardCall, RewardCalls, add_columns, columns_of, metrics_of
 from grpo_ext.rewards.guard import STRICT, Faults, check_reward_functions, check_rewards, checked_reward
 
 PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
@@ -305,7 +305,7 @@ def three_kinds(function: Callable) -> list[Callable]:
     return [function, later, yielding]
 
 
-def score(function: Callable, calls: ShareCalls | None, faults: Faults = STRICT, **columns: Any) -> Any:
+def score(function: Callable, calls: RewardCalls | None, faults: Faults = STRICT, **columns: Any) -> Any:
     keywords = {"prompts": list("pqrst"), "completions": list("abcde"), "trainer_state": [0], **columns}
     found = checked_reward(function, "graded", faults, calls, 1)(**keywords)
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
@@ -320,7 +320,7 @@ def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_
         return [ord(c) for c in completions]
 
     columns = {"answer": [1, 2, 3, 4, 5], "environments": list("vwxyz"), "name": "a list has no five entries"}
-    calls = ShareCalls(first=20, chunk=2)
+    calls = RewardCalls(first=20, chunk=2)
     assert score(three_kinds(graded)[kind], calls, **columns) == [97, 98, 99, 100, 101]
     assert [call["completions"] for call in seen] == [["a", "b"], ["c", "d"], ["e"]]
     assert [call["answer"] for call in seen] == [[1, 2], [3, 4], [5]]
@@ -339,7 +339,7 @@ def test_chunks_of_an_asynchronous_function_run_concurrently():
         running[0] -= 1
         return [1.0] * len(completions)
 
-    score(graded, ShareCalls(chunk=1))
+    score(graded, RewardCalls(chunk=1))
     assert most[0] == 5
 
 
@@ -355,7 +355,7 @@ def test_what_a_failed_try_logged_does_not_count(kind):
             raise ConnectionError
         return [0.0] * len(completions)
 
-    calls = ShareCalls(chunk=2)
+    calls = RewardCalls(chunk=2)
     function = three_kinds(graded)[kind]
     score(function, calls, Faults(timeout=5.0 if kind != 1 else None, retries=1), log_metric=recorder)
     assert len(tries) == 4
@@ -368,7 +368,7 @@ def test_a_chunk_that_fails_for_good_gets_none_and_the_others_their_rewards():
             raise ConnectionError
         return [1.0] * len(completions)
 
-    found = score(graded, ShareCalls(chunk=2), Faults(on_failure="none"))
+    found = score(graded, RewardCalls(chunk=2), Faults(on_failure="none"))
     assert found == [1.0, 1.0, None, None, 1.0]
 
 
@@ -381,7 +381,7 @@ def test_recorders_of_the_users_own_are_handed_on():
         return [0.0] * len(completions)
 
     own = {"log_metric": lambda *args: logged.append(args), "log_extra": lambda *args: logged.append(args)}
-    calls = ShareCalls(chunk=3)
+    calls = RewardCalls(chunk=3)
     score(graded, calls, **own)
     assert logged == [("n", 3), ("c", ["a", "b", "c"]), ("n", 2), ("c", ["d", "e"])]
     assert not any(call.metrics or call.columns for call in calls.made)

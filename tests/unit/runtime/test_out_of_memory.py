@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.runtime.out_of_memory import Halving, WindowLimits, is_out_of_memory
+from grpo_ext.runtime.out_of_memory import Halving, MicroBatchLimits, is_out_of_memory
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_what_counts_as_out_of_memory(error, expected):
 
 
 def test_rows_halve_down_to_one_and_then_it_is_an_error():
-    limits = WindowLimits(8)
+    limits = MicroBatchLimits(8)
     said = [limits.shrink(8, 900), limits.shrink(limits.rows, 500), limits.shrink(limits.rows, 300)]
     assert [s.split("=")[1] for s in said] == ["4", "2", "1"]
     with pytest.raises(MemoryShortageError, match=r"one completion of 200 tokens.*gradient_checkpointing=True"):
@@ -81,17 +81,17 @@ def test_rows_halve_down_to_one_and_then_it_is_an_error():
 
 
 def test_a_budget_halves_from_what_was_really_used():
-    limits = WindowLimits(8, tokens=4096)
+    limits = MicroBatchLimits(8, tokens=4096)
     assert limits.shrink(6, 1000) == "micro_batch_tokens=500"
     assert limits.rows == 6
 
 
 def test_a_resumed_run_keeps_the_smaller_sizes():
-    found = WindowLimits(8)
+    found = MicroBatchLimits(8)
     found.shrink(8, 100)
-    resumed = WindowLimits(16)
+    resumed = MicroBatchLimits(16)
     resumed.restore(found.state())
     assert (resumed.rows, resumed.failures) == (4, 1)
-    untouched = WindowLimits(16)
-    untouched.restore(WindowLimits(2).state())
+    untouched = MicroBatchLimits(16)
+    untouched.restore(MicroBatchLimits(2).state())
     assert untouched.rows == 16  # it never failed: the size is the user's choice

@@ -18,12 +18,12 @@ from trl.trainer.utils import pad
 
 from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
-from grpo_ext.batching.prompt_order import RolloutRequest, ShareRule
+from grpo_ext.batching.prompt_order import ProcessSlices, RolloutRequest
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
-from grpo_ext.sampling.chunks import RowIdentity, ShareSampling, rows_by_chunk
+from grpo_ext.sampling.chunks import ChunkedGeneration, RowHistories, rows_by_chunk
 from grpo_ext.sampling.generation import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.sampling.rollout import Rollout, gather_rollout
-from grpo_ext.step.metrics import StepMeter
+from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import measure_step
 from tests.tolerances import P_VALUE
 
@@ -328,8 +328,8 @@ def geometry(generations=2, prompts=6, chunk_groups=2) -> BatchGeometry:
 def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
     g = geometry()
     layout = EpochLayout(g, 12)[1]
-    requests = [ShareRule(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
-    parts = [request_keys(request, seed=5, stream=TRAIN_STREAM) for request in requests if not request.ghost]
+    requests = [ProcessSlices(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
+    parts = [request_keys(request, seed=5, stream=TRAIN_STREAM) for request in requests if not request.empty]
     index = torch.arange(12)
     assert torch.equal(torch.cat(parts), completion_keys(5, TRAIN_STREAM, 3, 1, index // 2, index % 2))
 
@@ -337,7 +337,7 @@ def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
 def test_keys_of_other_streams_epochs_rollouts_and_seeds_differ():
     g, found = geometry(), set()
     for epoch, rollout, stream, seed in itertools.product((0, 1), (0, 1), (TRAIN_STREAM, EVAL_STREAM), (0, 1)):
-        request = ShareRule(2, g.rollout_chunk_size, 1, 0).request(epoch, EpochLayout(g, 12)[rollout])
+        request = ProcessSlices(2, g.rollout_chunk_size, 1, 0).request(epoch, EpochLayout(g, 12)[rollout])
         found |= set(request_keys(request, seed, stream).tolist())
     assert len(found) == 16 * 12
 
@@ -371,7 +371,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
 def test_a_later_turn_finds_the_rows_it_continues(second, third):
     prompts = [[10 + i // 2, 5] for i in range(len(second))]
     completions = [[20 + i, 7] for i in range(len(second))]
-    identity = RowIdentity(prompts, completions)
+    identity = RowHistories(prompts, completions)
     rows = [i for i, continues in enumerate(second) if continues]
     continued = [prompts[i] + completions[i] + [3, 3] for i in rows]
     assert identity.match(continued) == rows
@@ -385,7 +385,7 @@ def test_a_later_turn_finds_the_rows_it_continues(second, third):
 
 
 def test_rows_with_equal_histories_are_taken_in_order():
-    identity = RowIdentity([[5]] * 3, [[6], [6], [7]])
+    identity = RowHistories([[5]] * 3, [[6], [6], [7]])
     assert identity.match([[5, 6, 3], [5, 6, 3]]) == [0, 1]
     assert identity.match([[5, 6, 3], [5, 7, 3]]) == [0, 2]
 
@@ -548,7 +548,7 @@ def test_a_step_counts_the_tokens_that_a_group_has_in_it():
     fields = {"completion_ids": ids, "completion_mask": masks, "prompt_ids": prompts, "prompt_mask": prompts}
     step = Rollout.of_groups(fields, 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
-    counts = measure_step(step, [], None, StepMeter(torch.device("cpu")), 1.0, False, 1).counts
+    counts = measure_step(step, [], None, StepMetrics(torch.device("cpu")), 1.0, False, 1).counts
     assert counts.group_tokens == {0: 5, 1: 10}
     assert (counts.completions, counts.tokens) == (3, 15)
 
@@ -567,24 +567,24 @@ def test_more_than_plain_sampling_is_not_keyed(option):
     assert not can_sample_by_key(sampling(**option))
 
 
-@pytest.mark.parametrize("ghost", [False, True])
-def test_where_generate_is_a_collective_every_process_makes_as_many_calls(ghost):
+@pytest.mark.parametrize("empty", [False, True])
+def test_where_generate_is_a_collective_every_process_makes_as_many_calls(empty):
     layout = StepLayout(0, 0, 0, range(6), range(6))
-    request = RolloutRequest(0, layout, range(1) if ghost else range(3), ghost, 4)
-    rows, asked = list(range(4 if ghost else 12)), []
+    request = RolloutRequest(0, layout, range(1) if empty else range(3), empty, 4)
+    rows, asked = list(range(4 if empty else 12)), []
 
     def sample(part):
         asked.append(part)
         return [[10 + i] for i in part]
 
     def share(calls):
-        return ShareSampling(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(
+        return ChunkedGeneration(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(
             sample, [[]] * len(rows), rows, 1
         )
 
-    expected = [[1]] * 4 if ghost else [[10 + i] for i in rows]
+    expected = [[1]] * 4 if empty else [[10 + i] for i in rows]
     assert share(lambda own: own) == expected
-    assert len(asked) == (0 if ghost else 2)
+    assert len(asked) == (0 if empty else 2)
     asked.clear()
     assert share(lambda own: 5) == expected
     assert len(asked) == 5

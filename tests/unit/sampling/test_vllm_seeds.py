@@ -61,16 +61,23 @@ class Params:
         return Params(self.temperature, self.seed)
 
 
+class Generation(SimpleNamespace):
+    """As TRL's `VLLMGeneration`: generates with what it holds."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.llm if self.mode == "colocate" else self.vllm_client).generate(*args, **kwargs)
+
+
 def test_colocated_engines_get_one_parameter_set_for_each_row():
     asked = []
     llm = SimpleNamespace(generate=lambda prompts, sampling_params, use_tqdm: asked.append(sampling_params))
-    generation = SimpleNamespace(mode="colocate", tensor_parallel_size=1, llm=llm)
-    before, shared = llm.generate, Params(0.7)
-    with seeded(generation, [5, 6], 2):
-        generation.llm.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+    generation = Generation(mode="colocate", tensor_parallel_size=1, llm=llm)
+    shared = Params(0.7)
+    seeded(generation, [5, 6], 2).generate(["a", "b"], sampling_params=shared, use_tqdm=False)
     assert [(p.temperature, p.seed) for p in asked[0]] == [(0.7, 5), (0.7, 6)]
     assert shared.seed is None
-    assert llm.generate is before
+    generation.generate(["a"], sampling_params=shared, use_tqdm=False)
+    assert asked[1] is shared  # the engine itself is as it was
 
 
 def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
@@ -87,17 +94,16 @@ def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
         }
 
     client = SimpleNamespace(generate=generate)
-    generation = SimpleNamespace(mode="server", vllm_client=client, accelerator=SimpleNamespace(is_main_process=main))
+    generation = Generation(mode="server", vllm_client=client, accelerator=SimpleNamespace(is_main_process=main))
     return generation, asked
 
 
 def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
     generation, asked = server()
     found = seeds(range(3), 2)
-    with seeded(generation, found, 2):
-        answer = generation.vllm_client.generate(
-            prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1}
-        )
+    answer = seeded(generation, found, 2).generate(
+        prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1}
+    )
     assert answer["prompt_ids"] == [[1], [2], [3]]
     assert answer["completion_ids"] == [[seed] for seed in found]  # what colocate mode would sample
     assert len(answer["logprobs"]) == 6
@@ -108,8 +114,7 @@ def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
 
 def test_images_go_with_their_prompt():
     generation, asked = server()
-    with seeded(generation, [1, 2], 1):
-        generation.vllm_client.generate(prompts=[[1], [2]], features=["x", "y"], n=1)
+    seeded(generation, [1, 2], 1).generate(prompts=[[1], [2]], features=["x", "y"], n=1)
     assert {question["prompts"][0][0]: question["features"] for question in asked} == {1: ["x"], 2: ["y"]}
 
 
@@ -120,8 +125,8 @@ def test_a_failing_request_is_an_error():
         raise ConnectionError("the server is gone")
 
     generation.vllm_client.generate = broken
-    with seeded(generation, [1], 1), pytest.raises(ConnectionError):
-        generation.vllm_client.generate(prompts=[[1]], n=1)
+    with pytest.raises(ConnectionError):
+        seeded(generation, [1], 1).generate(prompts=[[1]], n=1)
 
 
 # ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
@@ -183,16 +188,16 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
     kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
     trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
     rounds = []
-    score = trainer._score_round
+    score = trainer._sampler._score
 
-    def remember(rows):
-        rounds.append(score(rows))
+    def remember(*args):
+        rounds.append(score(*args))
         return rounds[-1]
 
-    trainer._score_round = remember
+    trainer._sampler._score = remember
     line = sampling_log(trainer)[0]
     assert len(rounds) > 1
-    assert line == sampling_metrics(rounds, sequence_level=False)
+    assert line == sampling_metrics([part.rollout for part in rounds], "token_truncate")
 
 
 def share(rows: range, sequence_level: bool) -> Rollout:
@@ -219,9 +224,10 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
     parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
     fields = {name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields}
     whole = Rollout(fields, [0] * 11)
-    found = sampling_metrics([whole], sequence_level)
-    assert found == sampling_metrics(parts, sequence_level)
-    alone = [sampling_metrics([part], sequence_level) for part in parts]
+    level = "sequence_mask" if sequence_level else "token_mask"
+    found = sampling_metrics([whole], level)
+    assert found == sampling_metrics(parts, level)
+    alone = [sampling_metrics([part], level) for part in parts]
     assert 0.0 < min(found.values()) < 5.0
     # what TRL logs: the least of the processes' minima, the mean of their means
     name = "sampling/sampling_logp_difference/mean"
@@ -239,4 +245,8 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
 def test_without_a_correction_there_are_no_statistics():
     part = share(range(4), False)
     del part.fields["importance_sampling_ratio"]
-    assert sampling_metrics([part], False) == {}
+    assert sampling_metrics([part], "token_mask") == {}
+
+
+def test_without_vllm_there_are_no_statistics():
+    assert sampling_metrics([share(range(4), False)], None) == {}

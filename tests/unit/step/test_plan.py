@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
 from grpo_ext.batching.sizes import group_numbers
 from grpo_ext.errors import PrecisionError
-from grpo_ext.runtime.out_of_memory import WindowOutOfMemory
-from grpo_ext.step.backward import run_window
+from grpo_ext.runtime.out_of_memory import StepOutOfMemory
+from grpo_ext.step.backward import run_micro_batches
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients
-from grpo_ext.step.metrics import StepMeter
-from grpo_ext.step.plan import Layout, MicroBatch, fill_up, plan_window
+from grpo_ext.step.metrics import StepMetrics
+from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
 
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
 
@@ -33,7 +33,7 @@ def accelerator() -> Accelerator:
 
 @pytest.fixture(autouse=True)
 def _state(accelerator):
-    """The meter's reduction asks Accelerate's shared state."""
+    """The metrics's reduction asks Accelerate's shared state."""
 
 
 # ---- Planning -------------------------------------------------------------------------------------------------------
@@ -71,13 +71,21 @@ SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in rang
 COST = TokenCost(1e-3, 0.2)
 
 
-@pytest.mark.parametrize("layout", [Layout(5), Layout(5, 80, packed=True), Layout(16, 90), Layout(3, cost=COST)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MicroBatchLayout(5),
+        MicroBatchLayout(5, 80, packed=True),
+        MicroBatchLayout(16, 90),
+        MicroBatchLayout(3, cost=COST),
+    ],
+)
 @pytest.mark.parametrize("processes", [1, 2, 3, 20])
 def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processes):
     rows, planned = [row for row in range(16) if row not in (3, 9)], []
     for rank in range(processes):
         one = SimpleNamespace(num_processes=processes, process_index=rank, distributed_type=DistributedType.NO)
-        planned.append(plan_window(one, SIZES, rows, layout))
+        planned.append(plan_step(one, SIZES, rows, layout))
     assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
     assert all(own for own in planned)
 
@@ -86,12 +94,12 @@ def test_sharded_processes_run_the_same_number_of_forwards():
     counts = set()
     for rank in range(3):
         one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
-        counts.add(len(plan_window(one, SIZES, range(16), Layout(16, 90, packed=True, cost=COST))))
+        counts.add(len(plan_step(one, SIZES, range(16), MicroBatchLayout(16, 90, packed=True, cost=COST))))
     assert len(counts) == 1
 
 
 def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
-    (only,) = plan_window(accelerator, SIZES, [], Layout(4))
+    (only,) = plan_step(accelerator, SIZES, [], MicroBatchLayout(4))
     assert only.weight == 0.0
 
 
@@ -108,7 +116,7 @@ def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> 
     def loss_of(part: MicroBatch) -> torch.Tensor:
         return part.weight * (model(X[list(part.rows)]) ** 2).sum() / step_rows
 
-    run_window(accelerator, model, adding(kind, model, accelerator), micro_batches, loss_of)
+    run_micro_batches(accelerator, model, adding(kind, model, accelerator), micro_batches, loss_of)
     return model.weight.grad
 
 
@@ -135,13 +143,13 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
         return model(X[list(part.rows)].float()).sum() * (math.inf if 3 in part.rows else 1.0)
 
     with pytest.raises(PrecisionError, match="gradient of weight is not finite"):
-        run_window(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
+        run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
 
 
 def test_hooks_are_gone_after_a_window(accelerator):
     model = torch.nn.Linear(4, 1, bias=False)
     gradients = adding("fixed", model, accelerator)
-    run_window(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
+    run_micro_batches(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
     model.weight.grad = None
     model(X.float()).sum().backward()
     assert model.weight.grad is not None  # nothing takes it away any more
@@ -159,7 +167,7 @@ def test_no_micro_batch_synchronises_and_the_optimizer_may_step_afterwards(accel
         return model(X[list(part.rows)].float()).sum()
 
     for _ in range(2):
-        run_window(accelerator, model, adding("native", model, accelerator), plan(11, 3), loss_of)
+        run_micro_batches(accelerator, model, adding("native", model, accelerator), plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
         assert accelerator.sync_gradients
     assert synced == [False] * 8
@@ -174,7 +182,7 @@ def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accu
         return model(X[list(part.rows)].float()).sum()
 
     for _ in range(2):
-        run_window(accelerator, model, None, plan(11, 3), loss_of)
+        run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
     assert synced == [False, False, False, True] * 2
 
@@ -188,7 +196,7 @@ def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
         return model(X[list(part.rows)].float()).sum()
 
     accelerator.step = 2  # as after a window that failed
-    run_window(accelerator, model, None, plan(11, 3), loss_of)
+    run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
     assert synced == [False, False, False, True]
 
 
@@ -200,7 +208,7 @@ def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
         raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        run_window(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
+        run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
     assert accelerator.gradient_accumulation_steps == 1
 
 
@@ -214,10 +222,10 @@ def test_a_window_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
         return model(X[list(part.rows)].float()).sum()
 
     gradients = adding(kind, model, accelerator)
-    with pytest.raises(WindowOutOfMemory, match="2 GiB"):
-        run_window(accelerator, model, gradients, plan(11, 3), loss_of)
+    with pytest.raises(StepOutOfMemory, match="2 GiB"):
+        run_micro_batches(accelerator, model, gradients, plan(11, 3), loss_of)
     assert model.weight.grad is None
-    run_window(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
+    run_micro_batches(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
     torch.testing.assert_close(model.weight.grad, X.float().sum(0, keepdim=True))
 
 
@@ -235,15 +243,15 @@ def values() -> tuple[torch.Tensor, torch.Tensor]:
 
 def metered(parts: list[tuple[list[int], float]]) -> dict[str, float]:
     """All kinds of metrics of a step, from parts (rows, weight)."""
-    meter, (tokens, mask) = StepMeter(CPU), values()
+    metrics, (tokens, mask) = StepMetrics(CPU), values()
     for rows, weight in parts:
-        meter.add_total("loss", (tokens[rows] * mask[rows]).sum(), weight)
-        meter.add_tokens("entropy", tokens[rows], mask[rows], weight)
-        meter.add_sequences("phi", tokens[rows, :1], weight)
+        metrics.add_total("loss", (tokens[rows] * mask[rows]).sum(), weight)
+        metrics.add_tokens("entropy", tokens[rows], mask[rows], weight)
+        metrics.add_sequences("phi", tokens[rows, :1], weight)
         per_row = (tokens[rows] * mask[rows]).sum(1) / mask[rows].sum(1)  # NaN where a row has no token
-        meter.add_extreme("low_min", per_row, weight, lowest=True)
-        meter.add_extreme("high_max", per_row, weight)
-    return meter.reduce()
+        metrics.add_extreme("low_min", per_row, weight, lowest=True)
+        metrics.add_extreme("high_max", per_row, weight)
+    return metrics.reduce()
 
 
 @st.composite
@@ -290,11 +298,11 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
     numbers = [1e8, 1.0, -1e8, 1.0] * 3  # in float32 the ones would be lost
     results = set()
     for order in (numbers, sorted(numbers), sorted(numbers, reverse=True)):
-        meter = StepMeter(CPU)
+        metrics = StepMetrics(CPU)
         for number in order:
-            meter.add_total("loss", torch.tensor(number), 1.0)
-            meter.add("mean", torch.tensor(number), 1.0)
-        results.add(tuple(meter.reduce().values()))
+            metrics.add_total("loss", torch.tensor(number), 1.0)
+            metrics.add("mean", torch.tensor(number), 1.0)
+        results.add(tuple(metrics.reduce().values()))
     assert results == {(6.0, 0.5)}
 
 
@@ -310,22 +318,22 @@ def test_a_mean_over_nothing_is_nan_and_a_total_over_nothing_is_zero():
 
 @pytest.mark.parametrize("lowest", [False, True])
 def test_an_extreme_ignores_nan_and_keeps_its_sign(lowest):
-    meter = StepMeter(CPU)
-    meter.add_extreme("x", torch.tensor([math.nan, -2.0]), 1.0, lowest=lowest)
-    meter.add_extreme("x", torch.tensor([math.nan]), 1.0, lowest=lowest)
-    meter.add_extreme("x", torch.tensor([-1.0]), 1.0, lowest=lowest)
-    meter.add_extreme("x", torch.tensor([-9.0, 9.0]), 0.0, lowest=lowest)
-    assert meter.reduce() == {"x": -2.0 if lowest else -1.0}
+    metrics = StepMetrics(CPU)
+    metrics.add_extreme("x", torch.tensor([math.nan, -2.0]), 1.0, lowest=lowest)
+    metrics.add_extreme("x", torch.tensor([math.nan]), 1.0, lowest=lowest)
+    metrics.add_extreme("x", torch.tensor([-1.0]), 1.0, lowest=lowest)
+    metrics.add_extreme("x", torch.tensor([-9.0, 9.0]), 0.0, lowest=lowest)
+    assert metrics.reduce() == {"x": -2.0 if lowest else -1.0}
 
 
 def test_a_meter_that_saw_nothing_has_nothing_to_log():
-    assert StepMeter(CPU).reduce() == {}
+    assert StepMetrics(CPU).reduce() == {}
 
 
 def test_what_is_metered_carries_no_gradient():
-    meter, x = StepMeter(CPU), torch.ones(2, 2, requires_grad=True)
-    meter.add_total("loss", x.sum(), 1.0)
-    meter.add_tokens("entropy", x, torch.ones(2, 2), 1.0)
-    meter.add_extreme("high", x.sum(1), 1.0)
-    stored = [*(pair for _, pair in meter.terms), *meter.highs.values()]
+    metrics, x = StepMetrics(CPU), torch.ones(2, 2, requires_grad=True)
+    metrics.add_total("loss", x.sum(), 1.0)
+    metrics.add_tokens("entropy", x, torch.ones(2, 2), 1.0)
+    metrics.add_extreme("high", x.sum(1), 1.0)
+    stored = [*(pair for _, pair in metrics.terms), *metrics.highs.values()]
     assert not any(value.requires_grad for value in stored)

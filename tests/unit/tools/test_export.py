@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import write_listing
-from grpo_ext.run.recorded_completions import SAMPLES, Samples
+from grpo_ext.run.recorded_completions import RECORDED, RecordedCompletions
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
@@ -112,7 +112,7 @@ def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
 
 
 def test_samples_hold_what_the_policy_said(full):
-    samples = Samples.load(full[0])
+    samples = RecordedCompletions.load(full[0])
     assert samples is not None
     assert len(samples.prompts) == 4
     assert samples.temperature == 0.8
@@ -235,7 +235,7 @@ def test_the_command_says_what_it_did(copy, tmp_path):
     assert done.exit_code == 0, done.output
     assert " MB -> " in done.output
     assert "Checked: log-probabilities of saved samples differ by" in done.output
-    (copy / SAMPLES).unlink()
+    (copy / RECORDED).unlink()
     (copy / "checkpoint.json").unlink()
     done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out2")])
     assert "has no checksums" in done.output
@@ -290,7 +290,7 @@ def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp
 
 
 def test_samples_of_quantised_weights_are_not_compared_with_plain_ones(copy, tmp_path):
-    samples = Samples.load(copy)
+    samples = RecordedCompletions.load(copy)
     assert samples is not None
     samples.quantised = True
     samples.save(copy)

@@ -1,0 +1,435 @@
+"""Keeping a run: it can stop anywhere and go on as if it had not.
+
+Differs from transformers: a checkpoint is whole or absent, is verified before it is read, holds the rollout batch in
+progress, and is refused by a run that means something else; signals end a run after its step. A callback where the
+Trainer has an event for it; what has none, the trainer's override points hand over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..batching.sizes import BatchGeometry, EpochLayout
+from ..compat import View, on_view
+from ..config import GRPOConfig
+from ..errors import CheckpointError
+from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
+from .checkpoint import (
+    check_space,
+    checkpoints,
+    is_verified,
+    newest_whole,
+    no_space,
+    processes_of,
+    publish,
+    remove_unfinished,
+    rotate,
+    set_aside_later,
+    why_broken,
+    write_listing,
+    writing_folder,
+)
+from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, save_fingerprint
+from .interrupts import InterruptWatch, TrainingInterrupted
+from .log import RunLog
+from .manifest import closing, opening, read_manifest, write_manifest
+from .optimizer_settings import CHANGEABLE
+from .output_folder import free_output_dir
+from .recorded_completions import RecordedCompletions
+from .state import RunState, load_reference, save_reference
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of, under the wrappers of Accelerate.
+
+    Attributes:
+        model: the policy, as PEFT wraps it; reference: of its own, or None.
+        optimizer: None before training.
+        processing_class: tokenizer or processor.
+        train_dataset: of the run.
+    """
+
+    model: Any
+    reference: Any
+    optimizer: Any
+    processing_class: Any
+    train_dataset: Any
+
+
+class RunKeeper(TrainerCallback):
+    """See the module.
+
+    Args:
+        args: the loop's configuration; given: the user's, whose `output_dir` follows.
+        geometry: the batch sizes.
+        parts: what the run is made of, now.
+        fingerprint: what is compared on resume.
+        state_of_run, restore: everything else that a run has to remember, and back.
+        record: a few completions with their log-probabilities, for a checkpoint.
+        logs, weights: TRL's record of completions, and the weights of the reward functions, for the run's log.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        given: trl.GRPOConfig | None,
+        geometry: BatchGeometry,
+        parts: Callable[[], RunParts],
+        fingerprint: Callable[[], dict[str, Any]],
+        state_of_run: Callable[[], RunState],
+        restore: Callable[[RunState], None],
+        record: Callable[[], RecordedCompletions | None],
+        logs: Mapping[str, Any],
+        weights: torch.Tensor,
+    ) -> None:
+        self.accelerator, self.args, self.given, self.geometry = accelerator, args, given, geometry
+        self.parts, self.make_fingerprint = parts, fingerprint
+        self.state_of_run, self.restore, self.record = state_of_run, restore, record
+        self.logs, self.weights = logs, weights
+        self.sharded = shards_parameters(accelerator)
+        device = accelerator.device
+        self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
+        self.changed: frozenset[str] = frozenset()  # settings that differ from the checkpoint, as allowed
+        self.micro_batch_of_checkpoint: int | None = None  # completions on one device, when it was written
+        self._resumed: RunState | None = None
+        self._fingerprint: dict[str, Any] | None = None
+        self._to_push = False
+        self._log = RunLog()
+
+    def say(self, sentence: str) -> None:
+        """Print a line, on the main process."""
+        if self.accelerator.is_main_process:
+            print(sentence, flush=True)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What is compared on resume; made once in a run."""
+        if self._fingerprint is None:
+            self._fingerprint = self.make_fingerprint()
+        return self._fingerprint
+
+    # ---- Events of the Trainer ------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The loop has set its sums to zero: what a checkpoint holds of them comes back."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self.restore(resumed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Completions of training are told from those of an evaluation that follows; a signal stops all processes."""
+        self._log.collect(self.logs, self.weights.tolist())
+        self.watch.on_step_end(args, state, control, **kwargs)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See `InterruptWatch`."""
+        self.watch.on_epoch_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """A line of the run's log."""
+        if logs is not None:
+            device = self.accelerator.device
+            self._log.write(state.global_step, state.epoch, logs, self.logs, self.weights.tolist(), device)
+
+    # ---- A run ----------------------------------------------------------------------------------------------------
+
+    def begin(self, wanted: str | bool | None, num_generations: int) -> str | None:
+        """Before a run: find, verify and read the checkpoint it goes on from, and keep what other runs have saved.
+
+        Returns:
+            The checkpoint's folder; None for a new run.
+
+        Raises:
+            CheckpointError: it is broken, it belongs to another run, or there is none.
+        """
+        checkpoint = self.find(wanted)
+        self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
+        if checkpoint is not None:
+            self._resumed = self._read(checkpoint, num_generations)
+        if checkpoint is None or Path(checkpoint).resolve().parent != Path(str(self.args.output_dir)).resolve():
+            self._write_beside_earlier_runs()
+        elif self.args.should_save and (later := set_aside_later(checkpoint)):
+            names = ", ".join(path.name for path in later)
+            logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
+        return checkpoint
+
+    def _write_beside_earlier_runs(self) -> None:
+        """Write to a free folder from now on, also where the script saves to the `output_dir` of its own arguments."""
+        folder = free_output_dir(str(self.args.output_dir), self.accelerator.process_index)
+        for args in (self.args, self.given):
+            if args is not None and args.output_dir != folder:
+                args.output_dir = folder
+        if self.args.log_completions and self.accelerator.is_main_process:
+            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
+
+    @contextlib.contextmanager
+    def running(self, checkpoint: str | None, state: Callable[[], TrainerState]) -> Iterator[None]:
+        """Inside, a run: signals stop it after a step, its manifest says how it ends.
+
+        Args:
+            state: the Trainer's, which a run replaces.
+        """
+        with self.watch.listening():
+            if not self.args.should_save:
+                yield
+                return
+            folder = str(self.args.output_dir)
+            earlier = read_manifest(folder) if checkpoint is not None else []
+            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint)
+            write_manifest(folder, [*earlier, entry])
+            self._log.begin(folder, checkpoint)
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):  # the error is what matters; a full disk may be its reason
+                    write_manifest(folder, [*earlier, entry | closing(state().global_step, "failed", None)])
+                raise
+            parts = self.parts()
+            ended = "interrupted" if self.watch.stopping else "finished"
+            optimizer = parts.optimizer if self.args.bitwise_invariant else None
+            end = closing(state().global_step, ended, None if self.sharded else parts.model, optimizer)
+            write_manifest(folder, [*earlier, entry | end])
+
+    def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
+        """What ends the program after an interrupt.
+
+        Args:
+            path: where the checkpoint of the last step would be.
+        """
+        if not from_main_process(self.accelerator, path.is_dir):
+            self.say(f"Interrupted after step {step}; no checkpoint of it was written.")
+            return TrainingInterrupted(None)
+        self.say(
+            f"Interrupted after step {step}; {path} is written. To go on, run the same command with "
+            f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
+        )
+        return TrainingInterrupted(str(path))
+
+    # ---- Reading a checkpoint -------------------------------------------------------------------------------------
+
+    def find(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint to go on from, found and verified on the main process.
+
+        Raises:
+            CheckpointError: it is broken, or there is none.
+        """
+        if not wanted:
+            return None
+        folder = str(self.args.output_dir)
+
+        def find() -> tuple[str | None, str | None, list[str]]:
+            if wanted == "auto" and not checkpoints(folder):
+                return None, None, []
+            if isinstance(wanted, str) and wanted not in ("latest", "auto"):
+                return wanted, why_broken(wanted), []
+            newest, skipped = newest_whole(folder)
+            if newest is None:
+                return None, f"{folder} holds no whole checkpoint", skipped
+            return str(newest), None, skipped
+
+        path, reason, skipped = from_main_process(self.accelerator, find)
+        for sentence in skipped:
+            logger.warning(f"Skipped a checkpoint: {sentence}.")
+        if reason is not None:
+            raise CheckpointError(
+                f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
+                "whole checkpoint of output_dir, 'auto' for that or a new run where there is none, or leave it out to "
+                "start anew."
+            )
+        if path is None:
+            return None
+        there = processes_of(path)
+        if self._deepspeed and there not in (None, self.accelerator.num_processes):
+            raise CheckpointError(
+                f"{path} was written by {there} processes, and DeepSpeed's shards are read by as many; this run has "
+                f"{self.accelerator.num_processes}. Start {there}, or export the model and begin a new run with it."
+            )
+        if not is_verified(path):
+            logger.warning(f"{path} has no checksums (another trainer wrote it), so it is read unverified.")
+        return str(path)
+
+    @property
+    def _deepspeed(self) -> bool:
+        return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
+
+    def _read(self, checkpoint: str, num_generations: int) -> RunState | None:
+        def compare() -> tuple[dict[str, Any], str | None]:
+            try:
+                return check_same_run(checkpoint, self.fingerprint, self.args.allow_changed_on_resume or ()), None
+            except CheckpointError as error:
+                return {}, str(error)
+
+        allowed, refusal = from_main_process(self.accelerator, compare)  # one answer for all
+        if refusal is not None:
+            raise CheckpointError(refusal)
+        for name, (old, new) in allowed.items():
+            logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
+        if advice := batch_advice(allowed, rate):
+            logger.warning(f"{advice} {self._where_it_goes_on(checkpoint, allowed['global_batch_size'][0])}")
+        size = json.loads((Path(checkpoint) / "trainer_state.json").read_text()).get("train_batch_size")
+        self.micro_batch_of_checkpoint = None if size is None else size // max(1, self.args.n_gpu)
+        self.changed = frozenset(allowed)
+        self._refuse_changes_without_effect()
+        state = RunState.load(checkpoint, num_generations)
+        if state is None:
+            logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
+        elif others := sorted(allowed.keys() - KEEPS_ROLLOUT):
+            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint is not used.")
+            state.rollout = state.rollout_name = None
+        if (reference := self.parts().reference) is not None:
+            load_reference(reference, checkpoint)
+        return state
+
+    def _where_it_goes_on(self, checkpoint: str, old_batch: int) -> str:
+        """What becomes of the data order when a run goes on with another global batch; steps are what a run counts.
+
+        Raises:
+            CheckpointError: no steps are left.
+        """
+        step = int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
+        g, total = self.geometry, self.args.max_steps
+        if total <= 0:
+            layout = EpochLayout(g, len(self.parts().train_dataset), self.args.dataloader_drop_last)
+            total = math.ceil(self.args.num_train_epochs * len(layout))
+        if step >= total:
+            raise CheckpointError(
+                f"{checkpoint} was written after step {step}, and with global_batch_size={g.global_batch_size} the run "
+                f"has {total} steps, so nothing is left to train; raise num_train_epochs or max_steps (and name it in "
+                "allow_changed_on_resume), or export the model and begin a new run with it."
+            )
+        per_prompt = g.num_generations * g.num_iterations
+        seen, next_one = step * old_batch // per_prompt, step * g.global_batch_size // per_prompt
+        fate = f"{next_one - seen} are skipped" if next_one > seen else f"{seen - next_one} come again"
+        return f"The run goes on with step {step + 1} of {total}: about {seen} prompts were trained, about {fate}."
+
+    def _refuse_changes_without_effect(self) -> None:
+        kept = sorted(self.changed & CHANGEABLE.keys())
+        if kept and self._deepspeed:
+            raise CheckpointError(
+                f"DeepSpeed reads {', '.join(kept)} from the checkpoint, so the change would have no effect; put it "
+                "back, or export the model and begin a new run with it."
+            )
+        if "learning_rate" in kept and self.args.lr_scheduler_type == "reduce_lr_on_plateau":
+            raise CheckpointError(
+                "lr_scheduler_type='reduce_lr_on_plateau' goes on with the checkpoint's learning rate, so another "
+                "learning_rate would have no effect; put it back, or export the model and begin a new run with it."
+            )
+
+    # ---- Writing a checkpoint -------------------------------------------------------------------------------------
+
+    def save(self, trl_save: Any, state: TrainerState, final: Path, model: Any, trial: Any) -> str | None:
+        """Write a checkpoint that is whole or absent: see run.checkpoint.
+
+        Args:
+            trl_save: TRL's `_save_checkpoint`, bound to the trainer.
+            state: the Trainer's.
+            final: the checkpoint's folder.
+
+        Returns:
+            The folder, where it is to be pushed.
+        """
+        run, writing, saves = final.parent, writing_folder(final.parent), self.args.should_save
+        needed = self._bytes()
+
+        def explain(reason: str) -> str:
+            if saves:
+                remove_unfinished(run)
+            free = shutil.disk_usage(run).free
+            if free < needed:
+                return no_space(run, needed, free)
+            return f"{final.name} could not be written to {run} ({reason}). The older checkpoints are untouched."
+
+        with failing_together(explain):
+            if saves:
+                run.mkdir(parents=True, exist_ok=True)
+                remove_unfinished(run)
+                check_space(run, needed)
+        self._to_push = False
+        recorded = self.record()
+        # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
+        seen = {"_get_output_dir": lambda trial: str(writing), "state": View(state, {"best_global_step": None})}
+        with failing_together(explain):
+            on_view(trl_save, seen, model, trial)
+        if state.best_global_step:
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best == final or best.is_dir():
+                state.best_model_checkpoint = str(best)
+        with failing_together(explain):
+            if saves:
+                self._save_own(writing / final.name, state)
+                if recorded is not None:
+                    recorded.save(writing / final.name)
+        with failing_together(explain):
+            self._publish(writing / final.name, final, state.global_step)
+        if saves:
+            rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
+        return str(final) if self._to_push else None
+
+    def push_later(self) -> None:
+        """The checkpoint that is being written is to be pushed, under the name it will have."""
+        self._to_push = True
+
+    def _save_own(self, folder: Path, state: TrainerState) -> None:
+        state.save_to_json(str(folder / "trainer_state.json"))  # with the best checkpoint's final name
+        save_fingerprint(self.fingerprint, folder)
+        parts = self.parts()
+        if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+            # the engine wrote its shards of the weights alone
+            adapter = getattr(parts.model, "peft_config", None)
+            own: list[Any] = [parts.model.config, getattr(parts.model, "generation_config", None)]
+            own = own if adapter is None else [adapter[parts.model.active_adapter]]
+            for part in filter(None, [*own, parts.processing_class]):
+                part.save_pretrained(folder)
+        if self.args.save_only_model:
+            return
+        self.state_of_run().save(folder)
+        if parts.reference is not None and self.args.sync_ref_model and not self.sharded:
+            save_reference(parts.reference, folder)
+
+    def _publish(self, written: Path, final: Path, step: int) -> None:
+        """List what all processes wrote into a folder, and give it its name."""
+        if not self.args.should_save:
+            if not self.accelerator.is_local_main_process:
+                return
+            # on a disk of its own a node has a part of the checkpoint too; on a shared one the folder is not its own
+            if written.is_dir() and not (written / "trainer_state.json").exists():
+                publish(written, final)
+                remove_unfinished(final.parent)
+            return
+        write_listing(written, {"step": step, "processes": self.accelerator.num_processes})
+        kept = publish(written, final)
+        if kept is not None:
+            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
+        remove_unfinished(final.parent)
+
+    def _bytes(self) -> int:
+        """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
+        parts = self.parts()
+        adapter = hasattr(parts.model, "peft_config")
+        weights = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad or not adapter)
+        if self.args.save_only_model:
+            return weights
+        states = parts.optimizer.state.values() if parts.optimizer is not None else ()
+        state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
+        rollout = self.state_of_run().rollout
+        rows = sum(row.nbytes for values in (rollout.fields if rollout else {}).values() for row in values)
+        return weights + state + rows + 2**20

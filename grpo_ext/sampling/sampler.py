@@ -1,0 +1,427 @@
+"""The rollout batch: this process's prompts are sampled and scored by TRL, and what all processes have is gathered.
+
+Differs from TRL: completions are sampled by key in chunks cut by global order, rewards and advantages are computed over
+the whole rollout batch on every process, and groups that teach nothing may be replaced (dynamic sampling). TRL's
+scoring calls back for generation and rewards; what those calls have to know stands in `RolloutSampler.call`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from transformers import GenerationConfig
+
+from ..algorithms.advantages import AdvantageRule, groups_without_variance
+from ..algorithms.dynamic_sampling import fill_places
+from ..algorithms.exact import exact_mean
+from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM
+from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
+from ..batching.sizes import BatchGeometry
+from ..compat import on_view
+from ..config import GRPOConfig
+from ..errors import ConfigError, PrecisionError
+from ..forward.adapters import is_prompt_learning
+from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
+from ..rewards.guard import Faults, check_reward_functions
+from ..runtime.collectives import (
+    first_of_all_processes,
+    max_over_processes,
+    ragged_gather,
+    ragged_scoring,
+    shards_parameters,
+)
+from ..runtime.out_of_memory import Halving
+from .chunks import ChunkedGeneration, RowHistories
+from .decoding import why_not_compact
+from .generation import request_keys, sample_chunk
+from .rollout import Rollout, gather_rollout
+from .rounds import Round, assemble, log_values
+from .vllm_seeds import completion_seeds, sampling_metrics, seeded
+
+logger = get_logger(__name__)
+Metrics = MutableMapping[str, list[float]]  # TRL's record of training or of evaluation
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What rewards become.
+
+    Attributes:
+        names, weights_F: of the reward functions.
+        rule: from rewards to advantages.
+    """
+
+    names: list[str]
+    weights_F: torch.Tensor
+    rule: AdvantageRule
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How TRL was told to generate, and the end-of-sequence tokens it goes by."""
+
+    config: GenerationConfig
+    eos_token_ids: Sequence[int]
+    filler: int
+    pad_to_multiple_of: int | None
+
+
+@dataclass
+class ScoringCall:
+    """One call of TRL's scoring.
+
+    Attributes:
+        request: what this process samples.
+        calls: how reward functions are called, and what they log.
+        histories: the rows as sampled so far; None before the first turn.
+        rewards_BF: of all processes; empty before the rewards are known.
+    """
+
+    request: RolloutRequest
+    calls: RewardCalls
+    histories: RowHistories | None = None
+    rewards_BF: torch.Tensor | None = None
+
+    def rows_of(self, prompt_ids: list[list[int]]) -> list[int]:
+        """Which rows of this process a turn goes on with."""
+        return list(range(len(prompt_ids))) if self.histories is None else self.histories.match(prompt_ids)
+
+    def offsets_of(self, rows: list[int], prompt_ids: list[list[int]]) -> torch.Tensor:
+        """Token position of the next token in the completion of each row, int64 (B,)."""
+        index = torch.tensor(rows)
+        return torch.zeros_like(index) if self.histories is None else self.histories.offsets(index, prompt_ids)
+
+    def remember(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> None:
+        """Record a turn."""
+        if self.histories is None:
+            self.histories = RowHistories(prompt_ids, completions)
+        else:
+            self.histories.extend(self.rows_of(prompt_ids), prompt_ids, completions)
+
+
+class RolloutSampler:
+    """Makes rollout batches and holds the one that is trained on.
+
+    Args:
+        args: the loop's configuration.
+        geometry: the batch sizes.
+
+    Attributes:
+        rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
+        call: TRL's scoring, while it runs.
+        further, fetch: prompts for dynamic sampling, and the rows of a rollout batch, once the training loader is made.
+        memory: the number of completions that fit into one `generate`.
+    """
+
+    def __init__(self, accelerator: Accelerator, args: GRPOConfig, geometry: BatchGeometry) -> None:
+        self.accelerator, self.args, self.geometry = accelerator, args, geometry
+        self.sharded = shards_parameters(accelerator)
+        self.rollout: Rollout | None = None
+        self.rollout_name: tuple[int, int] | None = None
+        self.call: ScoringCall | None = None
+        self.further: FurtherPrompts | None = None
+        self.fetch: Callable[[RolloutRequest], StepRows] | None = None
+        remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
+        self.memory = Halving("generation", remedy, not (self.sharded or args.bitwise_invariant))
+        self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
+        self._logged: dict[str, list[float]] = {}  # what the reward functions logged last, every value
+        self._rewards_BF = torch.zeros(0)  # of the rollout batch that was scored last, all processes
+        self._said_columns: set[tuple[str, str]] = set()
+
+    def slices(self, num_generations: int) -> ProcessSlices:
+        """How a rollout batch is cut for the processes to sample."""
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        # an inference server batches by itself, and needs as many from every process: there a chunk is one group
+        chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
+        return ProcessSlices(num_generations, chunk, processes, rank)
+
+    # ---- The rollout batch ----------------------------------------------------------------------------------------
+
+    def completions_of_step(self, rows: StepRows, sample: Callable[[StepRows], Rollout]) -> Rollout:
+        """The completions of an optimizer step; its rollout batch is sampled where it is not the one that is held.
+
+        Args:
+            rows: of this process; none in a step that does not begin a rollout batch.
+            sample: from this process's rows to the rollout batch.
+        """
+        request = rows.request
+        name = (request.epoch, request.layout.rollout)
+        if self.rollout is None or self.rollout_name != name:
+            if not rows and self.fetch is not None:  # a run that was resumed without its rollout batch
+                rows = self.fetch(request)
+            self.rollout, self.rollout_name = sample(rows), name
+        return self.rollout.select(request.layout.step_rows)
+
+    def sample(
+        self,
+        rows: StepRows,
+        score: Callable[[StepRows], dict[str, Any]],
+        metrics: Metrics,
+        rewards: RewardSettings,
+        vllm_level: str | None = None,
+    ) -> Rollout:
+        """Sample and score these rows of every process; the rollout batch, on every process.
+
+        Args:
+            score: TRL's scoring of this process's rows, with a user's overrides.
+            metrics: TRL's record, which it writes to.
+            vllm_level: TRL's `vllm_importance_sampling_mode` with vLLM, else None.
+        """
+        found = self._score(rows, score)
+        for name, value in sampling_metrics([found.rollout], vllm_level).items():
+            metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
+        self._warn_if_unscored(found.rewards_BF, rewards.names)
+        return found.rollout
+
+    def sample_with_variance(
+        self,
+        rows: StepRows,
+        score: Callable[[StepRows], dict[str, Any]],
+        metrics: Metrics,
+        rewards: RewardSettings,
+        vllm_level: str | None = None,
+    ) -> Rollout:
+        """As `sample`, in which groups without variance are replaced by those of further prompts, in rounds."""
+        assert self.further is not None
+        request, group, rule = rows.request, rows.request.num_generations, rewards.rule
+        weights_F = rewards.weights_F
+        rounds: list[Round] = []
+        teaches: list[list[bool]] = []
+        more: StepRows | None = rows
+        places: list[tuple[int, int]] = []
+        free = taken = 0
+        while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
+            with _apart(metrics) as logged:
+                rounds.append(self._score(more, score, logged))
+            rewards_BF = rounds[-1].rewards_BF
+            dull = groups_without_variance(rewards_BF, weights_F.to(rewards_BF.device), group, rule.aggregation)
+            teaches.append([not value for value in dull.tolist()])
+            taken += len(dull) if len(rounds) > 1 else 0
+            places, free = fill_places(teaches)
+            more = self.further.rows(request, taken, free) if free else None
+        weights_F = weights_F.to(rounds[0].rewards_BF.device)
+        values = log_values(rounds, places, free, weights_F, rewards.names, group)
+        values |= sampling_metrics([part.rollout for part in rounds], vllm_level)
+        for name, value in values.items():
+            metrics[name] = [value] if name == "num_tokens" else [*metrics[name], value]
+        rollout, rewards_BF = assemble(rounds, places, group)
+        if len(rounds) > 1 and rule.depends_on_the_batch:
+            rollout.fields["advantages"] = list(rule.advantages(rewards_BF, weights_F, group).cpu().view(-1, 1))
+        self._warn_if_unscored(rewards_BF, rewards.names)
+        return rollout
+
+    def _score(self, rows: StepRows, score: Callable[[StepRows], dict[str, Any]], logged: Any = None) -> Round:
+        scored = score(rows)
+        own = 0 if rows.request.empty else len(rows)
+        rollout = gather_rollout(scored, own, rows.request.num_generations)
+        values = {name: found[-1] for name, found in (logged or {}).items()}
+        return Round(rollout, self._rewards_BF, values, self._logged)
+
+    def _warn_if_unscored(self, rewards_BF: torch.Tensor, names: Sequence[str]) -> None:
+        if torch.isnan(rewards_BF).all():
+            logger.warning(
+                f"No completion of this rollout was scored: {', '.join(names)} returned None for all of them, so "
+                "nothing is learned from it; check that the reward functions fit the data."
+            )
+
+    # ---- TRL's scoring, and what it calls back ---------------------------------------------------------------------
+
+    def score(
+        self,
+        rows: StepRows,
+        trl_scoring: Any,
+        calculate_rewards: Callable[..., torch.Tensor],
+        metrics: Metrics,
+        logs: dict[str, Any],
+        rewards: RewardSettings,
+    ) -> dict[str, Any]:
+        """TRL's scoring of this process's rows, with their part of the advantages of the whole rollout batch.
+
+        Args:
+            trl_scoring: TRL's `_generate_and_score_completions`, bound to the trainer.
+            calculate_rewards: the trainer's, with a user's overrides: a subclass may shape the rewards there.
+            metrics, logs: TRL's records, which it writes to.
+        """
+        request, group = rows.request, rows.request.num_generations
+        first = request.share.start * group
+        # vLLM's are as many for every process, and no whole chunks
+        chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
+        self.call = call = ScoringCall(request, RewardCalls(first, chunk))
+
+        def remember(*args: Any) -> torch.Tensor:
+            call.rewards_BF = calculate_rewards(*args)
+            return call.rewards_BF
+
+        # TRL computes advantages within a process's rows, and cuts them as if all processes had as many
+        own_logs = {**logs, "advantages": deque(), "extra": defaultdict(list)}
+        try:
+            with ragged_scoring(self.accelerator, request.empty):
+                scored = on_view(trl_scoring, {"_calculate_rewards": remember, "_logs": own_logs}, list(rows))
+        finally:
+            self.call = None
+        assert call.rewards_BF is not None
+        self._rewards_BF = call.rewards_BF
+        self._log_calls(call.calls, own_logs["extra"], len(call.rewards_BF), metrics, logs)
+        weights_F = rewards.weights_F.to(call.rewards_BF.device)
+        advantages = rewards.rule.advantages(call.rewards_BF, weights_F, group)
+        shown = advantages if rewards.rule.estimator is not None else own_logs["advantages"]
+        logs["advantages"].extend(shown.tolist() if isinstance(shown, torch.Tensor) else shown)
+        scored["advantages"] = advantages[first : first + len(rows)]
+        return scored
+
+    def _log_calls(
+        self, calls: RewardCalls, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]
+    ) -> None:
+        """Put what the reward functions of all processes logged where TRL's log and table look for it."""
+        made = gather_calls(calls.made)
+        self._logged = metrics_of(made)
+        for name, values in self._logged.items():
+            metrics[name].append(exact_mean(values))
+        add_columns(logs["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(logs["prompt"]))
+
+    def calculate_rewards(
+        self, trl_rewards: Any, functions: list[Any], names: list[str], device: torch.device, *args: Any
+    ) -> torch.Tensor:
+        """TRL's `_calculate_rewards` with functions that are checked, and called by chunks; (B, F), all processes.
+
+        Args:
+            trl_rewards: TRL's, bound to the trainer; args: its arguments.
+        """
+        call = self.call
+        if call is not None and call.request.empty:
+            return ragged_gather(torch.zeros(0, len(functions), device=device))
+        checked = check_reward_functions(functions, names, self.faults, None if call is None else call.calls)
+        return on_view(trl_rewards, {"reward_funcs": checked}, *args)
+
+    # ---- Generation of one turn -----------------------------------------------------------------------------------
+
+    def by_key(
+        self,
+        call: ScoringCall,
+        generating: Callable[[], contextlib.AbstractContextManager[Any]],
+        settings: GenerationSettings,
+        prompt_ids: list[list[int]],
+        training: bool,
+    ) -> list[list[int]]:
+        """New token ids of each row, sampled by key.
+
+        Args:
+            generating: the contexts of TRL's generation; gives the model.
+
+        Raises:
+            PrecisionError: on every process, where the model's scores are no distribution on one.
+        """
+        rows, found, failure = call.rows_of(prompt_ids), list[list[int]](), None
+        try:
+            with generating() as model:
+                share = self._chunked(call, training, is_prompt_learning(model))
+
+                def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
+                    def work(part: Sequence[int]) -> list[list[int]]:
+                        index = torch.tensor(part)
+                        chunk = ([prompts[i] for i in part], keys[index], offsets[index])
+                        return self._sample(model, settings, share.alike, *chunk)
+
+                    return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
+
+                found = share.run(fitting, prompt_ids, rows, settings.filler)
+        except PrecisionError as error:
+            failure = str(error)
+        if call.histories is None:  # every process comes here once: none waits for one that failed
+            failure = first_of_all_processes(failure)
+        if failure is not None:
+            raise PrecisionError(failure)
+        return found
+
+    def _sample(
+        self, model: Any, settings: GenerationSettings, alike: bool, prompts: Any, keys: Any, offsets: Any
+    ) -> list[list[int]]:
+        config, device = settings.config, self.accelerator.device
+        compact = self.args.compact_rollouts and not self.sharded
+        compact = compact and why_not_compact(model, config) is None
+        multiple = None if alike else settings.pad_to_multiple_of
+        chunk = (prompts, keys, offsets, config, settings.eos_token_ids, device, multiple, compact)
+        try:
+            return sample_chunk(model, *chunk)
+        except PrecisionError as error:
+            if self.sharded:  # the other processes would not come along
+                raise
+            first = FirstModule()
+            with first.watching(model), contextlib.suppress(PrecisionError):
+                sample_chunk(model, *chunk)
+            raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}.") from None
+
+    def by_chunk(
+        self,
+        call: ScoringCall,
+        generate: Callable[[list[int]], list[list[int]]],
+        prompt_ids: list[list[int]],
+        filler: int,
+        model: Any,
+        training: bool,
+    ) -> list[list[int]]:
+        """New token ids of each row, from a function of the rows of a chunk: what is not sampled by key."""
+        share = self._chunked(call, training, is_prompt_learning(model))
+        return share.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), filler)
+
+    def with_seeds(
+        self, call: ScoringCall, generation: Any, prompt_ids: list[list[int]], num_generations: int, training: bool
+    ) -> Any:
+        """TRL's `VLLMGeneration`, seen with one seed for each row of this process.
+
+        Raises:
+            ConfigError: on every process: they need as many prompts, and have not.
+        """
+        rows = call.rows_of(prompt_ids)
+        if call.histories is None:
+            self.refuse_unequal_slices(generation, 0 if call.request.empty else len(rows))
+        keys = self._keys(call.request, training)[torch.tensor(rows)]
+        seeds = completion_seeds(keys, call.offsets_of(rows, prompt_ids), call.request.num_generations)
+        return seeded(generation, seeds, num_generations)
+
+    def refuse_unequal_slices(self, generation: Any, rows: int) -> None:
+        """Where TRL cuts what several processes sampled together, it does so as if all had as many rows.
+
+        Raises:
+            ConfigError: on every process.
+        """
+        device = self.accelerator.device
+        most, fewest = max_over_processes(rows, device), -max_over_processes(-rows, device)
+        together = generation.mode == "server" or generation.tensor_parallel_size > 1
+        if together and most != fewest:
+            raise ConfigError(
+                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
+                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
+                f"{self.accelerator.num_processes} processes share evenly."
+            )
+
+    def _keys(self, request: RolloutRequest, training: bool) -> torch.Tensor:
+        return request_keys(request, self.args.seed, TRAIN_STREAM if training else EVAL_STREAM)
+
+    def _chunked(self, call: ScoringCall, training: bool, alike: bool) -> ChunkedGeneration:
+        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
+            return max_over_processes(own, self.accelerator.device) if self.sharded else own
+
+        # virtual tokens stand before the padding, so there is none: `alike`
+        request, chunk = call.request, self.geometry.rollout_chunk_size
+        return ChunkedGeneration(request, call.histories, self._keys(request, training), chunk, calls, alike)
+
+
+@contextlib.contextmanager
+def _apart(record: Metrics) -> Iterator[Metrics]:
+    """What is added to a record inside, kept out of it."""
+    kept = dict(record)
+    record.clear()
+    try:
+        yield record
+    finally:
+        record.clear()
+        record.update(kept)

@@ -1,0 +1,298 @@
+"""One optimizer step on one process: planned, counted, run in micro-batches, and again with smaller ones if need be.
+
+Differs from the Trainer's accumulation: the whole step is one call, so its denominators are known before the first
+forward, the number of micro-batches may differ between processes, and a step that does not fit runs again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ..batching.micro_batches import StepSizes, TokenCost, oversized
+from ..config import GRPOConfig
+from ..errors import MemoryShortageError, PrecisionError
+from ..forward.lm_head import RouterOutput
+from ..forward.scorer import Scorer
+from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..runtime.clock import PhaseClock
+from ..runtime.collectives import first_of_all_processes, max_over_processes
+from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
+from ..sampling.rollout import Rollout, contributing_rows
+from .backward import out_of_memory_on_all, run_micro_batches
+from .gradients import FixedPointGradients, NativeGradients
+from .loss import loss_mask
+from .metrics import StepMetrics, StepWork
+from .plan import MicroBatch, MicroBatchLayout, plan_step
+from .statistics import STEP_PART, StepContext, StepPart, measure_step
+
+logger = get_logger(__name__)
+Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """What the loss of a step is made of, as far as it decides what has to be run and counted.
+
+    Attributes:
+        skip_zeros: nothing but the policy loss acts on a completion, and that is linear in the advantage.
+        top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
+        router: a MoE model's load-balancing loss is added.
+        experts_per_token: of a MoE model.
+    """
+
+    skip_zeros: bool = False
+    top_entropy_quantile: float = 1.0
+    router: bool = False
+    experts_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """This process's micro-batches of a step, and the tokens of it."""
+
+    micro_batches: list[MicroBatch]
+    work: StepWork
+
+
+class OptimizerStep:
+    """Runs optimizer steps.
+
+    Args:
+        args: the loop's configuration.
+        pad_token_id, multiple: how a micro-batch is padded (`multiple`: TRL's `pad_to_multiple_of`).
+        cost: what a token costs, to assign groups to processes by; None: by count.
+        clock: takes the seconds of the phase "window".
+
+    Attributes:
+        limits: the micro-batch size that fits.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        scorer: Scorer,
+        pad_token_id: int,
+        multiple: int | None,
+        cost: TokenCost | None,
+        clock: PhaseClock,
+    ) -> None:
+        self.accelerator, self.args, self.scorer, self.clock = accelerator, args, scorer, clock
+        self.pad_token_id, self.multiple, self.cost = pad_token_id, multiple, cost
+        self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
+        self._said_oversized = False
+
+    def run(
+        self,
+        model: Any,
+        rollout: Rollout,
+        terms: StepTerms,
+        loss_of: Callable[[Inputs], torch.Tensor],
+        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
+    ) -> tuple[StepContext, StepPlan]:
+        """All forward and backward passes of a step; afterwards `.grad` is that of the step, on every process.
+
+        Args:
+            model: as the loop calls it.
+            rollout: the completions of the step, those of all processes.
+            loss_of: a micro-batch's part of the loss of the step.
+            score: log-probabilities, entropies and router output of a micro-batch.
+
+        Raises:
+            MemoryShortageError: the smallest micro-batch does not fit.
+            PrecisionError: in bitwise mode, gradients that are not finite or out of range.
+        """
+        gradients = self._gradients(model)
+        for attempt in itertools.count():
+            plan = self.plan(model, rollout, self.limits.rows, terms)
+            try:
+                with self.clock.phase("window"), self.scorer.packing(model):
+                    context = self.measure(model, rollout, plan, terms, score, gradients)
+                    part_of_loss = functools.partial(self._loss, rollout, context, loss_of)
+                    run_micro_batches(self.accelerator, model, gradients, plan.micro_batches, part_of_loss)
+                return context, plan
+            except StepOutOfMemory as shortage:
+                reason = str(shortage)
+            free_memory()
+            self._shrink(model, rollout, plan, reason, attempt)
+        raise AssertionError  # the loop ends by itself
+
+    def evaluate(
+        self,
+        model: Any,
+        rollout: Rollout,
+        terms: StepTerms,
+        loss_of: Callable[[Inputs], torch.Tensor],
+        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
+    ) -> StepContext:
+        """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `run`."""
+        plan = self.plan(model, rollout, self.args.per_device_eval_batch_size, terms)
+        context = self.measure(model, rollout, plan, terms, score)
+        for part in plan.micro_batches:
+            self._loss(rollout, context, loss_of, part)
+        return context
+
+    def explain(
+        self, model: Any, rollout: Rollout, context: StepContext, plan: StepPlan, loss_of: Any, what: str
+    ) -> None:
+        """Run a step again, without gradients, whose loss is not finite, to find where the number comes from.
+
+        Raises:
+            PrecisionError: on every process, with the first module that produced the number.
+        """
+        policy, first = self.accelerator.unwrap_model(model), FirstModule()
+        weight = None if self.scorer.sharded else bad_weight(policy)
+        with torch.no_grad(), self.scorer.packing(model), first.watching(policy):
+            for part in plan.micro_batches:
+                self._loss(rollout, context, loss_of, part)
+        module = first_of_all_processes(first.name)
+        raise PrecisionError(f"{what}: {explanation(weight, module, self.args.fp16)}.")
+
+    # ---- Phases ---------------------------------------------------------------------------------------------------
+
+    def plan(self, model: Any, rollout: Rollout, max_rows: int, terms: StepTerms) -> StepPlan:
+        """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
+        sizes, model = rollout.sizes(self.multiple), self.accelerator.unwrap_model(model)
+
+        def some(rows: slice) -> tuple[torch.Tensor, torch.Tensor, int]:
+            batch = self.collate(rollout, range(rows.start, rows.stop))
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            return ids, batch["attention_mask"], batch["completion_ids"].size(1)
+
+        same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
+        with self.scorer.without_gradients(model):
+            self.scorer.check_packs(model, (sizes.prompts_B, sizes.completions_B, same), some, everywhere=True)
+        packed = self.scorer.packs(model)
+        self._say_oversized(sizes, packed)
+        layout = MicroBatchLayout(max_rows, self.limits.tokens, packed, self.cost, self.args.unit_rows)
+        rows = contributing_rows(rollout) if terms.skip_zeros else range(len(rollout))
+        micro_batches = plan_step(self.accelerator, sizes, rows, layout)
+        return StepPlan(micro_batches, StepWork.of(sizes, rows, micro_batches, packed))
+
+    def measure(
+        self,
+        model: Any,
+        rollout: Rollout,
+        plan: StepPlan,
+        terms: StepTerms,
+        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
+        gradients: NativeGradients | None = None,
+    ) -> StepContext:
+        """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
+
+        def measured(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
+            batch = self.collate(rollout, part.rows)
+            with self.scorer.without_gradients(self.accelerator.unwrap_model(model)):
+                _, entropies, router = score(batch)
+            return entropies, loss_mask(batch), router
+
+        guard = functools.partial(out_of_memory_on_all, self.accelerator, gradients.discard if gradients else None)
+        return measure_step(
+            rollout,
+            plan.micro_batches,
+            measured,
+            StepMetrics(self.accelerator.device),
+            terms.top_entropy_quantile,
+            terms.router,
+            terms.experts_per_token,
+            guard,
+        )
+
+    def collate(self, rollout: Rollout, rows: Any) -> Inputs:
+        """Completions as TRL's loss takes them: padded, on the device."""
+        padded = rollout.select(rows).collate(self.pad_token_id, self.multiple)
+        batch: Inputs = {name: value.to(self.accelerator.device) for name, value in padded.items()}
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        return batch
+
+    def _loss(
+        self, rollout: Rollout, context: StepContext, loss_of: Callable[[Inputs], torch.Tensor], part: MicroBatch
+    ) -> torch.Tensor:
+        inputs = self.collate(rollout, part.rows)
+        keep = None
+        if context.entropy_keep is not None:
+            keep = context.keep_mask(part.rows, inputs["completion_mask"].size(1), self.accelerator.device)
+        inputs[STEP_PART] = StepPart(context, part.weight, [rollout.groups[row] for row in part.rows], keep)
+        loss = loss_of(inputs)
+        loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
+        context.metrics.add_total("loss", loss, 1.0)
+        return loss
+
+    def _gradients(self, model: Any) -> NativeGradients | None:
+        """How this step's gradients are added up; None where the engine does it."""
+        if self.scorer.sharded:
+            return None
+        names, parameters = zip(*self.accelerator.unwrap_model(model).named_parameters())
+        if not self.args.bitwise_invariant:
+            return NativeGradients(parameters, self.accelerator)
+        return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
+
+    # ---- Memory ---------------------------------------------------------------------------------------------------
+
+    def _say_oversized(self, sizes: StepSizes, packed: bool) -> None:
+        budget = self.limits.tokens
+        if budget is None or self._said_oversized or not (large := oversized(sizes, budget, packed)):
+            return
+        self._said_oversized = True
+        tokens = max(sizes.tokens([row], packed) for row in large)
+        logger.warning(
+            f"{len(large)} completion(s) of this step are larger with their prompt than micro_batch_tokens={budget} "
+            f"(up to {tokens} tokens) and run alone, over the budget; max_completion_length bounds them."
+        )
+
+    def _shrink(self, model: Any, rollout: Rollout, plan: StepPlan, reason: str, attempt: int) -> None:
+        """Lower the limits after a step that did not fit.
+
+        Raises:
+            MemoryShortageError: nothing smaller is left.
+        """
+        sizes = rollout.sizes(self.multiple)
+        unit_rows, device = self.args.unit_rows, self.accelerator.device
+        if unit_rows is not None and attempt:
+            raise MemoryShortageError(
+                f"the step ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), which "
+                "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
+                "run means), gradient_checkpointing=True, a smaller max_completion_length."
+            )
+        packed = self.scorer.packs(model)
+        rows = max(len(part.rows) for part in plan.micro_batches)
+        tokens = max(sizes.tokens(part.rows, packed) for part in plan.micro_batches)
+        rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
+        if unit_rows is not None:
+            self.limits.failures += 1
+            logger.warning(f"Out of memory in the step ({reason}); its units run again after freeing memory.")
+            return
+        allowed = self.limits.shrink(rows, tokens)
+        logger.warning(
+            f"Out of memory in the step ({reason}); it runs again with {allowed}, and so do all that follow. The "
+            "update is the same."
+        )
+
+
+def log_step(context: StepContext, plan: StepPlan, seconds: dict[str, float]) -> dict[str, float]:
+    """The values of a step for the logs, the same on every process; one reduction.
+
+    Args:
+        seconds: of this process, by phase.
+
+    Returns:
+        By name; "loss" and "policy_loss" (NaN where a subclass's own loss leaves it out) among them.
+    """
+    plan.work.add_to(context.metrics)
+    values = reduced(context)
+    values |= plan.work.shares(values, seconds.get("window", 0.0))
+    return values | {f"time/{name}": value for name, value in seconds.items()}
+
+
+def reduced(context: StepContext) -> dict[str, float]:
+    """The metered values of a step or an evaluation, the same on every process."""
+    return {"loss": math.nan, "policy_loss": math.nan} | context.metrics.reduce()

@@ -1,0 +1,89 @@
+"""A `rollout_func` that returns something else than completions is an error that says what, on every process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_ext.errors import RolloutError
+from grpo_ext.sampling import rollout_func as module
+from grpo_ext.sampling.rollout_func import CheckedRollout
+
+TRAINER = SimpleNamespace(_tokenizer=SimpleNamespace(eos_token_id=1))
+GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
+
+
+def call(output: Any, idle: bool = False, needs: str | None = None) -> Any:
+    function = output if callable(output) else lambda prompts, trainer: output
+    return CheckedRollout(function, lambda: idle, needs)(["a", "b"], TRAINER)
+
+
+def test_what_is_right_goes_through_as_it_is():
+    assert call(GOOD) is GOOD
+    more = {**GOOD, "logprobs": [[-1.0, -2.0], [-1.0, None]], "env_mask": [[1, 0], [1, 1]], "score": [0.5, 1.0], "k": 3}
+    assert call(more) is more
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        (None, "a NoneType in the place of a dictionary"),
+        ({"prompt_ids": [[3], [4]]}, "no completion_ids, logprobs"),
+        ({**GOOD, "completion_ids": [[5, 1]]}, "1 completion_ids for 2 prompts"),
+        ({**GOOD, "prompt_ids": [[3]] * 3}, "3 prompt_ids for 2 prompts"),
+        ({**GOOD, "score": [1.0]}, "1 score for 2 prompts"),
+        ({**GOOD, "env_mask": None}, "None env_mask for 2 prompts"),
+        ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens in row 1 of completion_ids"),
+        ({**GOOD, "logprobs": [[-1.0], [-1.0, -1.0]]}, "1 logprobs for the 2 tokens of completion 0"),
+        ({**GOOD, "logprobs": [None, [-1.0, -1.0]]}, "None logprobs for the 2 tokens of completion 0"),
+        ({**GOOD, "env_mask": [[1, 1], [1]]}, "1 env_mask for the 2 tokens of completion 1"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_rule(output, says):
+    with pytest.raises(RolloutError, match=rf"returned {says}.*one list of token ids for each prompt"):
+        call(output)
+
+
+def test_an_exception_is_named_and_kept_as_the_cause():
+    def broken(prompts: Any, trainer: Any) -> Any:
+        raise ConnectionError("no sandbox")
+
+    with pytest.raises(RolloutError, match="raised ConnectionError: no sandbox") as caught:
+        call(broken)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_log_probabilities_may_be_needed():
+    with pytest.raises(RolloutError, match="returned logprobs=None, and the correction wants them"):
+        call(GOOD, needs="the correction wants them")
+
+
+def beside(monkeypatch: Any, *others: tuple[bool, str | None, Any]) -> None:
+    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *others])
+
+
+def test_a_failure_of_another_process_is_an_error_here_too(monkeypatch):
+    beside(monkeypatch, (False, "raised KeyError: 'x'", None))
+    with pytest.raises(RolloutError, match="raised KeyError: 'x' on process 1"):
+        call(GOOD)
+
+
+def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch):
+    beside(monkeypatch, (False, None, (True, False)))
+    with pytest.raises(RolloutError, match="logprobs on some processes and None on others"):
+        call(GOOD)
+
+
+@pytest.mark.parametrize("kind", [(True, True), (False, False)])
+def test_a_process_without_prompts_does_not_call_it_and_has_the_fields_of_the_others(monkeypatch, kind):
+    beside(monkeypatch, (False, None, kind))
+    found = call(lambda *args: pytest.fail("called"), idle=True)
+    assert found["completion_ids"] == [[1], [1]]
+    assert (found["logprobs"] is not None, "env_mask" in found) == kind
+
+
+def test_a_mask_on_another_process_means_tokens_of_the_model_here(monkeypatch):
+    beside(monkeypatch, (False, None, (False, True)))
+    assert call(GOOD)["env_mask"] == [[1, 1], [1, 1]]
