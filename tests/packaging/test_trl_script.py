@@ -1,4 +1,4 @@
-"""TRL's own script with this trainer in place of TRL's, as the README writes it down."""
+"""TRL's own script with this trainer in place of TRL's, as docs/coming-from.md writes it down."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from .start import ROOT, python, write_start
 
 
-def test_the_script_of_the_readme_runs_trls_script_with_this_trainer(tmp_path):
-    (script,) = re.findall(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_the_script_of_the_documents_runs_trls_script_with_this_trainer(tmp_path):
+    (script,) = re.findall(r"```python\n(# train\.py.*?)```", (ROOT / "docs" / "coming-from.md").read_text(), re.S)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "mine.py").write_text("def long(completions, **_):\n    return [float(len(c)) for c in completions]\n")
     model, data = write_start(tmp_path)
