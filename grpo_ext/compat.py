@@ -182,7 +182,6 @@ OVERRIDES: dict[str, Point] = {
         "create_accelerator_and_postprocess": "",
         "train": "resume_from_checkpoint trial ignore_keys_for_eval",
         "log": "logs start_time",
-        "evaluate": "eval_dataset ignore_keys metric_key_prefix",
         "_save_checkpoint": "model trial",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_push_from_checkpoint": "checkpoint_folder",
@@ -204,7 +203,7 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
-        "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep",
+        "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size",
     }.items()
 }
 
@@ -259,6 +258,13 @@ BODIES = (
     ),
     # after a resume the epoch reaches the prompt order
     Body(_TRAINER, "_run_epoch", ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
+    # what is seen otherwise on a view of the trainer (`on_view`) is read from it there
+    Body(_GRPO, _SCORING, ("self._calculate_rewards(", 'self._logs["advantages"]', 'self._logs["extra"]')),
+    Body(_GRPO, "_calculate_rewards", ("self.reward_funcs",)),
+    Body(_GRPO, "_generate_single_turn", ("self.vllm_generation.generate(",)),
+    Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
+    Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
+    Body(_TRAINER, "_finalize_training", ("self.args.save_total_limit",)),
     # a checkpoint is written below the folder that is asked for
     *(Body(owner, "_save_checkpoint", ("self._get_output_dir(trial=trial)",)) for owner in (_TRAINER, _GRPO)),
     # what a rollout batch is made of
@@ -306,19 +312,19 @@ CONFIG_FIELDS: tuple[str, ...] = (
 ATTRIBUTES: tuple[str, ...] = (
     "_dist",
     "_entropy_bonus_enabled",
-    "_is_vlm",
     "_logs",
     "_metrics",
     "_tokenizer",
     "accelerator",
     "args",
     "aux_loss_enabled",
+    "callback_handler",
     "control",
     "environment_factories",
     "eos_token_ids",
     "eval_dataset",
     "is_deepspeed_enabled",
-    "log_completions",
+    "is_fsdp_enabled",
     "lr_scheduler",
     "max_completion_length",
     "model",
@@ -330,6 +336,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "pad_to_multiple_of",
     "processing_class",
     "reward_func_names",
+    "reward_funcs",
     "reward_weights",
     "rollout_func",
     "router_aux_loss_coef",

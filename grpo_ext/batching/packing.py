@@ -1,13 +1,14 @@
 """Packs: several groups in one row without padding, each prompt once and its completions after it.
 
 Differs from a padded batch: a prompt that G completions share is one segment, not G copies. Pure index arithmetic; the
-packed forward (engine.packed_forward) runs it. Shapes: B completions, N tokens of the pack, S scored positions.
+packed forward (forward.packed) runs it. Shapes: B completions, N tokens of the pack, S scored positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Pack:
 
     Attributes:
         layout: where the segments lie.
-        source_N: for each token of the pack, its column in the flattened padded (B, L) batch.
+        source_N: for each token of the pack, its place among the tokens of all rows, each a prompt and its completion.
         positions_N: position of each token in its own sequence.
         predictor_S: for each scored completion token, in row order, the token of the pack that predicts it.
     """
@@ -78,22 +79,19 @@ def build_pack(
     prompt_lengths: Sequence[int],
     completion_lengths: Sequence[int],
     groups: Sequence[tuple[int, int]],
-    prompt_width: int,
-    width: int,
     keep_last: bool,
     multiple: int = 1,
 ) -> Pack:
-    """Lay a padded batch (prompts on the left, completions on the right) out as a pack.
+    """Lay rows out as a pack.
 
     Args:
-        prompt_lengths, completion_lengths: tokens of each row.
+        prompt_lengths, completion_lengths: tokens of each row, which lie one after the other without padding.
         groups: ranges of rows with one prompt (`group_runs`).
-        prompt_width: columns of the prompts in the batch.
-        width: columns L of the batch.
         keep_last: whether the last token of a completion, which predicts nothing, goes through the model; a router's
             statistics count it.
         multiple: the pack is filled up to a multiple of this many tokens, with a prompt that nothing sees.
     """
+    starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths)))]
     source: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
@@ -101,15 +99,15 @@ def build_pack(
     packed: list[PackedGroup] = []
     for first, stop in groups:
         prompt = prompt_lengths[first]
-        start, begin = first * width + prompt_width - prompt, len(source)
-        source.extend(range(start, start + prompt))
+        begin = len(source)
+        source.extend(range(starts[first], starts[first] + prompt))
         positions.extend(range(prompt))
         counts.extend([stop - first] * prompt)
         last_of_prompt, completions = len(source) - 1, []
         for row in range(first, stop):
             length = completion_lengths[row]
             run = length if keep_last else max(length - 1, 0)
-            start, here = row * width + prompt_width, len(source)
+            start, here = starts[row] + prompt_lengths[row], len(source)
             source.extend(range(start, start + run))
             positions.extend(range(prompt, prompt + run))
             counts.extend([1] * run)

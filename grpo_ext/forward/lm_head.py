@@ -97,6 +97,20 @@ class RouterOutput(NamedTuple):
         return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a forward finds out about the completions of its rows.
+
+    Attributes:
+        logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where they are wanted.
+        router: of a MoE model, where it is wanted.
+    """
+
+    logps_S: torch.Tensor
+    entropies_S: torch.Tensor | None = None
+    router: RouterOutput | None = None
+
+
 class RouterRequest:
     """Takes the router's output of one forward; given as `compute_aux_loss`, which it is a true value of."""
 

@@ -1,10 +1,10 @@
 """Whether a model takes packs, found out by trying: a few completions run packed and padded, and are compared inside.
 
-Differs from TRL, which always pads. Stands before the first pack of a model (engine.forms). What a pack could get wrong
-shows where tokens meet, so positions and the output of every attention layer are compared, not only what comes out at
-the end, where a deep model in half precision has multiplied rounding. How much rounding there is, is measured: the
-padded batch runs again with every module's output off by a unit in the last place. Shapes: B completions, N tokens of
-the pack, C channels.
+Differs from TRL, which always pads. Stands before the first pack of a model (forward.choice). What a pack could get
+wrong shows where tokens meet, so positions and the output of every attention layer are compared, not only what comes
+out at the end, where a deep model in half precision has multiplied rounding. How much rounding there is, is measured:
+the padded batch runs again with every module's output off by a unit in the last place. Shapes: B completions, N tokens
+of the pack, C channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import torch
 from ..batching.packing import PackLayout, build_pack, group_runs
 from ..runtime.out_of_memory import is_out_of_memory
 from .attention import LAYOUT, TakesNoPacks
-from .packed import read_batch, score_packed, score_padded, trim
+from .packed import score_packed
+from .padded import score_padded
+from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (measured in 600 starts), a planted fault 8 and more
 _ROWS = 8  # completions compared at most
@@ -215,9 +217,7 @@ def compare(
 def try_pack(
     model: Callable[..., Any],
     policy: Any,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
+    rows: TokenRows,
 ) -> Trial:
     """Run some completions as a pack, and if the model takes it, compare with the padded batch.
 
@@ -227,21 +227,18 @@ def try_pack(
     Args:
         model: the model as the loop calls it.
         policy: the causal language model inside it.
-        input_ids, attention_mask: (B, L) in TRL's layout.
-        completion_width: columns of the completions.
     """
-    batch = trim(input_ids, attention_mask, completion_width)
     name = type(policy).__name__
     with torch.no_grad():
         try:
             with _layouts(policy) as layouts:
-                score_packed(model, policy, *batch)
+                score_packed(model, policy, rows)
         except TakesNoPacks as error:
             return Trial(refused=str(error))
         except Exception as error:  # whatever a model does with what it does not expect
             if is_out_of_memory(error):
                 raise
-            score_padded(model, policy, *batch)  # a model that fails here too has another fault, which is its own
+            score_padded(model, policy, rows)  # a model that fails here too has another fault, which is its own
             first = next(iter(str(error).splitlines()), "")
             return Trial(refused=f"{name} fails on a pack ({type(error).__name__}: {first})")
         readers = layouts[-1].readers
@@ -250,40 +247,40 @@ def try_pack(
             for path, module in policy.named_modules()
             if module in readers or (path and not any(part.isdigit() for part in path.split(".")))
         }
-        return _compared(model, policy, batch, places, readers)
+        return _compared(model, policy, rows, places, readers)
 
 
 def _compared(
     model: Callable[..., Any],
     policy: Any,
-    batch: tuple[torch.Tensor, torch.Tensor, int],
+    rows: TokenRows,
     places: dict[str, torch.nn.Module],
     readers: dict[Any, int | None],
 ) -> Trial:
-    ids, mask, width = batch
-    prompts, completions, same = read_batch(ids, mask, width)
-    pack = build_pack(prompts, completions, group_runs(same), ids.size(1) - width, ids.size(1), False)
+    pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), False)
     tokens = [t for group in pack.layout.groups for t in range(*group.answers)]
-    unit = rounding_unit(policy, ids.device)
+    unit = rounding_unit(policy, rows.ids_N.device)
 
     def run(score: Callable[..., Any], index: list[int], positions: int) -> tuple[_Record, torch.Tensor]:
         record = _Record(torch.tensor(index, dtype=torch.long), positions)
         with _recording(places, record):
-            logps = score(model, policy, *batch)[0][mask[:, -width:].bool()]
+            logps = score(model, policy, rows).logps_S
         if not record.values:  # nothing inside has one row per token
             record.values["the head", 0, 0] = logps[:, None].float()
         return record, logps
 
-    columns = [pack.source_N[t] for t in tokens]
+    mask = rows.padded()[1]
+    column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
+    columns = [column_N[pack.source_N[t]] for t in tokens]
     packed, ours = run(score_packed, tokens, pack.layout.tokens)
-    padded, theirs = run(score_padded, columns, ids.numel())
+    padded, theirs = run(score_padded, columns, mask.numel())
     others = []
     for seed in range(_DRAWS):
         with _rounded_otherwise(policy, unit, seed):
-            others.append(run(score_padded, columns, ids.numel())[0].values)
+            others.append(run(score_padded, columns, mask.numel())[0].values)
     if not torch.isfinite(theirs).all():
         return Trial()  # nothing to compare with; such a loss is an error of its own
-    longest, windows = max(map(sum, zip(prompts, completions))), tuple({w for w in readers.values() if w})
+    longest, windows = max(map(sum, zip(rows.prompts_B, rows.completions_B))), tuple({w for w in readers.values() if w})
     found = compare(packed.values, padded.values, others, unit) if tokens else []
     wrong = [(place, ratio) for place, ratio in found if not ratio <= LIMIT]
     if not wrong:
@@ -291,7 +288,7 @@ def _compared(
     gap = float((ours - theirs).abs().float().mean())
     return Trial(
         difference=(
-            f"packed and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(ids)} "
+            f"packed and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
             f"completions, and what {wrong[0][0][0]} puts out by {wrong[0][1]:.0f} times the rounding (a pack may by "
             f"{LIMIT:.0f}): the model does something between tokens that a pack does not keep, such as ignoring "
             "position_ids"

@@ -6,7 +6,7 @@ micro-batch is scored in one forward, whose gradients are kept. Called at TRL's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,17 @@ from accelerate import Accelerator
 from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
+from .architecture import experts_per_token
 from .attention import packed_attention, runs_packs
 from .choice import ForwardChoice
-from .chunks import Chunking, score_in_chunks, without_checkpointing
-from .packed import read_batch
+from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
+from .lm_head import RouterRequest, Scores
 from .reference import base_model_of
+from .rows import TokenRows
 
 Batch = tuple[torch.Tensor, torch.Tensor, int]  # input_ids (B, L), attention_mask (B, L), completion columns
-Scores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+# log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
+TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
 class Scorer:
@@ -38,7 +41,7 @@ class Scorer:
     def __init__(
         self, accelerator: Accelerator, args: GRPOConfig, multiple: int | None, trl_scorer: Callable[..., Any]
     ) -> None:
-        self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple, trl_scorer
+        self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple or 1, trl_scorer
         self.sharded = shards_parameters(accelerator)
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
@@ -65,18 +68,15 @@ class Scorer:
         with torch.no_grad(), plain, self.accelerator.autocast():
             yield
 
-    def check_packs(
-        self,
-        model: Any,
-        lengths: tuple[Sequence[int], Sequence[int], Sequence[bool]],
-        batch: Callable[[slice], Batch],
-        everywhere: bool,
-    ) -> None:
+    def settled(self, model: Any) -> bool:
+        """Whether `check_packs` has nothing left to look at."""
+        return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
+
+    def check_packs(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before the first pack of a model, compare packed and padded: see `ForwardChoice.check`."""
-        wrapped = self.accelerator.unwrap_model(model)
-        policy = base_model_of(wrapped)
-        if not self.choice.settled(policy):
-            self.choice.check(model, policy, wrapped, lengths, batch, everywhere)
+        if not self.settled(model):
+            wrapped = self.accelerator.unwrap_model(model)
+            self.choice.check(model, base_model_of(wrapped), wrapped, rows, everywhere)
 
     def score_rollout(
         self,
@@ -86,41 +86,56 @@ class Scorer:
         max_tokens: int | None,
         group_size: int,
         **options: Any,
-    ) -> Scores:
+    ) -> TrlScores:
         """Score this process's part of a rollout batch, without gradients; every process comes here together.
 
         Args:
             batch_size, max_tokens: completions and tokens of a forward, at most.
             group_size: completions per group, which canonical units are cut within.
-            options: of TRL's method (`compute_entropy`, `compute_aux_loss`).
-
-        Returns:
-            Log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None.
+            options: of TRL's method.
         """
-        ids, mask, width = batch
 
         def align(chunks: int) -> int:  # where every forward is a collective, all make as many
             return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
 
-        def some(rows: slice) -> Batch:
-            return ids[rows], mask[rows], width
-
+        rows = TokenRows.of_padded(*batch)
         with self.accelerator.autocast():
-            self.check_packs(model, read_batch(*batch), some, everywhere=False)
-            unit = self.args.unit_rows
-            units = None if unit is None else (group_size, unit)
-            chunking = Chunking(self.multiple, max_tokens, self.packs(model), align, units, self.memory)
-            return score_in_chunks(self._forward(model), model, chunking, *batch, batch_size, **options)
+            self.check_packs(model, rows, everywhere=False)
+        unit = self.args.unit_rows
+        units = None if unit is None else (group_size, unit)
+        chunking = Chunking(batch_size, max_tokens, self.packs(model), self.multiple, align, units, self.memory)
+        return self._score(model, rows, batch[2], chunking, **options)
 
-    def score_micro_batch(self, model: Any, batch: Batch, **options: Any) -> Scores:
+    def score_micro_batch(self, model: Any, batch: Batch, **options: Any) -> TrlScores:
         """Score a micro-batch in one forward, whose graph is kept where gradients are on; as `score_rollout`."""
-        policy = base_model_of(self.accelerator.unwrap_model(model))
+        return self._score(model, TokenRows.of_padded(*batch), batch[2], Chunking(), **options)
+
+    def _score(
+        self,
+        model: Any,
+        rows: TokenRows,
+        width: int,
+        chunking: Chunking,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool | RouterRequest = False,
+        **images: Any,
+    ) -> TrlScores:
+        wrapped = self.accelerator.unwrap_model(model)
+        policy = base_model_of(wrapped)
         # a loss that is computed outside the step runs its backward pass where packs are off
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not runs_packs(policy)
-        with self.accelerator.autocast():
-            chunking = Chunking(self.multiple, None, self.packs(model))
-            return score_in_chunks(self._forward(model, again), model, chunking, *batch, **options)
+        forward = self.choice.forward(policy, wrapped, self.trl_scorer, again)
 
-    def _forward(self, model: Any, recomputed_outside: bool = False) -> Callable[..., Any]:
-        wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.scorer(base_model_of(wrapped), wrapped, self.trl_scorer, recomputed_outside)
+        def score(part: TokenRows) -> Scores:
+            return forward(model, policy, part, with_router=bool(compute_aux_loss), with_entropy=compute_entropy)
+
+        with self.accelerator.autocast():
+            found = score_in_chunks(score, rows, chunking)
+            routers = [scores.router for scores in found if scores.router is not None]
+            aux_loss = None
+            if isinstance(compute_aux_loss, RouterRequest):
+                compute_aux_loss.output = routers[0] if routers else None
+            elif routers:
+                experts = experts_per_token(policy)
+                aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
+            return *joined(found, rows, width), aux_loss

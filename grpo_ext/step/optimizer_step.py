@@ -21,6 +21,7 @@ from ..batching.micro_batches import StepSizes, TokenCost, oversized
 from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.lm_head import RouterOutput
+from ..forward.rows import TokenRows
 from ..forward.scorer import Scorer
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.clock import PhaseClock
@@ -163,20 +164,22 @@ class OptimizerStep:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         sizes, model = rollout.sizes(self.multiple), self.accelerator.unwrap_model(model)
 
-        def some(rows: slice) -> tuple[torch.Tensor, torch.Tensor, int]:
-            batch = self.collate(rollout, range(rows.start, rows.stop))
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            return ids, batch["attention_mask"], batch["completion_ids"].size(1)
-
-        same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
-        with self.scorer.without_gradients(model):
-            self.scorer.check_packs(model, (sizes.prompts_B, sizes.completions_B, same), some, everywhere=True)
+        if not self.scorer.settled(model):
+            with self.scorer.without_gradients(model):
+                self.scorer.check_packs(model, self._token_rows(rollout, sizes), everywhere=True)
         packed = self.scorer.packs(model)
         self._say_oversized(sizes, packed)
         layout = MicroBatchLayout(max_rows, self.limits.tokens, packed, self.cost, self.args.unit_rows)
         rows = contributing_rows(rollout) if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(self.accelerator, sizes, rows, layout)
         return StepPlan(micro_batches, StepWork.of(sizes, rows, micro_batches, packed))
+
+    def _token_rows(self, rollout: Rollout, sizes: StepSizes) -> TokenRows:
+        names = ("prompt_ids", "completion_ids")
+        pairs = zip(*(rollout.fields[name] for name in names), sizes.prompts_B, sizes.completions_B)
+        ids = torch.cat([part for p, c, n, m in pairs for part in (p[:n], c[:m])]).to(self.accelerator.device)
+        same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
+        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same)
 
     def measure(
         self,

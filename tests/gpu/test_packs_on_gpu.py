@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
@@ -9,9 +11,11 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 from grpo_ext.forward import attention
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import try_pack
-from grpo_ext.forward.packed import score_packed, score_padded
+from grpo_ext.forward.packed import score_packed
+from grpo_ext.forward.padded import score_padded
+from grpo_ext.forward.rows import TokenRows
 from tests.trainer.test_layout import make, parameters
-from tests.unit.forward.test_packed import batch_of, gradient
+from tests.unit.forward.test_packed import gradient, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -28,6 +32,10 @@ SIZES = {
 LONG = ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
 
 
+def on_the_device(rows: TokenRows) -> TokenRows:
+    return dataclasses.replace(rows, ids_N=rows.ids_N.cuda())
+
+
 def model_on(device: str, implementation: str, window: bool, dtype: torch.dtype):
     torch.manual_seed(1)
     config = MistralConfig(**SIZES, sliding_window=50) if window else Qwen2Config(**SIZES)
@@ -42,9 +50,8 @@ def model_on(device: str, implementation: str, window: bool, dtype: torch.dtype)
 def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, implementation, window, call_cost):
     monkeypatch.setattr(attention, "_ACCELERATOR_CALL_COST", call_cost)
     packed, padded = (model_on("cuda", name, window, torch.float32) for name in (implementation, "sdpa"))
-    ids, mask, width = batch_of(*LONG)
-    batch = ids.cuda(), mask.cuda(), width
-    ours, theirs = score_packed(packed, packed, *batch)[0], score_padded(padded, padded, *batch)[0]
+    batch = on_the_device(rows_of(*LONG))
+    ours, theirs = score_packed(packed, packed, batch).logps_S, score_padded(padded, padded, batch).logps_S
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits
     a, b = gradient(score_packed, packed, batch), gradient(score_padded, padded, batch)
     assert (a - b).norm() <= 5e-3 * b.norm()
@@ -53,8 +60,7 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 def test_the_check_passes_in_bfloat16(implementation):
     model = model_on("cuda", implementation, False, torch.bfloat16)
-    ids, mask, width = batch_of(*LONG)
-    trial = try_pack(model, model, ids.cuda(), mask.cuda(), width)
+    trial = try_pack(model, model, on_the_device(rows_of(*LONG)))
     assert trial.tokens
     assert (trial.difference, trial.refused) == (None, None)
 

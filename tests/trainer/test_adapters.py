@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo_ext.forward.choice
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import SplitDependentError
+from grpo_ext.forward.padded import score_through_trl
 from grpo_ext.sampling.chunks import by_length
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
@@ -64,8 +65,10 @@ def test_virtual_tokens_do_not_make_the_update_depend_on_the_split(tmp_path, kin
 
 @pytest.mark.parametrize("kind", ["prompt", "p_tuning"])
 def test_padding_behind_virtual_tokens_would(tmp_path, monkeypatch, kind):
-    stock = lambda score, *args, **kwargs: score(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(grpo_ext.forward.choice, "_without_left_padding", stock)
+    def as_a_batch(*args, virtual_tokens=False, **kwargs):
+        return score_through_trl(*args, **kwargs)
+
+    monkeypatch.setattr(grpo_ext.forward.choice, "score_through_trl", as_a_batch)
     whole, rows = (update(tmp_path, KINDS[kind](), per_device_train_batch_size=size) for size in (16, 3))
     assert error(whole, rows) > DIFFERENT
 

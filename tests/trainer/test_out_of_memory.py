@@ -97,8 +97,8 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
     choice = trainer._scorer.choice
-    scorer = choice.scorer
-    monkeypatch.setattr(choice, "scorer", lambda *args: once("scoring", scorer(*args)))
+    forward = choice.forward
+    monkeypatch.setattr(choice, "forward", lambda *args: once("scoring", forward(*args)))
     trainer.train()
     assert failed == {"generation", "scoring"}
     assert trainer._sampler.memory.limit is not None

@@ -10,9 +10,10 @@ import pytest
 import transformers
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer, compat
+from grpo_ext import GRPOConfig, GRPOTrainer, checks, compat
 from grpo_ext.compat import Body, Point, broken_body, broken_point
 from grpo_ext.errors import ContractError
+from grpo_ext.forward import reference
 from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
@@ -151,18 +152,23 @@ def test_every_override_is_in_the_contract():
 
 @pytest.mark.parametrize("name", [n for n, p in compat.OVERRIDES.items() if not p.closed])
 def test_an_override_whose_contract_is_open_passes_on_what_follows(name):
-    kinds = {p.kind for p in inspect.signature(getattr(GRPOTrainer, name)).parameters.values()}
-    assert {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    found = inspect.signature(getattr(GRPOTrainer, name)).parameters.values()
+    assert inspect.Parameter.VAR_KEYWORD in {p.kind for p in found}
+    # TRL gives by name what follows those that are named here
+    named = [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert inspect.Parameter.VAR_POSITIONAL in {p.kind for p in found} or named[1:] == list(
+        compat.OVERRIDES[name].parameters
+    )
 
 
-def reads(tree: ast.AST, context: type = ast.Load) -> set[str]:
+def reads(tree: ast.AST, context: type = ast.Load, owner: str = "self") -> set[str]:
     """Names X of `self.X` in a tree."""
     return {
         node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
+        and node.value.id == owner
         and isinstance(node.ctx, context)
     }
 
@@ -170,6 +176,8 @@ def reads(tree: ast.AST, context: type = ast.Load) -> set[str]:
 def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     trees = [ast.parse(inspect.getsource(inspect.getmodule(c))) for c in own_classes()]
     read, own = set().union(*map(reads, trees)), set().union(*(reads(tree, ast.Store) for tree in trees))
+    for module in (checks, reference):  # they are handed the trainer
+        read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
     theirs = read - own - set(dir(GRPOTrainer))
     assert theirs == set(compat.ATTRIBUTES).union(*compat.SAMPLING_ATTRIBUTES.values())
 

@@ -311,7 +311,9 @@ def _serve_sampling(trainer: Any, wait: Any, report: Any) -> None:
     while True:
         wait()
         trainer.args.seed += 1
-        trainer._buffered_inputs = trainer._rollout = None
+        trainer._buffered_inputs = None
+        if hasattr(trainer, "_sampler"):  # ours
+            trainer._sampler.rollout = None
         sampled.clear()
         trainer._prepare_inputs(item)
         report(sum(sampled))

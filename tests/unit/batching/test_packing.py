@@ -19,9 +19,9 @@ def test_rows_with_one_prompt_are_a_group():
 
 
 def test_a_pack_by_hand():
-    # prompt of 2 in 3 columns, completions of 3 and 1 in 3 columns
-    pack = build_pack([2, 2], [3, 1], [(0, 2)], prompt_width=3, width=6, keep_last=False)
-    assert pack.source_N == [1, 2, 3, 4]
+    # a prompt of 2, completions of 3 and 1
+    pack = build_pack([2, 2], [3, 1], [(0, 2)], keep_last=False)
+    assert pack.source_N == [0, 1, 2, 3]
     assert pack.positions_N == [0, 1, 2, 3]
     assert pack.predictor_S == [1, 2, 3, 1]
     assert pack.layout.groups == (PackedGroup((0, 2), ((2, 4), (4, 4))),)
@@ -37,8 +37,8 @@ def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep
     for _, lengths in groups:
         runs.append((start, start + len(lengths)))
         start += len(lengths)
-    width_of_prompts, width = max(prompts), max(prompts) + max(*completions, 1)
-    pack = build_pack(prompts, completions, runs, width_of_prompts, width, keep_last, multiple)
+    begins = [sum(prompts[:row]) + sum(completions[:row]) for row in range(len(prompts))]
+    pack = build_pack(prompts, completions, runs, keep_last, multiple)
     assert pack.layout.tokens == len(pack.source_N) == len(pack.positions_N)
     assert pack.layout.tokens % multiple == 0
     assert len(pack.predictor_S) == sum(completions)
@@ -48,6 +48,6 @@ def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep
         for t in range(length):
             source = pack.source_N[next(scored)]
             holder = first if t == 0 else row  # the prompt is that of the group's first row
-            assert source == holder * width + width_of_prompts + t - 1
+            assert source == begins[holder] + prompts[holder] + t - 1
     real = [n for n in pack.layout.counts_N if n]
     assert sum(real) == sum(p + (c if keep_last else max(c - 1, 0)) for p, c in zip(prompts, completions))

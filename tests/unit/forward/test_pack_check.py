@@ -27,13 +27,13 @@ from transformers import (
 
 from grpo_ext.errors import MemoryShortageError, ModelError
 from grpo_ext.forward import attention, pack_check
+from grpo_ext.forward import choice as module
 from grpo_ext.forward import packed as packed_forward
-from grpo_ext.forward import scorer as forms
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
-from grpo_ext.forward.packed import read_batch
-from tests.unit.forward.test_packed import batch_of
+from grpo_ext.forward.rows import TokenRows
+from tests.unit.forward.test_packed import rows_of
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),
@@ -69,7 +69,7 @@ LONG = ([20], [[30, 2, 17, 9]])
 
 def tried(model: Any, precision: str, batch: Any = None) -> Trial:
     with arithmetic(precision):
-        return try_pack(model, model, *(batch or batch_of(*LONG)))
+        return try_pack(model, model, batch or rows_of(*LONG))
 
 
 @pytest.mark.parametrize("start", range(24))
@@ -85,7 +85,7 @@ def test_a_healthy_start_is_not_refused(start):
         hidden_size=source.choice([32, 64, 128]),
     )
     lengths = [source.randint(0, source.choice([3, 12, 40])) for _ in range(source.choice([2, 4, 8]))]
-    trial = tried(model, precision, batch_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start))
+    trial = tried(model, precision, rows_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start))
     assert (trial.difference, trial.refused) == (None, None), (kind, precision, model.config, lengths)
 
 
@@ -206,7 +206,7 @@ def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
     wrapped.train()
     model.gradient_checkpointing_enable()
     with arithmetic("autocast"):
-        trial = try_pack(wrapped, model, *batch_of(*LONG))
+        trial = try_pack(wrapped, model, rows_of(*LONG))
     assert (trial.difference, trial.refused) == (None, None)
     assert trial.tokens
 
@@ -244,19 +244,20 @@ SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
 def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
     """`ForwardChoice` beside another process that found `others`; the lengths of the completions looked at here."""
     looked: list[Any] = []
-    monkeypatch.setattr(forms, "any_process", lambda value, device: value or telling_elsewhere)
-    monkeypatch.setattr(forms, "gather_lists", lambda trials: [*trials, *others])
-    monkeypatch.setattr(
-        forms, "try_pack", lambda *args: looked.append(args[3].sum(1).tolist()) or pack_check.try_pack(*args)
-    )
-    monkeypatch.setattr(forms, "logger", logging.getLogger(forms.__name__))  # Accelerate's wants processes
+    monkeypatch.setattr(module, "any_process", lambda value, device: value or telling_elsewhere)
+    monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
+
+    def watched(model: Any, policy: Any, rows: TokenRows) -> Trial:
+        looked.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
+        return try_pack(model, policy, rows)
+
+    monkeypatch.setattr(module, "try_pack", watched)
+    monkeypatch.setattr(module, "logger", logging.getLogger(module.__name__))  # Accelerate's wants processes
     return ForwardChoice(True, True, torch.device("cpu")), looked
 
 
 def look(chosen: ForwardChoice, model: Any, batch: Any, everywhere: bool = False) -> None:
-    ids, mask, width = batch_of(*batch)
-    lengths = read_batch(ids, mask, width)
-    chosen.check(model, model, model, lengths, lambda rows: (ids[rows], mask[rows], width), everywhere)
+    chosen.check(model, model, model, rows_of(*batch), everywhere)
 
 
 def test_a_fault_on_one_process_ends_all(monkeypatch):
@@ -320,7 +321,7 @@ def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
     def out_of_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(forms, "try_pack", out_of_memory)
+    monkeypatch.setattr(module, "try_pack", out_of_memory)
     with pytest.raises(MemoryShortageError, match="packed_forward=False"):
         look(chosen, model, LONG)
     beside, _ = checking(monkeypatch, [Trial(difference="comparing ran out of memory")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.packing import PackedGroup, PackLayout
 from grpo_ext.forward import attention, lm_head
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
-from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed, score_padded, why_not_packed
+from grpo_ext.forward.lm_head import Scores, install
+from grpo_ext.forward.packed import score_packed, why_not_packed
+from grpo_ext.forward.padded import score_padded
+from grpo_ext.forward.rows import TokenRows
 from tests.helpers import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
@@ -67,26 +70,28 @@ def model_of(kind: str, implementation: str = "sdpa") -> Any:
     return model
 
 
-def batch_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A padded batch in TRL's layout with one group per prompt."""
+def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
+    """Rows with one group per prompt."""
     generator = torch.Generator().manual_seed(seed)
-    width, columns = max(prompts), max(max(c) for c in completions)
-    ids, masks = [], []
+    ids: list[torch.Tensor] = []
     for prompt, lengths in zip(prompts, completions):
         tokens = torch.randint(3, 50, (prompt,), generator=generator)
         for length in lengths:
-            row, mask = torch.zeros(width + columns, dtype=torch.long), torch.zeros(width + columns, dtype=torch.long)
-            row[width - prompt : width] = tokens
-            row[width : width + length] = torch.randint(3, 50, (length,), generator=generator)
-            mask[width - prompt : width + length] = 1
-            ids.append(row)
-            masks.append(mask)
-    return torch.stack(ids), torch.stack(masks), columns
+            ids += [tokens, torch.randint(3, 50, (length,), generator=generator)]
+    own = [prompt for prompt, lengths in zip(prompts, completions) for _ in lengths]
+    groups = [number for number, lengths in enumerate(completions) for _ in lengths]
+    same = [before == after for before, after in itertools.pairwise(groups)]
+    return TokenRows(torch.cat(ids), own, [length for lengths in completions for length in lengths], same)
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = SAME_ALGEBRA) -> bool:
     assert ours.shape == theirs.shape
     return bool((ours - theirs).double().norm() <= tolerance * theirs.double().norm())
+
+
+def alike(ours: Scores, theirs: Scores, tolerance: float) -> bool:
+    logps = same(ours.logps_S, theirs.logps_S, tolerance)
+    return logps and same(ours.entropies_S, theirs.entropies_S, tolerance)
 
 
 SHAPES = {
@@ -98,7 +103,8 @@ SHAPES = {
 
 
 def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
-    logps, entropies, _ = score(model, getattr(model, "get_base_model", lambda: model)(), *batch, **options)
+    scores = score(model, getattr(model, "get_base_model", lambda: model)(), batch, **options)
+    logps, entropies = scores.logps_S, scores.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
 
@@ -122,10 +128,9 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
     model = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
     assert why_not_packed(model) is None
-    batch = batch_of(*SHAPES[shape])
+    batch = rows_of(*SHAPES[shape])
     tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
-    for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(model, model, *batch)[:2]):
-        assert same(ours, theirs, tolerance)
+    assert alike(score_packed(model, model, batch), score_padded(model, model, batch), tolerance)
     assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
 
 
@@ -133,10 +138,10 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
 def test_a_pack_runs_under_autocast(monkeypatch, split):
     """float32 weights and bfloat16 arithmetic: rotary embeddings leave queries and keys in another type than values."""
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    model, batch = model_of("qwen2").float(), batch_of(*SHAPES["long"])
+    model, batch = model_of("qwen2").float(), rows_of(*SHAPES["long"])
     with torch.autocast("cpu", torch.bfloat16):
         packed, padded = gradient(score_packed, model, batch), gradient(score_padded, model, batch)
-        scores = [score(model, model, *batch)[0] for score in (score_packed, score_padded)]
+        scores = [score(model, model, batch).logps_S for score in (score_packed, score_padded)]
     assert (packed - padded).norm() <= 0.05 * padded.norm()  # bfloat16 has 8 bits
     assert (scores[0] - scores[1]).abs().max() < 0.2
 
@@ -150,8 +155,8 @@ def test_a_window_that_is_in_the_mask_alone_survives():
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     assert "sliding_attention" in config.layer_types
     install(model, 0.9)
-    batch = batch_of(*SHAPES["long"])
-    assert same(score_packed(model, model, *batch)[0], score_padded(model, model, *batch)[0], UPDATE)
+    batch = rows_of(*SHAPES["long"])
+    assert same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S, UPDATE)
 
 
 def test_the_layout_reaches_the_layers_as_the_object_it_is():
@@ -164,10 +169,10 @@ def test_the_layout_reaches_the_layers_as_the_object_it_is():
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_dropping_the_window_would_show(monkeypatch, kind):
-    model, batch = model_of(kind), batch_of(*SHAPES["long"])
+    model, batch = model_of(kind), rows_of(*SHAPES["long"])
     whole = attention.seen_mask
     monkeypatch.setattr(attention, "seen_mask", lambda group, window, device: whole(group, None, device))
-    difference = score_packed(model, model, *batch)[0] - score_padded(model, model, *batch)[0]
+    difference = score_packed(model, model, batch).logps_S - score_padded(model, model, batch).logps_S
     assert difference.abs().max() > 1e-3
 
 
@@ -185,11 +190,10 @@ def test_flex_attention_takes_a_pack_as_a_block_mask(monkeypatch, kind, shape):
     monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *states: None)
     padded = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
-    model, batch = model_of(kind, attention.FLEX), batch_of(*SHAPES[shape])
+    model, batch = model_of(kind, attention.FLEX), rows_of(*SHAPES[shape])
     assert why_not_packed(model) is None
     tolerance = UPDATE if kind in FLOAT32 else SAME_ALGEBRA
-    for ours, theirs in zip(score_packed(model, model, *batch)[:2], score_padded(padded, padded, *batch)[:2]):
-        assert same(ours, theirs, tolerance)
+    assert alike(score_packed(model, model, batch), score_padded(padded, padded, batch), tolerance)
     assert same(gradient(score_packed, model, batch), gradient(score_padded, padded, batch), tolerance)
 
 
@@ -203,13 +207,13 @@ def test_flex_attention_lays_out_a_mask_once_for_all_layers(monkeypatch):
     )
     with torch.no_grad():
         model = model_of("gemma3", attention.FLEX)
-        score_packed(model, model, *batch_of(*SHAPES["groups"]))
+        score_packed(model, model, rows_of(*SHAPES["groups"]))
     assert len(made) == 2  # one for the layers with a window, one for those without
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
-    model, batch = model_of("llama"), batch_of(*SHAPES["groups"])
+    model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
     expected = gradient(score_padded, model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -220,15 +224,15 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
 def test_lora_takes_packs():
     model = model_of("qwen2")
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped, batch = get_peft_model(model, adapter).double(), batch_of(*SHAPES["groups"])
+    wrapped, batch = get_peft_model(model, adapter).double(), rows_of(*SHAPES["groups"])
     assert same(gradient(score_packed, wrapped, batch), gradient(score_padded, wrapped, batch))
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    model, batch = model_of("moe"), batch_of(*SHAPES["masked_out"])
+    model, batch = model_of("moe"), rows_of(*SHAPES["masked_out"])
     found = []
     for score in (score_padded, score_packed):
-        router = score(model, model, *batch, with_router=True)[2]
+        router = score(model, model, batch, with_router=True).router
         found.append(router_statistics(router.logits, router.counts_BL, 2))
     (chosen, probs, rows), (packed_chosen, packed_probs, packed_rows) = found
     assert rows == packed_rows
@@ -237,11 +241,11 @@ def test_the_router_counts_what_the_padded_batch_counts():
 
 
 def test_a_model_that_drops_the_layout_is_refused():
-    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(TakesNoPacks, match="is not given the layout"):
-        score_packed(model, model, *batch)
+        score_packed(model, model, batch)
 
 
 def test_models_that_take_no_packs_say_why():
@@ -253,18 +257,18 @@ def test_models_that_take_no_packs_say_why():
 
 
 def test_a_model_is_left_as_it_was():
-    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
     settings = dict(vars(model.config))
     with packed_attention(model):
         assert model.config._attn_implementation == PACKED
-        score_packed(model, model, *batch)
+        score_packed(model, model, batch)
         assert model.config._attn_implementation == PACKED
     assert model.config._attn_implementation == "sdpa"
     assert dict(vars(model.config)) == settings
 
 
 def test_the_head_sees_scored_positions_only(monkeypatch):
-    model, batch = model_of("qwen2"), batch_of(*SHAPES["groups"])
+    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
     seen = []
     score = lm_head.log_probs
 
@@ -273,9 +277,9 @@ def test_the_head_sees_scored_positions_only(monkeypatch):
         return score(hidden, *args)
 
     monkeypatch.setattr(lm_head, "log_probs", spy)
-    scored = int(batch[1][:, -batch[2] :].sum())
-    score_packed(model, model, *batch)
-    score_padded(model, model, *batch)
+    scored = sum(batch.completions_B)
+    score_packed(model, model, batch)
+    score_padded(model, model, batch)
     assert seen == [scored, scored]
 
 
@@ -297,3 +301,26 @@ def _group(prompt: int, *completions: int) -> PackedGroup:
 )
 def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
     assert attention.split_is_cheaper(group, torch.device(device)) is split
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_go_to_trls_layout_and_back(shape, multiple):
+    rows = rows_of(*SHAPES[shape])
+    ids, mask, width = rows.padded(multiple)
+    assert width % multiple == 0
+    assert (ids.size(1) - width) % multiple == 0
+    back = TokenRows.of_padded(ids, mask, width)
+    assert torch.equal(back.ids_N, rows.ids_N)
+    assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
+    assert back.same_prompt == rows.same_prompt
+    assert torch.equal(rows.to_columns(rows.targets(), width), ids[:, -width:])
+
+
+def test_parts_of_rows_are_rows():
+    rows = rows_of(*SHAPES["groups"])
+    parts = [rows.part(slice(start, start + 4)) for start in range(0, 9, 4)]
+    assert torch.equal(torch.cat([part.ids_N for part in parts]), rows.ids_N)
+    assert torch.equal(torch.cat([part.targets() for part in parts]), rows.targets())
+    assert [len(part) for part in parts] == [4, 4, 1]
+    assert [list(part.same_prompt) for part in parts] == [[True, True, False], [True, False, True], []]

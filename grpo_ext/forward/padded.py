@@ -1,0 +1,83 @@
+"""The padded forward: our own head on a padded batch, or TRL's method for what that cannot do.
+
+Differs from TRL: `position_ids` are passed (absolute-position models are right under left padding), the batch is as
+wide as its own longest row, and on our path only the scored positions go through the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .lm_head import SCORE, RouterOutput, Scores, Wanted
+from .positions import accepts_positions, position_ids
+from .rows import TokenRows
+
+
+def score_padded(
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    with_router: bool = False,
+    with_entropy: bool = True,
+    multiple: int = 1,
+) -> Scores:
+    """As `forward.packed.score_packed`, through a padded batch; prompts and completions are padded to `multiple`."""
+    ids, mask, width = rows.padded(multiple)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    if accepts_positions(policy):
+        inputs["position_ids"] = position_ids(mask)
+    scored = torch.zeros_like(mask, dtype=torch.bool)
+    scored[:, -width:] = mask[:, -width:].bool()
+    predictor = scored.reshape(-1).nonzero().squeeze(1) - 1
+    output = model(**inputs, **{SCORE: Wanted(predictor, rows.targets(), with_entropy, with_router)})
+    router = RouterOutput(output.router_logits, mask) if with_router else None
+    return Scores(output.log_probs, output.entropy if with_entropy else None, router)
+
+
+def score_through_trl(
+    trl_scorer: Callable[..., Any],
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    with_router: bool = False,
+    with_entropy: bool = True,
+    multiple: int = 1,
+    virtual_tokens: bool = False,
+) -> Scores:
+    """As `score_padded`, through TRL's own method.
+
+    Args:
+        trl_scorer: TRL's `_get_per_token_logps_and_entropies`, bound to the trainer.
+        virtual_tokens: PEFT puts tokens of its own before each row and takes no `position_ids`: padding between them
+            and the prompt would move it, so rows begin at their first token and all padding is on the right.
+    """
+    ids, mask, width = rows.padded(multiple)
+    found: list[RouterOutput] = []
+
+    def forward(**inputs: Any) -> Any:
+        if accepts_positions(policy) and not virtual_tokens:
+            inputs["position_ids"] = position_ids(inputs["attention_mask"])
+        output = model(**inputs)
+        if with_router:  # TRL keeps only the loss made of it
+            found.append(RouterOutput(output.router_logits, output.router_counts))
+        return output
+
+    options = {"compute_entropy": with_entropy, "compute_aux_loss": with_router}
+    scored = mask[:, -width:].bool()
+    if virtual_tokens:
+        columns = ids.size(1)
+        start_B1 = mask.argmax(1, keepdim=True)
+        turned_BL = (torch.arange(columns, device=ids.device) + start_B1) % columns
+        logps, entropies, *_ = trl_scorer(
+            forward, ids.gather(1, turned_BL), mask.gather(1, turned_BL), columns - 1, **options
+        )
+        # token t of a row's scores is its column t + 1
+        kept_BT = torch.arange(columns - 1 - width, columns - 1, device=ids.device) - start_B1
+        logps, entropies = (None if values is None else values.gather(1, kept_BT) for values in (logps, entropies))
+    else:
+        logps, entropies, *_ = trl_scorer(forward, ids, mask, width, **options)
+    assert logps is not None
+    return Scores(logps[scored], None if entropies is None else entropies[scored], found[0] if found else None)
