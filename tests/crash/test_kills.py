@@ -17,10 +17,10 @@ import pytest
 
 from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
 from grpo_ext.tools.check.runs import LaunchError, RunResult, run_all
-from tests.crash.kills import MOMENTS, dying, dying_after
-from tests.helpers import letter_reward
-from tests.invariance.cases import Bench
-from tests.invariance.test_resume import STEPS, long_run
+from tests.support.cases import Bench
+from tests.support.kills import MOMENTS, dying, dying_after
+from tests.support.launches import STEPS, long_run
+from tests.support.tiny import letter_reward
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 LONGEST = {1: 2.5, 2: 4.0}  # seconds from the first rewards to the end of such a run, about

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check.runs import free_port
 from grpo_ext.tools.export import export
-from tests.distributed.launch import ROOT
-from tests.helpers import tiny_model, tiny_tokenizer
-from tests.invariance.cases import LORA, SETTINGS
+from tests.support.cases import LORA, SETTINGS
+from tests.support.launch import ROOT
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
 SCRIPT = Path(__file__).with_name("engine_run.py")

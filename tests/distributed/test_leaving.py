@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.runtime.collectives import leave_in_order
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(("backend", "waits"), [("gloo", 1), ("nccl", 0), (None, 0)])

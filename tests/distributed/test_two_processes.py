@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import accelerate_launch
 from tests.distributed.two_processes import main
+from tests.support.launch import accelerate_launch
 from tests.tolerances import UPDATE
 
 SCRIPT = Path(__file__).with_name("two_processes.py")

@@ -10,8 +10,8 @@ from grpo_ext.forward import attention
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import try_pack
 from grpo_ext.forward.packed import score_packed, score_padded
-from tests.trainer.test_layout import make, parameters
-from tests.unit.forward.test_packed import batch_of, gradient
+from tests.support.packs import batch_of, gradient
+from tests.support.trainers import make, parameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -6,8 +6,8 @@ import pytest
 
 from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.invariance.cases import CASES, Bench
-from tests.invariance.test_matrix import REFERENCE, SIZES, Launches
+from tests.support.cases import CASES, Bench
+from tests.support.launches import REFERENCE, SIZES, Launches
 
 NAMES = [name for name, case in CASES.items() if "micro_batch_tokens" not in case.config]
 ALWAYS = (

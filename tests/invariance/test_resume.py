@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +10,16 @@ import pytest
 from grpo_ext.run.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check.comparison import metric_difference, update_error
 from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult, run_all
-from tests.crash.kills import dying
-from tests.helpers import letter_reward, sparse_reward, stock_scores
-from tests.invariance.cases import Bench
+from tests.support.cases import Bench
+from tests.support.kills import dying
+from tests.support.launches import STEPS, long_run
+from tests.support.tiny import letter_reward, sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
-
-SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
-# two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
-LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
-STEPS = 24
-
 
 # one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
 CUT = {"global_batch_size": 18, "rollout_batch_size": 36, "num_train_epochs": 1, "bitwise_invariant": True}
 CUT_STEPS = 10
 DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
-
-
-def long_run(bench: Bench, folder: Path, name: str, size: int = 16, **changes: Any) -> Run:
-    settings = {**LONG, "output_dir": str(folder / name), "loss_type": "grpo", **changes}
-    return bench.run("grpo", size, name=name, trace=True, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from grpo_ext.demo.task import exact_match, load_demo
 from grpo_ext.demo.warm_start import build_tokenizer
-
-from .tiny import load_recipe
+from tests.support.toy_recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 ONE_STEP = ["--max_steps", "1", "--num_generations", "2", "--global_batch_size", "4", "--report_to", "none"]

@@ -16,8 +16,16 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model, tiny_tokenizer
-from tests.invariance.cases import CASES, SETTINGS
+from tests.support.cases import CASES, SETTINGS
+from tests.support.tiny import (
+    config_kwargs,
+    letter_reward,
+    prompts,
+    sparse_reward,
+    stock_scores,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
-from tests.distributed.launch import accelerate_launch
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.trainer.test_layout import make, parameters
+from tests.support.launch import accelerate_launch
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import make, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 

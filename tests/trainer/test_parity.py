@@ -8,7 +8,7 @@ import transformers
 import trl
 
 import grpo_ext
-from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, PARITY
 
 STEP = 8  # completions

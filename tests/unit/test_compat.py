@@ -13,7 +13,7 @@ import trl
 from grpo_ext import GRPOConfig, GRPOTrainer, compat
 from grpo_ext.compat import Body, Point, broken_body, broken_point
 from grpo_ext.errors import ContractError
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture

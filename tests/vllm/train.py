@@ -13,7 +13,7 @@ import torch
 
 import grpo_ext.sampling_trainer as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.vllm.on_the_cpu import in_float32, keep_weights
 
 

@@ -33,7 +33,7 @@ from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.forward.packed import read_batch
 from grpo_ext.forward.scorer import Forms
-from tests.unit.forward.test_packed import batch_of
+from tests.support.packs import batch_of
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),

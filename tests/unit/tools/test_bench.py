@@ -28,7 +28,7 @@ from grpo_ext.tools.bench.shapes import (
 )
 from grpo_ext.tools.bench.worker import _Given, cost_of
 from grpo_ext.tools.plots import write_bench_plot
-from tests.helpers import stock_scores
+from tests.support.tiny import stock_scores
 
 TINY = {
     "model_type": "qwen2",

@@ -21,7 +21,7 @@ from grpo_ext.tools.check.comparison import (
     update_error,
 )
 from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
-from tests.helpers import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 
 def delta(*values: float) -> dict[str, torch.Tensor]:

@@ -23,8 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 import grpo_ext
 from grpo_ext.tools.console import Console, fitting, plain_line
 from grpo_ext.tools.quiet import quiet_libraries
-
-from .terminal import on_terminal, screen
+from tests.support.terminal import on_terminal, screen
 
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "tests.unit.tools.console_run"]

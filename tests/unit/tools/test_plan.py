@@ -20,7 +20,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import balance, load_config, measure, simulated
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
-from tests.helpers import letter_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen2",

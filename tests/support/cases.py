@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
