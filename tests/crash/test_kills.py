@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
-from grpo_ext.tools.check.runs import LaunchError, RunResult, run_all
+from grpo_ext.tools.check.runs import LaunchError, RunResult
 from tests.support.cases import Bench
 from tests.support.kills import MOMENTS, dying, dying_after
-from tests.support.launches import STEPS, long_run
+from tests.support.launches import STEPS, long_run, run_all
 from tests.support.tiny import letter_reward
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))

@@ -9,10 +9,10 @@ import pytest
 
 from grpo_ext.run.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check.comparison import metric_difference, update_error
-from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult, run_all
+from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult
 from tests.support.cases import Bench
 from tests.support.kills import dying
-from tests.support.launches import STEPS, long_run
+from tests.support.launches import STEPS, long_run, run_all
 from tests.support.tiny import letter_reward, sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 

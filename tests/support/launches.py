@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.check.runs import Run, RunResult, run_all
+from grpo_ext.tools.check import runs
+from grpo_ext.tools.check.runs import Run, RunResult
 from tests.support.cases import Bench
+from tests.support.forks import forked
+
+run_all = functools.partial(runs.run_all, start=forked)
 
 REFERENCE = 16  # the whole step in one forward
 SIZES = (8, 5, 3, 1)
@@ -27,8 +32,8 @@ class Launches:
 
     def result(self, processes: int, run: Run) -> RunResult:
         if (processes, run.name) not in self.done:
-            runs = self.planned[processes]
-            for r, outcome in zip(runs, run_all(runs, processes)):
+            together = self.planned[processes]
+            for r, outcome in zip(together, run_all(together, processes)):
                 self.done[processes, r.name] = outcome
         return self.done[processes, run.name]
 
