@@ -1,10 +1,16 @@
 """Settings that every test process shares."""
 
+import functools
+import gc
+import importlib.metadata
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
+
+# where DeepSpeed is installed, Accelerate parses its metadata whenever it unwraps a model: a tenth of a tiny run
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 
 def pytest_addoption(parser):
@@ -18,3 +24,9 @@ def pytest_collection_modifyitems(config, items):
     # by the marker: a folder of that name is among an item's keywords too
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish(session):
+    # Accelerate collects garbage whenever a run begins; what is imported by now is none, and takes half a second
+    gc.collect()
+    gc.freeze()

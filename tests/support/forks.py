@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import runpy
@@ -165,16 +168,15 @@ def main() -> None:
     if threads > 2:  # pyarrow's allocator has one, and knows of forks
         names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
         print(f"the imports have started threads: {names}", file=sys.stderr, flush=True)
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
     gc.collect()
-    gc.freeze()  # pages that are shared stay shared
+    gc.freeze()  # also, pages that are shared stay shared
     for line in sys.stdin:
         print(json.dumps(launch(**json.loads(line))), file=answers, flush=True)
 
 
 def preload() -> None:
     """What a run imports, now or in its course."""
-    import importlib.util
-
     import grpo_ext
     import grpo_ext.run.fingerprint
     import grpo_ext.tools.check.worker
