@@ -19,8 +19,8 @@ EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "
 
 
 def covering(name: str) -> list[tuple[int, int]]:
-    i = NAMES.index(name)
-    return [(1, SIZES[i % 4]), (2 + i % 3, SIZES[(i + 2) % 4])]
+    i = ALWAYS.index(name)
+    return [((2, 3, 2, 4)[i % 4], SIZES[(i + i // 4) % 4])]
 
 
 def remaining(name: str) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
-case in one process under two micro-batch sizes, and on one larger number of processes; `make test-full` takes all.
+case in one process with one micro-batch, and on several with a smaller one; `make test-full` takes all.
 """
 
 from __future__ import annotations
