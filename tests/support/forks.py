@@ -60,8 +60,8 @@ class Server:
         )
         atexit.register(self.close)
 
-    def ask(self, **launch: Any) -> tuple[int | None, str]:
-        """Status and output of a launch, as a `Starter` has them."""
+    def ask(self, **launch: Any) -> list[Any]:
+        """Status and output of a launch, as a `Starter` has them; outputs and errors of a single process apart."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -74,8 +74,7 @@ class Server:
             self.close()
             self.remarks.seek(0)
             raise RuntimeError(f"the server of forks is gone: {self.remarks.read()[-3000:]}")
-        status, output = json.loads(answer)
-        return status, output
+        return json.loads(answer)
 
     def close(self) -> None:
         """End the server, and with it every process of a launch."""
@@ -127,9 +126,28 @@ def run_forked(
 ) -> tuple[int | None, str]:
     """Status and output of a script or module (`-m name`) with its arguments on forked processes."""
     port = free_port() if processes > 1 else 0
-    return server().ask(
+    status, output, errors = server().ask(
         command=list(command), environments=environments(environment, processes, port), timeout_s=timeout_s
     )
+    return status, output + errors
+
+
+def python(*command: object, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python command` with its output and errors apart, forked where it can be.
+
+    Args:
+        environment: what the command finds beside the environment of the tests; only what nothing reads at its import.
+    """
+    parts = [str(part) for part in command]
+    here = {**os.environ, **SERVED}
+    if not serves(here):
+        return subprocess.run(
+            [sys.executable, *parts], env={**here, **environment}, capture_output=True, text=True, timeout=timeout_s
+        )
+    found = server().ask(command=parts, environments=[{**here, **environment}], timeout_s=timeout_s, apart=True)
+    if found[0] is None:
+        raise subprocess.TimeoutExpired(parts, timeout_s, *found[1:])
+    return subprocess.CompletedProcess(parts, *found)
 
 
 def environments(environment: dict[str, str], processes: int, port: int) -> list[dict[str, str]]:
@@ -189,20 +207,28 @@ def preload() -> None:
         import deepspeed  # noqa: F401  Accelerate looks into it as soon as it is installed
 
 
-def launch(command: list[str], environments: list[dict[str, str]], timeout_s: float) -> tuple[int | None, str]:
-    """Fork one process for each environment and wait for them: (status, output), status None after `timeout_s`."""
-    with tempfile.TemporaryFile() as output:
+def launch(
+    command: list[str], environments: list[dict[str, str]], timeout_s: float, apart: bool = False
+) -> tuple[int | None, str, str]:
+    """Fork one process for each environment and wait for them: (status, output, errors), status None after `timeout_s`.
+
+    Errors are among the output unless they are wanted `apart`.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         pids = {}
         for environment in environments:
             pid = os.fork()
             if pid == 0:
-                be(command, environment, output.fileno())
+                be(command, environment, output.fileno(), (errors if apart else output).fileno())
             pids[pid] = environment.get("RANK", "0")
         status, said = watch(pids, time.monotonic() + timeout_s)
         if len(environments) > 1 and status:
             status = 1  # as the launcher
-        output.seek(0)
-        return status, output.read().decode(errors="replace") + said
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return status, texts[0], texts[1] + ("" if apart else said)
 
 
 def watch(pids: dict[int, str], deadline: float) -> tuple[int | None, str]:
@@ -233,14 +259,14 @@ def end(pids: dict[int, str], number: int) -> None:
             os.killpg(pid, number)
 
 
-def be(command: list[str], environment: dict[str, str], output: int) -> None:
+def be(command: list[str], environment: dict[str, str], output: int, errors: int) -> None:
     """The life of a forked process; it never returns."""
     status = 1
     try:
         os.setpgid(0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
-        os.dup2(output, 2)
+        os.dup2(errors, 2)
         os.environ.clear()
         os.environ.update(environment)
         if command[0] == "-m":

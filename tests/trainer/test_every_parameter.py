@@ -162,7 +162,7 @@ TRAINER = {
     "model": "tests/trainer/test_drop_in.py",
     "reward_funcs": "tests/trainer/test_drop_in.py",
     "args": "tests/trainer/test_drop_in.py",
-    "train_dataset": "tests/trainer/test_drop_in.py",
+    "train_dataset": "tests/support/drop_in.py",
     "eval_dataset": "tests/trainer/test_drop_in.py",
     "processing_class": "tests/trainer/test_drop_in.py",
     "reward_processing_classes": "tests/trainer/test_drop_in.py",
@@ -170,7 +170,7 @@ TRAINER = {
     "optimizers": "tests/trainer/test_every_parameter.py",
     "quantization_config": "tests/trainer/test_every_parameter.py",
     "peft_config": "tests/trainer/test_drop_in.py",
-    "tools": "tests/trainer/test_drop_in.py",
+    "tools": "tests/support/drop_in.py",
     "rollout_func": "tests/trainer/test_drop_in.py",
     "environment_factory": "tests/trainer/test_drop_in.py",
 }
