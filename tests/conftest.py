@@ -5,6 +5,8 @@ import gc
 import importlib.metadata
 import os
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
@@ -18,7 +20,30 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="processes that tests/crash kills (1, with --full 3)")
 
 
+# the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end
+LONG = (
+    "recipes/test_notebook",
+    "invariance/test_matrix",
+    "distributed/test_engines",
+    "recipes/test_recipe",
+    "invariance/test_bitwise",
+    "invariance/test_resume",
+    "distributed/test_two_processes",
+    "packaging/test_wheel",
+    "packaging/test_side_effects",
+    "unit/tools/test_console",
+    "unit/tools/test_check",
+    "unit/tools/test_forks",
+    "trainer/test_layout",
+    "trainer/test_drop_in",
+    "crash/test_kills",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONG)))
     if config.getoption("--full"):
         return
     # by the marker: a folder of that name is among an item's keywords too

@@ -37,8 +37,8 @@ from grpo_ext.tools.check.runs import free_port, launched
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-# read when a run begins and not before, or about accelerators, of which there is none
-LATER = ("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTORCH_NVML_BASED_CUDA_CHECK")
+# read when a run begins and not before, or the server's own, or about accelerators, of which there is none
+LATER = ("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK")
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 
 
@@ -132,7 +132,9 @@ def run_forked(
     return status, output + errors
 
 
-def python(*command: object, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *command: object, cwd: Path = ROOT, timeout_s: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`python command` with its output and errors apart, forked where it can be.
 
     Args:
@@ -142,9 +144,16 @@ def python(*command: object, timeout_s: float = 300, **environment: str) -> subp
     here = {**os.environ, **SERVED}
     if not serves(here):
         return subprocess.run(
-            [sys.executable, *parts], env={**here, **environment}, capture_output=True, text=True, timeout=timeout_s
+            [sys.executable, *parts],
+            cwd=cwd,
+            env={**here, **environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
-    found = server().ask(command=parts, environments=[{**here, **environment}], timeout_s=timeout_s, apart=True)
+    found = server().ask(
+        command=parts, environments=[{**here, **environment}], timeout_s=timeout_s, apart=True, cwd=str(cwd)
+    )
     if found[0] is None:
         raise subprocess.TimeoutExpired(parts, timeout_s, *found[1:])
     return subprocess.CompletedProcess(parts, *found)
@@ -208,7 +217,7 @@ def preload() -> None:
 
 
 def launch(
-    command: list[str], environments: list[dict[str, str]], timeout_s: float, apart: bool = False
+    command: list[str], environments: list[dict[str, str]], timeout_s: float, apart: bool = False, cwd: str = str(ROOT)
 ) -> tuple[int | None, str, str]:
     """Fork one process for each environment and wait for them: (status, output, errors), status None after `timeout_s`.
 
@@ -219,6 +228,7 @@ def launch(
         for environment in environments:
             pid = os.fork()
             if pid == 0:
+                os.chdir(cwd)
                 be(command, environment, output.fileno(), (errors if apart else output).fileno())
             pids[pid] = environment.get("RANK", "0")
         status, said = watch(pids, time.monotonic() + timeout_s)

@@ -132,9 +132,8 @@ def test_dealing_by_cost_is_more_even_than_by_count():
     assert 1.0 <= by_cost < 1.1 < by_count
 
 
-@pytest.mark.parametrize(
-    "sample", [pytest.param(False, marks=stock_scores), pytest.param(True, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("sample", [pytest.param(False, marks=stock_scores), True])
 def test_both_trainers_run_a_shape_end_to_end(tmp_path, sample):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=sample)
     said: list[str] = []

@@ -161,7 +161,7 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
     prompts().save_to_disk(str(tmp_path / "d"))
     config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
     run = Run("r", str(tmp_path / "m"), str(tmp_path / "d"), (broken,), config)
-    assert "'broken' raised KeyError" in run_all([run], processes=1)[0].error
+    assert "'broken' raised KeyError" in run_forked([run], processes=1)[0].error
     # on several processes the launch ends with the message, and does not wait for ever
     with pytest.raises(LaunchError, match="'broken' raised KeyError"):
         run_all([run], processes=2)
