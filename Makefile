@@ -33,11 +33,15 @@ setup: $(READY)  ## make the environment
 train: $(READY)  ## train the embedded demo (ARGS="--max_steps 50" for overrides)
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/grpo.py $(ARGS)
 
-test: $(ENGINES)  ## run the tests (ARGS for pytest)
-	@$(BIN)/python -m pytest -q $(ARGS)
+# a file of tests stays with one worker, because its tests share launches; tests/conftest.py puts the long files first
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-full: $(ENGINES)  ## run the tests with the full matrix of splits
-	@$(BIN)/python -m pytest -q --full $(ARGS)
+test: $(ENGINES)  ## run the tests: every kind of proof, a covering choice of splits (ARGS for pytest; WORKERS=0 for one process)
+	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
+
+test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine, stop and kill, the whole demo (over an hour)
+	@$(BIN)/python -m pytest -q --full $(PARALLEL) $(ARGS)
 
 test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
 	@$(BIN)/python -m pytest -q tests/crash --kills 50 $(ARGS)
@@ -69,7 +73,7 @@ $(OTHER)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 test-trl: $(OTHER)/.ready  ## contract, trainer and invariance tests beside another TRL (TRL=1.15.0), in an environment of its own
-	@$(OTHER)/bin/python -m pytest -q $(VERSIONED) $(ARGS)
+	@$(OTHER)/bin/python -m pytest -q $(PARALLEL) $(VERSIONED) $(ARGS)
 
 LOWEST := .venv-min
 $(LOWEST)/.ready: pyproject.toml
@@ -80,7 +84,7 @@ $(LOWEST)/.ready: pyproject.toml
 	@touch $@
 
 test-min: $(LOWEST)/.ready  ## the same beside the lowest versions that pyproject.toml names
-	@$(LOWEST)/bin/python -m pytest -q $(VERSIONED) $(ARGS)
+	@$(LOWEST)/bin/python -m pytest -q $(PARALLEL) $(VERSIONED) $(ARGS)
 
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)

@@ -1,20 +1,57 @@
 """Settings that every test process shares."""
 
+import functools
+import gc
+import importlib.metadata
 import os
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
 
+# where DeepSpeed is installed, Accelerate parses its metadata whenever it unwraps a model: a tenth of a tiny run
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full matrix as well (make test-full)")
-    parser.addoption("--kills", type=int, default=3, help="processes killed by tests/crash (make test-crash: 50)")
+    parser.addoption("--kills", type=int, help="processes that tests/crash kills (1, with --full 3)")
 
 
+# the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end
+LONG = (
+    "recipes/test_notebook",
+    "invariance/test_matrix",
+    "distributed/test_engines",
+    "recipes/test_recipe",
+    "invariance/test_bitwise",
+    "invariance/test_resume",
+    "distributed/test_two_processes",
+    "packaging/test_wheel",
+    "packaging/test_side_effects",
+    "unit/tools/test_console",
+    "unit/tools/test_check",
+    "unit/tools/test_forks",
+    "trainer/test_layout",
+    "trainer/test_drop_in",
+    "crash/test_kills",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONG)))
     if config.getoption("--full"):
         return
     # by the marker: a folder of that name is among an item's keywords too
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_collection_finish(session):
+    # Accelerate collects garbage whenever a run begins; what is imported by now is none, and takes half a second
+    gc.collect()
+    gc.freeze()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
-from grpo_ext.tools.check.runs import LaunchError, RunResult, run_all
-from tests.crash.kills import MOMENTS, dying, dying_after
-from tests.helpers import letter_reward
-from tests.invariance.cases import Bench
-from tests.invariance.test_resume import STEPS, long_run
+from grpo_ext.tools.check.runs import LaunchError, RunResult
+from tests.support.cases import Bench
+from tests.support.kills import MOMENTS, dying, dying_after
+from tests.support.launches import STEPS, long_run, run_all
+from tests.support.tiny import letter_reward
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 LONGEST = {1: 2.5, 2: 4.0}  # seconds from the first rewards to the end of such a run, about
@@ -46,17 +46,17 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
 
 
 def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
-    wanted = request.config.getoption("--kills")
+    wanted = request.config.getoption("--kills") or (3 if request.config.getoption("--full") else 1)
     rng = random.Random(SEED)
     whole: dict[int, RunResult] = {}
-    for processes in (1, 2):
-        (whole[processes],) = run_all([long_run(bench, bench.folder, f"whole-{processes}", 3)], processes)
-        assert whole[processes].error is None
     kills, chains = 0, 0
     told = []
     while kills < wanted:
         chains += 1
         processes = 1 + chains % 2
+        if processes not in whole:
+            (whole[processes],) = run_all([long_run(bench, bench.folder, f"whole-{processes}", 3)], processes)
+            assert whole[processes].error is None
         name = f"chain-{chains}"
         kept: set[Path] = set()
         for attempt in range(100):

@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_ext import GRPOConfig, GRPOTrainer
-    from tests.helpers import letter_reward, prompts
+    from tests.support.tiny import letter_reward, prompts
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):

@@ -11,7 +11,7 @@ from grpo_ext.errors import ModelError
 from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward.attention import TakesNoPacks
 from grpo_ext.tools.check.worker import leave
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def main(folder: Path, what: str) -> None:

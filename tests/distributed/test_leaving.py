@@ -1,6 +1,7 @@
 """A process that talks through gloo waits a moment before its interpreter is torn down."""
 
 import atexit
+import sys
 import time
 
 import pytest
@@ -8,21 +9,34 @@ import torch.distributed as dist
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.runtime.collectives import leave_in_order
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def forgotten():
+    """As in a process that has not asked to wait."""
+    leave_in_order.cache_clear()
+    yield
+    leave_in_order.cache_clear()
 
 
 @pytest.mark.parametrize(("backend", "waits"), [("gloo", 1), ("nccl", 0), (None, 0)])
-def test_every_trainer_with_gloo_waits_once_at_the_end(tmp_path, monkeypatch, backend, waits):
+def test_a_process_with_gloo_waits_once_at_the_end(forgotten, monkeypatch, backend, waits):
     registered = []
-    leave_in_order.cache_clear()
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    config = GRPOConfig(str(tmp_path), global_batch_size=8, report_to="none")
-    with monkeypatch.context() as patch:
-        patch.setattr(atexit, "register", lambda *call: registered.append(call))
-        patch.setattr(dist, "is_initialized", lambda: backend is not None)
-        leave_in_order()
+    monkeypatch.setattr(dist, "is_initialized", lambda: backend is not None)
+    monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
     for _ in range(2):
-        GRPOTrainer(tiny_model(), letter_reward, config, prompts(), processing_class=tiny_tokenizer())
+        leave_in_order()
     found = [call for call in registered if call[0] is time.sleep]
     assert len(found) == waits
     assert all(seconds > 0 for _, seconds in found)
+
+
+def test_every_trainer_asks_for_it(forgotten, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(sys.modules[GRPOTrainer.__module__], "leave_in_order", lambda: asked.append(True))
+    config = GRPOConfig(str(tmp_path), global_batch_size=8, report_to="none")
+    for count in (1, 2):
+        GRPOTrainer(tiny_model(), letter_reward, config, prompts(), processing_class=tiny_tokenizer())
+        assert len(asked) == count

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from grpo_ext.tools.check.comparison import update_error
-from grpo_ext.tools.check.runs import RunResult, run_all
-from tests.crash.kills import out_of_memory
-from tests.invariance.cases import Bench
+from grpo_ext.tools.check.runs import RunResult
+from tests.support.cases import Bench
+from tests.support.kills import out_of_memory
+from tests.support.launches import run_all
 from tests.tolerances import UPDATE
 
 AT = tuple(range(1, 9))  # the forwards of two steps on a process that runs four micro-batches in each

@@ -7,22 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import accelerate_launch
 from tests.distributed.two_processes import main
+from tests.support.launch import accelerate_launch, two_processes
 from tests.tolerances import UPDATE
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
 def seen_by(folder: Path, argument: int | str, *more: str, script: Path = SCRIPT) -> list[dict]:
-    done = accelerate_launch(script, str(folder), str(argument), *more)
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, output = two_processes(script, str(folder), str(argument), *more)
+    assert status == 0, output[-3000:]
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def four_groups(tmp_path_factory):
-    return seen_by(tmp_path_factory.mktemp("four"), 4)
+    """Through the launcher, with the file that ships with the recipes."""
+    folder = tmp_path_factory.mktemp("four")
+    done = accelerate_launch(SCRIPT, str(folder), "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")

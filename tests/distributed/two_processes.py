@@ -13,7 +13,7 @@ import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.tools.check.worker import leave
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_reward")
 

@@ -14,8 +14,8 @@ from grpo_ext.forward.pack_check import try_pack
 from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.rows import TokenRows
-from tests.trainer.test_layout import make, parameters
-from tests.unit.forward.test_packed import gradient, rows_of
+from tests.support.packs import gradient, rows_of
+from tests.support.trainers import make, parameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -15,7 +15,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.precision.loss_scaler import LossScaler
 from grpo_ext.tools.plan.measure import measure
 from grpo_ext.tools.plan.memory import MemoryLayout, memory_of
-from tests.helpers import letter_reward, tiny_tokenizer
+from tests.support.tiny import letter_reward, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
-from grpo_ext.tools.check.runs import OURS, STOCK, Run, RunResult, run_all
-from tests.helpers import STOCK_SCORES, stock_scores
-from tests.invariance.cases import CASES, Bench
+from grpo_ext.tools.check.runs import OURS, STOCK
+from tests.support.cases import CASES, Bench
+from tests.support.launches import REFERENCE, SIZES, Launches, run_all
+from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import (
     DIFFERENT,
     METRIC,
@@ -20,41 +19,22 @@ from tests.tolerances import (
     UPDATE_FLOAT64_THROUGHOUT,
 )
 
-REFERENCE = 16  # the whole step in one forward
 NAMES = list(CASES)
-SIZES = (8, 5, 3, 1)
+
+
+PROCESSES = (2, 2, 3, 2, 4)
 
 
 def covering(name: str) -> list[tuple[int, int]]:
-    """Splits of a case in `make test`: one other micro-batch size in one process, one on several."""
+    """The split of a case in `make test`: several processes, and another micro-batch size too."""
     i = NAMES.index(name)
-    return [(1, SIZES[i % 4]), (2 + i % 3, SIZES[(i + 1) % 4])]
+    return [(PROCESSES[i % 5], SIZES[i % 4])]
 
 
 def remaining(name: str) -> list[tuple[int, int]]:
     """Every other split of the full matrix."""
     every = [(n, m) for n in (1, 2, 3, 4) for m in (REFERENCE, *SIZES)]
     return [split for split in every if split not in [*covering(name), (1, REFERENCE)]]
-
-
-@dataclass
-class Launches:
-    """Runs are collected first and launched together, once per number of processes."""
-
-    bench: Bench
-    planned: dict[int, list[Run]] = field(default_factory=dict)
-    done: dict[tuple[int, str], RunResult] = field(default_factory=dict)
-
-    def plan(self, processes: int, run: Run) -> None:
-        if all(r.name != run.name for r in self.planned.setdefault(processes, [])):
-            self.planned[processes].append(run)
-
-    def result(self, processes: int, run: Run) -> RunResult:
-        if (processes, run.name) not in self.done:
-            runs = self.planned[processes]
-            for r, outcome in zip(runs, run_all(runs, processes)):
-                self.done[processes, r.name] = outcome
-        return self.done[processes, run.name]
 
 
 STOCK_CONTROLS = [  # case, processes, micro-batch: stock TRL learns something else than with (1, 16)

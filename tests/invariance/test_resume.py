@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_ext.run.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check.comparison import metric_difference, update_error
-from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult, run_all
-from tests.crash.kills import dying
-from tests.helpers import letter_reward, sparse_reward, stock_scores
-from tests.invariance.cases import Bench
+from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult
+from tests.support.cases import Bench
+from tests.support.kills import dying
+from tests.support.launches import STEPS, long_run, run_all
+from tests.support.tiny import letter_reward, sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
-
-SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
-# two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
-LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
-STEPS = 24
-
 
 # one epoch of rollouts of 9, 9 and 4 prompts, each used twice; every second step begins within a group
 CUT = {"global_batch_size": 18, "rollout_batch_size": 36, "num_train_epochs": 1, "bitwise_invariant": True}
 CUT_STEPS = 10
 DYNAMIC = {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,)}
-
-
-def long_run(bench: Bench, folder: Path, name: str, size: int = 16, **changes: Any) -> Run:
-    settings = {**LONG, "output_dir": str(folder / name), "loss_type": "grpo", **changes}
-    return bench.run("grpo", size, name=name, trace=True, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +47,8 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
 
 # inside a rollout, between its iterations, after it, around the smaller last step and the end of an epoch, in the next
 STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
+FEW_STOPS = (2, 11, 12, 23)
+full = pytest.mark.full
 
 
 def assert_same_run(one: RunResult, other: RunResult, step: int, steps: int = STEPS) -> None:
@@ -70,9 +61,10 @@ def assert_same_run(one: RunResult, other: RunResult, step: int, steps: int = ST
     assert metric_difference(lines, later) == (0.0, "")
 
 
-def test_the_same_bits_from_every_kind_of_stop(bench, whole):
-    runs = [resumed(bench, "whole", step) for step in STOPS]
-    for step, result in zip(STOPS, run_all(runs, processes=1)):
+@pytest.mark.parametrize("stops", [FEW_STOPS, pytest.param(sorted({*STOPS} - {*FEW_STOPS}), marks=full)])
+def test_the_same_bits_from_every_kind_of_stop(bench, whole, stops):
+    runs = [resumed(bench, "whole", step) for step in stops]
+    for step, result in zip(stops, run_all(runs, processes=1)):
         assert_same_run(whole["whole"], result, step)
 
 
@@ -81,26 +73,30 @@ def test_the_entropy_controller_is_restored(bench, whole):
     assert_same_run(whole["adaptive"], run_all([run], processes=1)[0], 7)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, processes):
+@pytest.mark.parametrize(
+    ("processes", "steps"), [(3, (14,)), pytest.param(2, (3, 14), marks=full), pytest.param(3, (3,), marks=full)]
+)
+def test_bitwise_mode_resumes_on_another_number_of_processes(bench, whole, processes, steps):
     runs = [
         dataclasses.replace(run, name=f"{run.name}-on-{processes}")
-        for run in (resumed(bench, "exact", step, 3, bitwise_invariant=True) for step in (3, 14))
+        for run in (resumed(bench, "exact", step, 3, bitwise_invariant=True) for step in steps)
     ]
-    for step, result in zip((3, 14), run_all(runs, processes)):
+    for step, result in zip(steps, run_all(runs, processes)):
         assert_same_run(whole["exact"], result, step)
 
 
-def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole):
+@pytest.mark.parametrize(  # inside a rollout, before one, in the second epoch
+    "steps", [(14,), pytest.param((3, 6), marks=full)]
+)
+def test_dynamic_sampling_goes_on_with_the_same_prompts(bench, whole, steps):
     replaced = sum(line.get("dynamic_sampling/replaced_groups", 0) for line in whole["dynamic"].log)
     assert replaced > 0
-    steps = (3, 6, 14)  # inside a rollout, before one, in the second epoch
     runs = [resumed(bench, "dynamic", step, 3, **DYNAMIC) for step in steps]
     for step, result in zip(steps, run_all(runs, processes=2)):
         assert_same_run(whole["dynamic"], result, step)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=full), 2])
 def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole, processes):
     # after the first step of a rollout, between its iterations, in the smaller last one
     runs = [
@@ -111,13 +107,14 @@ def test_a_run_goes_on_within_a_group_that_a_step_has_cut(bench, whole, processe
         assert_same_run(whole["cut"], result, step, CUT_STEPS)
 
 
-def test_another_layout_goes_on_to_rounding(bench, whole):
-    run = resumed(bench, "whole", 3, 3, adam_epsilon=ADAM_EPSILON)
+@pytest.mark.parametrize("step", [13, pytest.param(3, marks=full)])
+def test_another_layout_goes_on_to_rounding(bench, whole, step):
+    run = resumed(bench, "whole", step, 3, adam_epsilon=ADAM_EPSILON)
     result = run_all([run], processes=2)[0]
     assert result.error is None, result.error
     assert update_error(whole["whole"].delta, result.delta) <= UPDATE
-    lines = [line for line in whole["whole"].log if line["step"] > 3]
-    gap, name = metric_difference(lines, [line for line in result.log if line["step"] > 3])
+    lines = [line for line in whole["whole"].log if line["step"] > step]
+    gap, name = metric_difference(lines, [line for line in result.log if line["step"] > step])
     assert gap <= METRIC, name
 
 
@@ -142,7 +139,7 @@ def test_stock_trl_learns_something_else(bench):
 AT = {"rollouts": 5, "rewards": 19, "window": 6, "optimizer": 7, "writing": 4, "listing": 37, "publishing": 3}
 
 
-@pytest.mark.parametrize("moment", AT)
+@pytest.mark.parametrize("moment", [m if m in ("rewards", "writing") else pytest.param(m, marks=full) for m in AT])
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(bench, whole, moment):
     name = f"killed-{moment}"
     killed = long_run(bench, bench.folder, name)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers import prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

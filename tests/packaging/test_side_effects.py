@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 from .start import ROOT, python
 from .state_of_process import state

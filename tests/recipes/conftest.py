@@ -1,9 +1,19 @@
 """What the recipes' tests share: one cache for the demo's model, so that it is made once."""
 
+import os
+
 import pytest
+from filelock import FileLock
+
+from grpo_ext.demo.task import load_demo
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """The folder for `GRPO_EXT_CACHE`; the first run that needs the demo's model makes it there."""
-    return tmp_path_factory.mktemp("cache")
+    """The folder for `GRPO_EXT_CACHE`, with the demo's model in it; one for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        load_demo(folder)
+    return folder

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.tools.cli import app
-
-from .tiny import (
+from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
     as_options,

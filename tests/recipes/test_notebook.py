@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from .tiny import ROOT
+from tests.support.toy_recipe import ROOT
 
 NOTEBOOK = ROOT / "recipes" / "notebooks" / "quickstart.ipynb"
 

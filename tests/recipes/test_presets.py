@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from .tiny import (
+from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
     as_options,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_ext.rewards.registry import resolve_rewards
-
-from .tiny import ROOT
+from tests.support.toy_recipe import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 class SignalLast(TrainerCallback):

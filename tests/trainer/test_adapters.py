@@ -14,7 +14,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import SplitDependentError
 from grpo_ext.forward.padded import score_through_trl
 from grpo_ext.sampling.chunks import by_length
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
 _TARGETS = {"target_modules": ["q_proj", "v_proj"]}

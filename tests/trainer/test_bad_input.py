@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def build(tmp_path, model=None, dataset=None, extra=None, **settings):

@@ -20,11 +20,8 @@ from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.manifest import MANIFEST, read_manifest
-from tests.helpers import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.trainer.test_layout import BASE, make, parameters
-
-SAVE = {"save_strategy": "steps", "save_steps": 1}
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import BASE, LORA, SAVE, make, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +97,6 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
         make(copy, **SAVE).train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match="does not exist"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
-
-
-def other(folder: Path, **changes: Any) -> GRPOTrainer:
-    parts: dict[str, Any] = {
-        "model": tiny_model(),
-        "reward_funcs": letter_reward,
-        "train_dataset": prompts(12),
-        "processing_class": tiny_tokenizer(),
-    }
-    extra = (*parts, "peft_config", "eval_dataset")
-    settings = {k: v for k, v in changes.items() if k not in extra}
-    parts |= {k: v for k, v in changes.items() if k in extra}
-    return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)
 
 
 def templated(template: str) -> Any:

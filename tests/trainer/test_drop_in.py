@@ -11,36 +11,18 @@ import pytest
 import torch
 import transformers
 import trl
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, RewardError
-from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-
-
-def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=None, extra=None, **settings):
-    return GRPOTrainer(
-        model=tiny_model() if model is None else model,
-        reward_funcs=rewards,
-        args=GRPOConfig(**config_kwargs(tmp_path / "out", **settings)),
-        train_dataset=prompts() if dataset is None else dataset,
-        processing_class=tokenizer or tiny_tokenizer(),
-        **(extra or {}),
-    )
-
-
-def log_of(trainer, key):
-    return [line[key] for line in trainer.state.log_history if key in line]
+from tests.support import trainers
+from tests.support.drop_in import TOOL_CALL, CountingGame, conversations, log_of, make
+from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 
 def parameters(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-def conversations(count=8):
-    rows = prompts(count)
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})
 
 
 def chat_reward(prompts, completions, **kwargs):
@@ -245,9 +227,8 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
 
 def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
     from grpo_ext.sampling import sampler as module
-    from tests.trainer.test_layout import make
 
-    trainer = make(tmp_path)
+    trainer = trainers.make(tmp_path)
     monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
     generation = SimpleNamespace(mode="server", tensor_parallel_size=1)
     with pytest.raises(ConfigError, match=r"4 to 8 completions.*also for evaluation"):
@@ -322,45 +303,6 @@ def test_callbacks_see_one_step_per_optimizer_step(tmp_path):
     trainer = make(tmp_path, per_device_train_batch_size=1, extra={"callbacks": [Count()]})
     trainer.train()
     assert Count.steps == 2
-
-
-class CountingGame:
-    """An environment that owns its reward."""
-
-    def reset(self, **kwargs):
-        self.guesses = 0
-        return "guess"
-
-    def guess(self, number: int) -> str:
-        """Guess a number.
-
-        Args:
-            number: The guess.
-        """
-        self.guesses += 1
-        return "higher"
-
-    def get_reward(self) -> float:
-        return float(self.guesses)
-
-
-TOOL_CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'
-
-
-@pytest.fixture
-def tool_tokenizer():
-    """A tokenizer with TRL's Qwen3 template: letters, and the special tokens of the template."""
-    from pathlib import Path
-
-    tokenizer = tiny_tokenizer()
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-    tokenizer.chat_template = template.read_text()
-    tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-    tokens += ["<tool_response>", "</tool_response>", "<tools>", "</tools>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens[:2]})
-    tokenizer.add_tokens([*tokens[2:], *(chr(c) for c in range(33, 127))])
-    tokenizer.eos_token = "<|im_end|>"
-    return tokenizer
 
 
 def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.helpers import config_kwargs, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 
 GROUP, PROMPTS_PER_STEP = 4, 4
 

@@ -16,8 +16,16 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model, tiny_tokenizer
-from tests.invariance.cases import CASES, SETTINGS
+from tests.support.cases import CASES, SETTINGS
+from tests.support.tiny import (
+    config_kwargs,
+    letter_reward,
+    prompts,
+    sparse_reward,
+    stock_scores,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,7 +162,7 @@ TRAINER = {
     "model": "tests/trainer/test_drop_in.py",
     "reward_funcs": "tests/trainer/test_drop_in.py",
     "args": "tests/trainer/test_drop_in.py",
-    "train_dataset": "tests/trainer/test_drop_in.py",
+    "train_dataset": "tests/support/drop_in.py",
     "eval_dataset": "tests/trainer/test_drop_in.py",
     "processing_class": "tests/trainer/test_drop_in.py",
     "reward_processing_classes": "tests/trainer/test_drop_in.py",
@@ -162,7 +170,7 @@ TRAINER = {
     "optimizers": "tests/trainer/test_every_parameter.py",
     "quantization_config": "tests/trainer/test_every_parameter.py",
     "peft_config": "tests/trainer/test_drop_in.py",
-    "tools": "tests/trainer/test_drop_in.py",
+    "tools": "tests/support/drop_in.py",
     "rollout_func": "tests/trainer/test_drop_in.py",
     "environment_factory": "tests/trainer/test_drop_in.py",
 }

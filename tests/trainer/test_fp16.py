@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.trainer.test_layout import parameters
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import parameters
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
-from tests.distributed.launch import accelerate_launch
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.trainer.test_layout import make, parameters
+from tests.support.launch import two_processes
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import make, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 
@@ -129,9 +129,9 @@ def test_the_exit_status_of_a_script_is_distinct(tmp_path):
 
 
 def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
-    done = accelerate_launch(SCRIPT, str(tmp_path))
-    assert done.returncode != 0
-    assert "after training" not in done.stdout
+    status, output = two_processes(SCRIPT, str(tmp_path))
+    assert status != 0
+    assert "after training" not in output
     (folder,) = checkpoints(tmp_path / "out")
     assert folder.name == "checkpoint-2"
     assert why_broken(folder) is None

@@ -10,60 +10,14 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, ModelError
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
-
-BASE: dict[str, Any] = {
-    "global_batch_size": 16,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 12,
-    "max_steps": 3,
-    "learning_rate": 1e-3,
-    "adam_epsilon": ADAM_EPSILON,
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "report_to": "none",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 3,
-}
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import error, log_of, make, update
+from tests.tolerances import DIFFERENT, UPDATE
 
 
 def sparse(completions: list[str], **kwargs: Any) -> list[float]:
     """Groups without variance are common."""
     return [float("a" in c[:1]) for c in completions]
-
-
-def make(folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
-    return GRPOTrainer(
-        model=tiny_model(kind) if isinstance(kind, str) else kind,
-        reward_funcs=reward,
-        args=GRPOConfig(str(folder), **{**BASE, **settings}),
-        train_dataset=prompts(12),
-        processing_class=tiny_tokenizer(),
-    )
-
-
-def parameters(trainer: GRPOTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
-
-
-def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
-    trainer = make(folder, **settings)
-    before = parameters(trainer)
-    trainer.train()
-    return parameters(trainer) - before, trainer
-
-
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / a.norm())
-
-
-def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
-    return [line[name] for line in trainer.state.log_history if name in line]
 
 
 PLAIN = {

@@ -10,8 +10,8 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.sampling import sampler as sampling
+from tests.support.trainers import error, make, parameters, update
 from tests.tolerances import UPDATE
-from tests.trainer.test_layout import error, make, parameters, update
 
 
 class Limited(GRPOTrainer):

@@ -14,9 +14,9 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import STEP_PART
-from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.own_generate import Sampler, apart, change, model_with
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
-from tests.trainer.test_own_generate import Sampler, apart, change, model_with
 
 # method -> what is different here by design, in a description of its arguments and of what it returns
 BY_DESIGN = {

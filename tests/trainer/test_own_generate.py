@@ -2,117 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 import transformers
 import trl
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.sampling.decoding import own_generate
-from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.drop_in import TOOL_CALL, CountingGame, conversations, log_of, make
+from tests.support.own_generate import LORA, Sampler, Wrapper, apart, change, model_with
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
-from tests.trainer.test_drop_in import (  # noqa: F401
-    TOOL_CALL,
-    CountingGame,
-    conversations,
-    log_of,
-    make,
-    tool_tokenizer,
-)
-
-GROUP = 4
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-
-
-class Sampler:
-    """A `generate` that answers from a prompt and the place in its group alone, and keeps what it was given.
-
-    The shape says what a batch of answers looks like: "ended" at different places, all "short", "long" beyond
-    max_completion_length, or padded on the "left".
-    """
-
-    def __init__(self, shape: str = "ended") -> None:
-        self.shape, self.given = shape, []
-
-    def __call__(self, **kwargs: Any) -> torch.Tensor:
-        self.given.append(kwargs)
-        rows = []
-        for row, (ids, mask) in enumerate(zip(kwargs["input_ids"], kwargs["attention_mask"])):
-            source = random.Random(str((ids[mask.bool()].tolist(), row % GROUP, self.shape)))
-            width = {"short": 2, "long": 20}.get(self.shape, 10)
-            answer = [source.randint(3, 20) for _ in range(width)]
-            if self.shape == "ended" and source.random() < 0.7:
-                answer[source.randrange(width)] = 1
-            if self.shape == "left":
-                answer[: source.randrange(3)] = [0] * 2
-                answer = answer[:10]
-            rows.append(answer + [0] * (width - len(answer)))
-        return torch.cat([kwargs["input_ids"], torch.tensor(rows)], dim=1)
-
-
-class OwnQwen2(transformers.Qwen2ForCausalLM):
-    """A subclass."""
-
-    sampler: Sampler
-
-    def generate(self, **kwargs: Any) -> torch.Tensor:
-        return self.sampler(**kwargs)
-
-
-class Wrapper(torch.nn.Module):
-    """A wrapper of a transformers model, which answers for it in everything else."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-class OwnWrapper(Wrapper):
-    def generate(self, **kwargs: Any) -> torch.Tensor:
-        return self.sampler(**kwargs)
-
-
-def model_with(sampler: Sampler, kind: str) -> Any:
-    model = tiny_model()
-    if kind == "subclass":
-        model.__class__ = OwnQwen2
-    elif kind == "wrapper":
-        model = OwnWrapper(model)
-    elif kind == "instance":
-        model.generate = sampler
-    elif kind == "adapter instance":
-        model = get_peft_model(model, LORA)
-        model.generate = sampler
-    object.__setattr__(model, "sampler", sampler)
-    return model
-
 
 KINDS = ["subclass", "instance", "wrapper"]
-
-
-def change(trainer: Any) -> torch.Tensor:
-    """What training changed, float64."""
-
-    def flat() -> torch.Tensor:
-        return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
-
-    start = flat()
-    trainer.train()
-    return flat() - start
 
 
 def trained(folder: Any, cls: type, model: Any, peft: Any = None, **settings: Any) -> tuple[torch.Tensor, Any]:
@@ -127,10 +33,6 @@ def trained(folder: Any, cls: type, model: Any, peft: Any = None, **settings: An
         model, letter_reward, config(**kwargs), prompts(8), processing_class=tiny_tokenizer(), peft_config=peft
     )
     return change(trainer), trainer
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / a.norm())
 
 
 @stock_scores
@@ -219,7 +121,7 @@ def test_reward_models_score_what_it_returns(tmp_path):
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["plain", "lora"])
-def test_tools_and_environments_work_on_top_of_it(tmp_path, tool_tokenizer, peft):  # noqa: F811
+def test_tools_and_environments_work_on_top_of_it(tmp_path, tool_tokenizer, peft):
     call = tool_tokenizer(TOOL_CALL + "<|im_end|>")["input_ids"]
     done = tool_tokenizer("ok<|im_end|>")["input_ids"]
     turns = []

@@ -10,7 +10,7 @@ import trl
 import grpo_ext
 from grpo_ext.step.optimizer_step import reduced
 from grpo_ext.step.statistics import STEP_PART
-from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, PARITY
 
 STEP = 8  # completions

@@ -11,7 +11,7 @@ import typer
 import grpo_ext
 from grpo_ext import GRPOConfig, GRPOTrainer, errors
 from grpo_ext.tools.cli import app
-from tests.helpers import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 IMPORTS = """
 Console GRPOConfig GRPOTrainer __version__ register_advantage_estimator
@@ -112,8 +112,9 @@ def test_commands_take_their_options(command):
 
 def test_log_keys_are_there(tmp_path):
     found = set()
-    for model, settings in [("moe", {}), *(("qwen2", run) for run in RUNS)]:
-        args = GRPOConfig(**config_kwargs(tmp_path, **{"eval_strategy": "steps", "eval_steps": 1, **settings}))
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    for model, settings in [("moe", {}), *(("qwen2", evaluated | run) for run in RUNS)]:
+        args = GRPOConfig(**config_kwargs(tmp_path, **settings))
         rewards = [letter_reward, sparse_reward]
         trainer = GRPOTrainer(
             tiny_model(model), rewards, args, prompts(22), prompts(5), processing_class=tiny_tokenizer()

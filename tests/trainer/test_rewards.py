@@ -13,8 +13,8 @@ import trl
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
-from tests.trainer.test_drop_in import CountingGame, conversations, log_of, make, tool_tokenizer  # noqa: F401
+from tests.support.drop_in import CountingGame, conversations, log_of, make
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 
 def plain(prompts, completions, **kwargs):
@@ -94,7 +94,7 @@ class Judged(CountingGame):
         return 0.25
 
 
-def test_rewards_of_environments_are_called_with_environments_alone(tmp_path, tool_tokenizer):  # noqa: F811
+def test_rewards_of_environments_are_called_with_environments_alone(tmp_path, tool_tokenizer):
     model = tiny_model(max_position_embeddings=4096)
     model.resize_token_embeddings(len(tool_tokenizer))
     rows = conversations(8)

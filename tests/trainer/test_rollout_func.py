@@ -10,9 +10,9 @@ import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from tests.helpers import config_kwargs, given_rollout, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, given_rollout, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import error, parameters
 from tests.tolerances import DIFFERENT, UPDATE
-from tests.trainer.test_layout import error, parameters
 
 
 def make(folder: Any, rollout: Any = given_rollout, reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:

@@ -13,7 +13,7 @@ import grpo_ext.checks
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import covered_length, depends_on_length, longest_prompt
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
 SWITCH = 16  # tokens; prompts have 3 to 10 here, completions up to 12

@@ -9,25 +9,11 @@ import sys
 
 import pytest
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.tools.report.page import ReportCallback
 from grpo_ext.tools.report.runs import load_run
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-
-
-def train(folder, callbacks=(), resume=None, **settings):
-    trainer = GRPOTrainer(
-        tiny_model(),
-        letter_reward,
-        GRPOConfig(**config_kwargs(folder, **settings)),
-        prompts(),
-        eval_dataset=prompts(4, seed=1) if "eval_strategy" in settings else None,
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+from tests.support.tiny import letter_reward, prompts
+from tests.support.tracked import train
 
 
 def logged(trainer, name):
@@ -72,7 +58,7 @@ TRACKIO = """
 import json, sys
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
-from tests.trainer.test_trackers import train
+from tests.support.tracked import train
 trainer = train(sys.argv[1], report_to="trackio", log_completions=True, project="tiny")  # ends with its run finished
 (run,) = trackio.Api().runs("tiny")
 print(json.dumps([SQLiteStorage.get_logs("tiny", run.name), trainer.state.log_history], default=str))

@@ -14,7 +14,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer, checks, compat
 from grpo_ext.compat import Body, Point, broken_body, broken_point
 from grpo_ext.errors import ContractError
 from grpo_ext.forward import reference
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def test_importing_the_pure_rooms_loads_neither_trl_nor_transformers():
         ("grpo_ext/trainer.py", "from .demo.task import load_demo"),
         ("grpo_ext/demo/task.py", "from ..tools.data import load_prompts"),
         ("grpo_ext/tools/cli.py", "import recipes.grpo"),
-        ("grpo_ext/tools/cli.py", "from tests.helpers import tiny_model"),
+        ("grpo_ext/tools/cli.py", "from tests.support.tiny import tiny_model"),
         ("grpo_ext/errors.py", "from .batching.sizes import ceil_div"),
     ],
 )

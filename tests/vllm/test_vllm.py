@@ -22,7 +22,7 @@ import torch
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.sampling.vllm_seeds import completion_seeds, seeded
 from grpo_ext.tools.check.runs import free_port
-from tests.distributed.launch import ROOT
+from tests.support.launch import ROOT
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="needs the environment of `make test-vllm`, which has vLLM"

@@ -12,7 +12,7 @@ import torch
 
 import grpo_ext.sampling.sampler as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.helpers import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.vllm.on_the_cpu import in_float32, keep_weights
 
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,27 @@ def launch_command(processes: int, folder: Path, script: Sequence[str], port: in
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *script]
 
 
-def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, threads: int = 1) -> list[RunResult]:
+# starts the worker on the runs of a folder: (folder, processes, environment, seconds) to (status, output), and a status
+# of None where the time was over; no process may be left in either case
+Starter = Callable[[Path, int, dict[str, str], float], tuple[int | None, str]]
+
+
+def launched(folder: Path, processes: int, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
+    """A `Starter`: fresh interpreters, several of them through Accelerate's launcher."""
+    command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
+    if processes > 1:  # the launcher takes a module only through its own flag
+        command = [*command[:-3], "--module", "grpo_ext.tools.check.worker", str(folder)]
+    return _finish(command, environment, timeout_s)
+
+
+def run_all(
+    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, threads: int = 1, start: Starter = launched
+) -> list[RunResult]:
     """Train every run on `processes` real processes, one after the other in one launch.
 
     Args:
         threads: threads per process. The same number for every launch: matrix products sum in another order otherwise.
+        start: how the processes come to be.
 
     Raises:
         LaunchError: the launch died or ran out of time; the end of its output is in the message.
@@ -132,16 +148,7 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
         folder = Path(name)
         packed = {"path": sys.path, "files": _modules_from_files(runs), "runs": dill.dumps(list(runs), recurse=True)}
         (folder / "runs.dill").write_bytes(dill.dumps(packed))
-        command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
-        if processes > 1:  # the launcher takes a module only through its own flag
-            command = [*command[:-3], "--module", "grpo_ext.tools.check.worker", str(folder)]
-        quiet = {"TOKENIZERS_PARALLELISM": "false"}
-        if all(Path(run.model_path).is_dir() for run in runs):
-            quiet["HF_HUB_OFFLINE"] = "1"  # nothing to look for there
-        if processes > 1 and torch.cuda.device_count() < processes:
-            quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
-        status, output = _finish(command, env, timeout_s)
+        status, output = start(folder, processes, _environment(runs, processes, threads), timeout_s)
         if status is None:
             raise LaunchError(
                 f"{len(runs)} run(s) on {processes} process(es) took more than {timeout_s:g} s; use fewer steps or "
@@ -153,6 +160,15 @@ def run_all(runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, thre
                 + (_first_error(folder) or f"Last output:\n{output[-3000:]}")
             )
         return [read_result(folder / run.name, run.name) for run in runs]
+
+
+def _environment(runs: Sequence[Run], processes: int, threads: int) -> dict[str, str]:
+    quiet = {"TOKENIZERS_PARALLELISM": "false"}
+    if all(Path(run.model_path).is_dir() for run in runs):
+        quiet["HF_HUB_OFFLINE"] = "1"  # nothing to look for there
+    if processes > 1 and torch.cuda.device_count() < processes:
+        quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
 
 
 def _modules_from_files(runs: Sequence[Run]) -> dict[str, str]:

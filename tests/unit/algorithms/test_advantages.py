@@ -28,7 +28,7 @@ from grpo_ext.algorithms.advantages import (
     weighted_sum,
 )
 from grpo_ext.errors import ConfigError
-from tests.helpers import config_kwargs
+from tests.support.tiny import config_kwargs
 
 PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, print_blob=True, database=None)
 MODES = [

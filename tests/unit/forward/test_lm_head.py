@@ -20,7 +20,7 @@ from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
 from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
-from tests.helpers import stock_scores, tiny_model
+from tests.support.tiny import stock_scores, tiny_model
 from tests.tolerances import PARITY, SAME_ALGEBRA
 
 TEMPERATURE = 0.9

@@ -33,7 +33,7 @@ from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.forward.rows import TokenRows
-from tests.unit.forward.test_packed import rows_of
+from tests.support.packs import rows_of
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -28,7 +27,8 @@ from grpo_ext.forward.lm_head import Scores, install
 from grpo_ext.forward.packed import score_packed, why_not_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.rows import TokenRows
-from tests.helpers import tiny_model
+from tests.support.packs import gradient, rows_of
+from tests.support.tiny import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 _SMALL: dict[str, Any] = {
@@ -70,20 +70,6 @@ def model_of(kind: str, implementation: str = "sdpa") -> Any:
     return model
 
 
-def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
-    """Rows with one group per prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[torch.Tensor] = []
-    for prompt, lengths in zip(prompts, completions):
-        tokens = torch.randint(3, 50, (prompt,), generator=generator)
-        for length in lengths:
-            ids += [tokens, torch.randint(3, 50, (length,), generator=generator)]
-    own = [prompt for prompt, lengths in zip(prompts, completions) for _ in lengths]
-    groups = [number for number, lengths in enumerate(completions) for _ in lengths]
-    same = [before == after for before, after in itertools.pairwise(groups)]
-    return TokenRows(torch.cat(ids), own, [length for lengths in completions for length in lengths], same)
-
-
 def same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = SAME_ALGEBRA) -> bool:
     assert ours.shape == theirs.shape
     return bool((ours - theirs).double().norm() <= tolerance * theirs.double().norm())
@@ -100,22 +86,6 @@ SHAPES = {
     "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
     "long": ([20], [[30, 2, 17, 9]]),
 }
-
-
-def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
-    scores = score(model, getattr(model, "get_base_model", lambda: model)(), batch, **options)
-    logps, entropies = scores.logps_S, scores.entropies_S
-    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
-    return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
-
-
-def gradient(score: Any, model: Any, batch: Any) -> torch.Tensor:
-    model.zero_grad()
-    loss = loss_of(score, model, batch)
-    with packed_attention(model, score is score_packed):
-        loss.backward()
-    parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
-    return torch.cat([part.flatten() for part in parts])
 
 
 KINDS = ("qwen2", "llama", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3", "untied", "window_larger")

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_ext.runtime.determinism import align_memory
-from tests.helpers import tiny_model
+from tests.support.tiny import tiny_model
 
 
 def shifted(model: torch.nn.Module, shift: int) -> torch.nn.Module:

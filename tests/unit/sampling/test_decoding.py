@@ -22,7 +22,7 @@ from grpo_ext.sampling.decoding import (
     why_not_compact,
 )
 from grpo_ext.sampling.generation import sample_chunk
-from tests.helpers import tiny_model
+from tests.support.tiny import tiny_model
 
 PAD, ENDS = 0, [1, 7, 11, 23]
 PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from grpo_ext.tools.quiet import quiet_libraries
-from tests.helpers import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def talking_reward(prompts, completions, **kwargs):

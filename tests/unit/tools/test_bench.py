@@ -28,7 +28,7 @@ from grpo_ext.tools.bench.shapes import (
 )
 from grpo_ext.tools.bench.worker import _Given, cost_of
 from grpo_ext.tools.plots import write_bench_plot
-from tests.helpers import stock_scores
+from tests.support.tiny import stock_scores
 
 TINY = {
     "model_type": "qwen2",
@@ -132,6 +132,7 @@ def test_dealing_by_cost_is_more_even_than_by_count():
     assert 1.0 <= by_cost < 1.1 < by_count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sample", [pytest.param(False, marks=stock_scores), True])
 def test_both_trainers_run_a_shape_end_to_end(tmp_path, sample):
     shape = Shape("small", 6, 2, 8, groups=2, group=4, sample=sample)

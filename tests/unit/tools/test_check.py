@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, GrpoExtError
+from grpo_ext.tools.check import comparison
 from grpo_ext.tools.check.comparison import (
     CheckReport,
     Split,
@@ -21,7 +22,8 @@ from grpo_ext.tools.check.comparison import (
     update_error,
 )
 from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
-from tests.helpers import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.launches import run_all as run_forked
+from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 
 def delta(*values: float) -> dict[str, torch.Tensor]:
@@ -84,7 +86,13 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     assert (result.verdict, "most in loss" in result.reason) == ("differs", True)
 
 
-def test_check_bitwise_trains_under_several_splits():
+@pytest.fixture
+def fork_launches(monkeypatch):
+    """The launches of `check` come from the tests' server: the comparison is what is looked at."""
+    monkeypatch.setattr(comparison, "run_all", run_forked)
+
+
+def test_check_bitwise_trains_under_several_splits(fork_launches):
     report = check(
         tiny_model(),
         prompts(8),
@@ -121,7 +129,7 @@ def test_a_check_needs_a_global_batch_and_known_names(tmp_path):
 
 
 @stock_scores
-def test_check_trains_and_compares_an_object_with_a_local_reward():
+def test_check_trains_and_compares_an_object_with_a_local_reward(fork_launches):
     factor = 2.0  # a closure reaches the processes too
 
     def scaled(prompts, completions, **kwargs):
@@ -153,13 +161,13 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
     prompts().save_to_disk(str(tmp_path / "d"))
     config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
     run = Run("r", str(tmp_path / "m"), str(tmp_path / "d"), (broken,), config)
-    assert "'broken' raised KeyError" in run_all([run], processes=1)[0].error
+    assert "'broken' raised KeyError" in run_forked([run], processes=1)[0].error
     # on several processes the launch ends with the message, and does not wait for ever
     with pytest.raises(LaunchError, match="'broken' raised KeyError"):
         run_all([run], processes=2)
 
 
-def test_settings_that_no_split_can_be_trained_with_end_the_check():
+def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches):
     config = {"global_batch_size": 8, "num_generations": 4, "reward_weights": [1.0, 2.0]}
     with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
         check(tiny_model(), prompts(), letter_reward, config, processing_class=tiny_tokenizer(), splits=[Split(8)])
@@ -172,7 +180,7 @@ def test_json_holds_no_nan():
     assert plain["results"][0]["reason"] == "because"
 
 
-def test_dropout_makes_a_split_differ_and_is_blamed():
+def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches):
     # the negative control of the comparison: noise drawn per micro-batch
     config = {
         "global_batch_size": 8,
@@ -217,6 +225,6 @@ def test_a_reward_from_a_file_reaches_the_processes(tmp_path):
     prompts().save_to_disk(str(tmp_path / "d"))
     rewards = tuple(resolve_rewards([f"{tmp_path / 'mine.py'}:brief"]))
     config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
-    result = run_all([Run("r", str(tmp_path / "m"), str(tmp_path / "d"), rewards, config)], processes=1)[0]
+    result = run_forked([Run("r", str(tmp_path / "m"), str(tmp_path / "d"), rewards, config)], processes=1)[0]
     assert result.error is None
     assert "rewards/brief/mean" in result.log[0]

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import re
-import subprocess
 import sys
 import warnings
 from importlib.metadata import version
@@ -23,8 +22,8 @@ from transformers.trainer_callback import CallbackHandler
 import grpo_ext
 from grpo_ext.tools.console import Console, fitting, plain_line
 from grpo_ext.tools.quiet import quiet_libraries
-
-from .terminal import on_terminal, screen
+from tests.support import forks
+from tests.support.terminal import on_terminal, screen
 
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "tests.unit.tools.console_run"]
@@ -264,7 +263,7 @@ def test_nothing_tears_the_bar_of_a_real_run():
 
 
 def test_a_pipe_gets_plain_lines_also_where_colour_is_forced():
-    done = subprocess.run(RUN, capture_output=True, text=True, env=environment(FORCE_COLOR="1"), cwd=ROOT, timeout=200)
+    done = forks.python("-m", "tests.unit.tools.console_run", FORCE_COLOR="1")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "/3  reward" in line]
     assert [line[:9] for line in lines] == ["step    1", "step    2", "eval    2", "step    3", "eval    3"]

@@ -21,8 +21,8 @@ from grpo_ext.run.recorded_completions import RECORDED, RecordedCompletions
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
-from tests.helpers import tiny_model
-from tests.trainer.test_checkpoints import LORA, other
+from tests.support.tiny import tiny_model
+from tests.support.trainers import LORA, other
 
 PLAIN = {"README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 

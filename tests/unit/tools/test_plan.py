@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,8 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import balance, load_config, measure, simulated
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
-from tests.helpers import letter_reward, tiny_model, tiny_tokenizer
+from tests.support import forks
+from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen2",
@@ -191,8 +190,7 @@ def test_the_command_shows_it(tmp_path):
 
 
 def plan(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "grpo_ext.tools.cli", "plan", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    return forks.python("-m", "grpo_ext.tools.cli", "plan", *args)
 
 
 def test_a_mean_is_a_mean():

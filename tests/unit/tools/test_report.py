@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -14,6 +13,7 @@ from grpo_ext.tools.report import page as report_module
 from grpo_ext.tools.report.page import ReportCallback, distinct_names, report, report_or_reason, write_comparison
 from grpo_ext.tools.report.plots import comparison_panels, draw, panels
 from grpo_ext.tools.report.runs import completions_over_run, differences, load_run, plan_of
+from tests.support import forks
 
 GEOMETRY = {
     "num_generations": 4,
@@ -323,11 +323,10 @@ def test_the_callback_writes_the_report_on_the_main_process_alone(tmp_path, caps
 
 def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     run = make_run(tmp_path / "run", [line(1)])
-    command = [sys.executable, "-m", "grpo_ext.tools.cli", "report"]
-    done = subprocess.run([*command, str(run)], capture_output=True, text=True)
+    done = forks.python("-m", "grpo_ext.tools.cli", "report", run)
     assert done.returncode == 0, done.stderr
     assert f"{run / 'report' / 'index.html'}" in done.stdout
-    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    refused = forks.python("-m", "grpo_ext.tools.cli", "report", tmp_path)
     assert refused.returncode == 2
     assert "holds no run" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr

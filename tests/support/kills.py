@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers import letter_reward
+from tests.support.tiny import letter_reward
 
 # how often a moment comes in a run of 24 steps with a checkpoint of each
 MOMENTS = {
@@ -31,7 +31,7 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         import signal
         import sys
 
-        from tests.helpers import letter_reward
+        from tests.support.tiny import letter_reward
 
         def die(*args: Any, **kwargs: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +77,7 @@ def dying_after(seconds: float, rank: int = 0) -> Any:
         import signal
         import threading
 
-        from tests.helpers import letter_reward
+        from tests.support.tiny import letter_reward
 
         if not armed and int(os.environ.get("RANK", "0")) == rank:
             armed.append(True)
@@ -100,7 +100,7 @@ def out_of_memory(at: int, rank: int) -> Any:
         import torch
 
         from grpo_ext import GRPOTrainer
-        from tests.helpers import letter_reward
+        from tests.support.tiny import letter_reward
 
         if not armed:
             armed.append(True)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import forks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,3 +21,13 @@ def accelerate_launch(script: Path, *args: str, config: Path | None = None, time
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--main_process_port", "0", str(script), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+def two_processes(script: Path, *args: str, timeout: float = 300) -> tuple[int | None, str]:
+    """Status and output of a script on two processes as by `accelerate_launch`, forked where they can be."""
+    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
+    if forks.serves(env):
+        return forks.run_forked([str(script), *args], 2, env, timeout)
+    done = accelerate_launch(script, *args, timeout=timeout)
+    return done.returncode, done.stdout + done.stderr

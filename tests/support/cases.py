@@ -1,7 +1,7 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
-case in one process under two micro-batch sizes, and on one larger number of processes; `make test-full` takes all.
+case in one process with one micro-batch, and on several with a smaller one; `make test-full` takes all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.helpers import given_rollout, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import given_rollout, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts

@@ -1,0 +1,74 @@
+"""Trainers in this process with the settings that most of tests/trainer share, and what they have learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON
+
+BASE: dict[str, Any] = {
+    "global_batch_size": 16,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "adam_epsilon": ADAM_EPSILON,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "report_to": "none",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 3,
+}
+SAVE = {"save_strategy": "steps", "save_steps": 1}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+def make(folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny_model(kind) if isinstance(kind, str) else kind,
+        reward_funcs=reward,
+        args=GRPOConfig(str(folder), **{**BASE, **settings}),
+        train_dataset=prompts(12),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def parameters(trainer: GRPOTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
+
+
+def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
+    trainer = make(folder, **settings)
+    before = parameters(trainer)
+    trainer.train()
+    return parameters(trainer) - before, trainer
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / a.norm())
+
+
+def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def other(folder: Path, **changes: Any) -> GRPOTrainer:
+    parts: dict[str, Any] = {
+        "model": tiny_model(),
+        "reward_funcs": letter_reward,
+        "train_dataset": prompts(12),
+        "processing_class": tiny_tokenizer(),
+    }
+    extra = (*parts, "peft_config", "eval_dataset")
+    settings = {k: v for k, v in changes.items() if k not in extra}
+    parts |= {k: v for k, v in changes.items() if k in extra}
+    return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)

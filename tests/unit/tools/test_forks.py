@@ -1,0 +1,134 @@
+"""The server that forks the tests' launches: what comes out is what fresh interpreters and the real launcher give."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from grpo_ext.tools.check import runs
+from grpo_ext.tools.check.runs import LaunchError, launched
+from tests.support.cases import Bench
+from tests.support.forks import SERVED, environments, forked, run_forked, server, serves
+from tests.support.launches import run_all
+from tests.support.tiny import letter_reward
+
+pytestmark = pytest.mark.skipif(not serves({**os.environ, **SERVED}), reason="launches are not forked here")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("forks"))
+
+
+def script(folder, text):
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+def ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_forked_run_has_the_bits_of_a_launched_one(bench, processes):
+    ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
+    for one, other in zip(run_all(ours, processes), runs.run_all(ours, processes)):
+        assert one.error is None
+        assert one.trace == other.trace
+        assert one.log[0]["reward"] == other.log[0]["reward"]
+        assert all(torch.equal(one.delta[name], other.delta[name]) for name in other.delta)
+
+
+SAY = """
+import json, os, sys
+known = "RANK WORLD_ LOCAL_ GROUP_ ROLE_ MASTER_ ACCELERATE_ OMP_ HF_ PYTHONW TOKENIZERS".split()
+said = {name: value for name, value in os.environ.items() if any(part in name for part in known)}
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump([said, __name__, sys.argv[1:]], file)
+"""
+
+
+def test_processes_are_told_what_the_launcher_tells_them(tmp_path):
+    import json
+    import subprocess
+
+    seen = []
+    here = {**os.environ, **SERVED}
+    for way in ("launched", "forked"):
+        (tmp_path / way).mkdir()
+        arguments = [script(tmp_path, SAY), str(tmp_path / way)]
+        if way == "forked":
+            assert run_forked(arguments, 2, here, 60)[0] == 0
+        else:
+            subprocess.run(runs.launch_command(2, tmp_path, arguments), env=here, check=True, capture_output=True)
+        seen.append([json.loads((tmp_path / way / f"{rank}.json").read_text()) for rank in (0, 1)])
+    for (one, *rest), (other, *others) in zip(*seen):
+        assert one.keys() == other.keys()
+        assert {name for name in one if one[name] != other[name]} <= {"MASTER_PORT"}
+        assert (rest[0], rest[1][0]) == (others[0], others[1][0].replace("forked", "launched"))
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    text = (
+        "import os, sys, time\nprint(os.getpid(), flush=True)\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+    )
+    start = time.perf_counter()
+    here = {**os.environ, **SERVED}
+    status, output = run_forked([script(tmp_path, text + "time.sleep(100)")], 2, here, 60)
+    assert time.perf_counter() - start < 20
+    assert status == 1
+    assert "process 1 ended with status -9" in output
+    assert all(ended(int(pid)) for pid in output.split()[:2])
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "1 / 0", "sys.exit()"])
+def test_the_status_is_that_of_the_process(tmp_path, ends):
+    status, output = run_forked([script(tmp_path, f"import os, sys\n{ends}")], 1, {**os.environ, **SERVED}, 60)
+    assert status == {"sys.exit(3)": 3, "os.kill(os.getpid(), 9)": -9, "1 / 0": 1, "sys.exit()": 0}[ends]
+    assert ("ZeroDivisionError" in output) == ("/" in ends)
+
+
+def test_a_launch_out_of_time_leaves_no_process(bench, tmp_path):
+    text = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
+    status, output = run_forked([script(tmp_path, text)], 2, {**os.environ, **SERVED}, 2)
+    assert status is None
+    assert len(output.split()) == 2
+    assert all(ended(int(pid)) for pid in output.split())
+    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\) took more than 0.2 s"):
+        run_all([bench.run("grpo", 5)], 1, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.full)])
+def test_an_error_on_one_process_is_the_error_of_the_launch(bench, start):
+    def broken(prompts, completions, **kwargs):
+        if os.environ["RANK"] == "1":
+            raise KeyError("missing")
+        return letter_reward(prompts, completions)
+
+    with pytest.raises(LaunchError, match="'broken' raised KeyError") as failed:
+        runs.run_all([bench.run("grpo", 5, rewards=(broken,))], 2, start=start)
+    assert "ended with status 1. " in str(failed.value)
+
+
+def test_another_environment_is_not_served():
+    here = {**os.environ, **SERVED}
+    with pytest.warns(UserWarning, match="MKL_CBWR"):
+        assert not serves({**here, "MKL_CBWR": "COMPATIBLE"})
+    with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):
+        assert not serves({**here, "OMP_NUM_THREADS": "2"})
+    assert environments(here, 1, 0) == [here]
+
+
+def test_a_server_that_is_gone_is_replaced():
+    first = server()
+    first.process.kill()
+    first.process.wait()
+    assert server() is not first
+    assert server() is server()
