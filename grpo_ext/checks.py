@@ -25,6 +25,7 @@ from .forward.reference import base_model_of
 from .precision.loss_scaler import refuse_half_weights
 from .runtime.collectives import shards_parameters
 from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
+from .sampling.decoding import own_generate
 
 logger = get_logger(__name__)
 
@@ -441,7 +442,7 @@ def check_bitwise(trainer: Any) -> None:
     refuse_batch_dependent_rewards(trainer.reward_funcs)
     own = trainer.own_sampling()
     if own is not None or not trainer.samples_by_key():
-        own = own or trainer.own_generate()
+        own = own or own_generate(accelerator.unwrap_model(trainer.model))
         raise ConfigError(
             "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
             f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "
@@ -466,7 +467,7 @@ def uncovered_sampling(trainer: Any) -> list[str]:
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
         ]
-    own = trainer.own_generate()
+    own = own_generate(trainer.accelerator.unwrap_model(trainer.model))
     if own is not None and not trainer.use_transformers_continuous_batching:
         return [f"{own} samples, and not by key; only the update is covered"]
     return ["this way of generating does not sample by key; only the update is covered"]

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import accelerate
+import torch
 import transformers
 import trl
 from packaging.version import Version
@@ -89,6 +90,24 @@ def unwrapped_for_generation(
         yield unwrapped
     if checkpointing and not knows:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+
+@contextmanager
+def generating(trainer: Any) -> Iterator[Any]:
+    """The contexts of TRL's generation with transformers: the model unwrapped, no gradients, parameters gathered."""
+    with (
+        profiling_context(trainer, "transformers.generate"),
+        unwrapped_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            trainer.args.gradient_checkpointing_kwargs,
+            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+            generation_kwargs=trainer.generation_kwargs,
+        ) as model,
+        torch.no_grad(),
+        trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+    ):
+        yield model
 
 
 class View:

@@ -41,16 +41,14 @@ from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
 from .run.optimizer_settings import settings_kept
 from .run.recorded_completions import RecordedCompletions, record
-from .run.state import RunState
+from .run.state import RunState, loop_sums, restore_loop_sums
 from .runtime.clock import PhaseClock
-from .runtime.collectives import any_process, leave_in_order
+from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
-from .runtime.out_of_memory import is_out_of_memory
-from .sampling.decoding import own_generate, without_router_logits
-from .sampling.generation import can_sample_by_key
+from .sampling.decoding import without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
-from .sampling.sampler import GenerationSettings, RewardSettings, RolloutSampler
+from .sampling.sampler import Generation, RewardSettings, RolloutSampler
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -475,49 +473,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """TRL's; completions of a rollout batch by key, in chunks cut by global order, or with seeds of their own."""
-        turn = super()._generate_single_turn
-        fields = (images, multimodal_fields, num_generations, *args)
-        call, training = self._sampler.call, self.model.training
+        turn, fields = super()._generate_single_turn, (images, multimodal_fields, num_generations, *args)
         with without_router_logits(self.model.config):
-            if call is None or self.use_transformers_continuous_batching:
+            if self._sampler.call is None or self.use_transformers_continuous_batching:
                 return turn(prompt_ids, *fields, **kwargs)
             with self._clock.phase("rollout"):
-                logps = None
-                if self.use_vllm:
-                    seen = self._sampler.with_seeds(call, self.vllm_generation, prompt_ids, num_generations, training)
-                    completions, logps = compat.on_view(turn, {"vllm_generation": seen}, prompt_ids, *fields, **kwargs)
-                elif self.samples_by_key():
-                    end, multiple = self._tokenizer.eos_token_id, self.pad_to_multiple_of
-                    settings = GenerationSettings(self.generation_config, self.eos_token_ids, end, multiple)
-                    completions = self._sampler.by_key(call, self._generating, settings, prompt_ids, training)
-                else:
+                return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
 
-                    def generate(rows: list[int]) -> list[list[int]]:
-                        parts = {name: _rows_of(values, rows) for name, values in multimodal_fields.items()}
-                        prompts = [prompt_ids[i] for i in rows]
-                        return turn(prompts, images, parts, num_generations, *args, **kwargs)[0]
-
-                    wrapped, end = self.accelerator.unwrap_model(self.model), self._tokenizer.eos_token_id
-                    completions = self._sampler.by_chunk(call, generate, prompt_ids, end, wrapped, training)
-                call.remember(prompt_ids, completions)
-                return completions, logps
-
-    @contextlib.contextmanager
-    def _generating(self) -> Iterator[Any]:
-        # the same contexts as TRL's transformers branch: unwrapped, without gradients, parameters gathered
-        with (
-            compat.profiling_context(self, "transformers.generate"),
-            compat.unwrapped_for_generation(
-                self.model_wrapped,
-                self.accelerator,
-                self.args.gradient_checkpointing_kwargs,  # type: ignore[arg-type]
-                gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-                generation_kwargs=self.generation_kwargs,
-            ) as model,
-            torch.no_grad(),
-            self._dist.summon_full_params(self.model_wrapped, recurse=False),
-        ):
-            yield model
+    @property
+    def _generation(self) -> Generation:
+        return Generation(
+            model=self.accelerator.unwrap_model(self.model),
+            training=self.model.training,
+            generating=functools.partial(compat.generating, self),
+            config=getattr(self, "generation_config", None),
+            vllm=self.vllm_generation if self.use_vllm else None,
+            eos_token_ids=self.eos_token_ids,
+            filler=self._tokenizer.eos_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
 
     def _without_prompts(self) -> bool:
         """Whether this process has nothing to sample of the rollout batch that is sampled now."""
@@ -553,15 +527,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         names = (name for name in ("_generate", "_generate_single_turn") if self.overrides(name))
         return next((f"{type(self).__name__}.{name}" for name in names), None)
 
-    def own_generate(self) -> str | None:
-        """The name of a `generate` of the model's own, which may be replaced at any time."""
-        return own_generate(self.accelerator.unwrap_model(self.model))
-
     def samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
-        if self.takes_images or self.use_vllm or self.use_transformers_continuous_batching:
+        if self.takes_images or self.use_transformers_continuous_batching:
             return False
-        return self.own_generate() is None and can_sample_by_key(self.generation_config)
+        return self._sampler.samples_by_key(self._generation)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
@@ -690,35 +660,20 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _run_state(self) -> RunState:
         """What a checkpoint holds beside model, optimizer and scheduler."""
-        state = RunState(self._sampler.rollout, self._sampler.rollout_name, self._step, losses=self._losses)
-        state.metrics = {name: [float(v) for v in values] for name, values in self._metrics["train"].items()}
-        state.loss = {
-            "since_log": float(self._tr_loss),
-            "total": float(self._total_loss_scalar),
-            "last_logged": float(self._globalstep_last_logged),
-        }
-        if self.use_adaptive_entropy:
-            state.entropy = {"coefficient": self.entropy_coef, "last": self._last_world_entropy}
-        state.limits = {
+        limits = {
             "window": self._step_runner.limits.state(),
             "scoring": self._scorer.memory.limit,
             "generation": self._sampler.memory.limit,
         }
-        return state
+        rollout = (self._sampler.rollout, self._sampler.rollout_name)
+        return RunState(*rollout, self._step, **loop_sums(self), losses=self._losses, limits=limits)
 
     def _restore(self, state: RunState) -> None:
         """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
         self._sampler.rollout, self._sampler.rollout_name, self._step = state.rollout, state.rollout_name, state.step
-        self._metrics["train"].clear()
-        self._metrics["train"].update(state.metrics)
+        restore_loop_sums(self, state)
         if state.loss:
-            self._tr_loss = self._tr_loss + state.loss["since_log"]
-            self._total_loss_scalar = state.loss["total"]
-            self._initial_global_step, self._globalstep_last_logged = 0, int(state.loss["last_logged"])
             self._losses = list(state.losses)
-        if state.entropy:
-            self.entropy_coef = state.entropy["coefficient"]
-            self._last_world_entropy = state.entropy["last"]
         if state.limits:
             self._step_runner.limits.restore(state.limits["window"])
             self._scorer.memory.limit = state.limits["scoring"]
@@ -726,7 +681,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _record_completions(self) -> RecordedCompletions | None:
         """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
-        rollout, policy = self._sampler.rollout, base_model_of(self.accelerator.unwrap_model(self.model))
+        rollout = self._sampler.rollout
         if rollout is None:
             return None
 
@@ -734,20 +689,4 @@ class GRPOTrainer(trl.GRPOTrainer):
             with self._scorer.without_gradients(self.model):
                 return self._scored(self._step_runner.collate(rollout, (row,)))[0][0]
 
-        half = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else None
-        dtype = half or str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        training, recorded, failed = self.model.training, None, False
-        self.model.eval()
-        try:
-            recorded = record(rollout, score, dtype, self.temperature, bool(getattr(policy, "is_quantized", False)))
-        except RuntimeError as error:  # a checkpoint without them is better than none
-            if self._scorer.sharded or not is_out_of_memory(error):
-                raise
-            failed = True
-        finally:
-            self.model.train(training)
-        return None if not self._scorer.sharded and any_process(failed, self.accelerator.device) else recorded
-
-
-def _rows_of(values: Any, rows: list[int]) -> Any:
-    return values[rows] if isinstance(values, torch.Tensor) else [values[i] for i in rows]
+        return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)

@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..config import GRPOConfig
 from ..errors import CheckpointError
+from ..forward.reference import base_model_of
+from ..runtime.collectives import any_process, shards_parameters
+from ..runtime.out_of_memory import is_out_of_memory
 from ..sampling.rollout import Rollout
 
 RECORDED = "grpo_ext_samples.safetensors"
@@ -88,24 +93,45 @@ def rows_to_record(rollout: Rollout) -> list[int]:
 
 
 def record(
-    rollout: Rollout, score: Callable[[int], torch.Tensor], dtype: str, temperature: float, quantised: bool = False
+    rollout: Rollout,
+    score: Callable[[int], torch.Tensor],
+    model: Any,
+    args: GRPOConfig,
+    temperature: float,
+    accelerator: Accelerator,
 ) -> RecordedCompletions | None:
-    """RecordedCompletions of a rollout batch.
+    """A few completions of a rollout batch; None where there are none, or memory is short on a process.
 
     Args:
         score: from a row to its log-probabilities, (T,), padded on the right.
+        model: the policy, in evaluation mode meanwhile.
+        temperature: the logits were divided by it.
     """
     rows = rows_to_record(rollout)
     if not rows:
         return None
     lengths = [int(rollout.fields["completion_mask"][row].sum()) for row in rows]
+    half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    sharded = shards_parameters(accelerator)
+    training, logps, failed = model.training, list[torch.Tensor](), False
+    model.eval()
+    try:
+        logps = [score(row)[:n].float() for row, n in zip(rows, lengths)]
+    except RuntimeError as error:  # a checkpoint without them is better than none
+        if sharded or not is_out_of_memory(error):
+            raise
+        failed = True
+    finally:
+        model.train(training)
+    if not sharded and any_process(failed, accelerator.device):
+        return None
     return RecordedCompletions(
         [rollout.fields["prompt_ids"][row] for row in rows],
         [rollout.fields["completion_ids"][row][:n] for row, n in zip(rows, lengths)],
-        [score(row)[:n].float() for row, n in zip(rows, lengths)],
-        dtype,
+        logps,
+        half or str(next(model.parameters()).dtype).removeprefix("torch."),
         temperature,
-        quantised,
+        bool(getattr(base_model_of(accelerator.unwrap_model(model)), "is_quantized", False)),
     )
 
 

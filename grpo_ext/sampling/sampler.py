@@ -40,8 +40,8 @@ from ..runtime.collectives import (
 )
 from ..runtime.out_of_memory import Halving
 from .chunks import ChunkedGeneration, RowHistories
-from .decoding import why_not_compact
-from .generation import request_keys, sample_chunk
+from .decoding import own_generate, why_not_compact
+from .generation import can_sample_by_key, request_keys, sample_chunk
 from .rollout import Rollout, gather_rollout
 from .rounds import Round, assemble, log_values
 from .vllm_seeds import completion_seeds, sampling_metrics, seeded
@@ -65,10 +65,22 @@ class RewardSettings:
 
 
 @dataclass(frozen=True)
-class GenerationSettings:
-    """How TRL was told to generate, and the end-of-sequence tokens it goes by."""
+class Generation:
+    """How TRL was told to generate.
 
-    config: GenerationConfig
+    Attributes:
+        model: the policy, as PEFT wraps it; training: whether it trains, or evaluates.
+        generating: the contexts of TRL's generation with transformers; gives the model.
+        config: transformers' settings, without vLLM; vllm: TRL's `VLLMGeneration`, with it.
+        eos_token_ids: any of these ends a completion.
+        filler: the token of rows that no result contains.
+    """
+
+    model: Any
+    training: bool
+    generating: Callable[[], contextlib.AbstractContextManager[Any]]
+    config: GenerationConfig | None
+    vllm: Any
     eos_token_ids: Sequence[int]
     filler: int
     pad_to_multiple_of: int | None
@@ -303,36 +315,60 @@ class RolloutSampler:
 
     # ---- Generation of one turn -----------------------------------------------------------------------------------
 
-    def by_key(
-        self,
-        call: ScoringCall,
-        generating: Callable[[], contextlib.AbstractContextManager[Any]],
-        settings: GenerationSettings,
-        prompt_ids: list[list[int]],
-        training: bool,
-    ) -> list[list[int]]:
-        """New token ids of each row, sampled by key.
+    def samples_by_key(self, how: Generation) -> bool:
+        """Whether the random number of every token follows from its key."""
+        plain = how.vllm is None and how.config is not None and can_sample_by_key(how.config)
+        return plain and own_generate(how.model) is None
+
+    def generate(
+        self, trl_turn: Any, how: Generation, prompt_ids: list[list[int]], fields: tuple[Any, ...], options: Any
+    ) -> tuple[list[list[int]], Any]:
+        """The new token ids of each row of a turn, and their log-probabilities where vLLM tells them.
 
         Args:
-            generating: the contexts of TRL's generation; gives the model.
+            trl_turn: TRL's `_generate_single_turn`, bound to the trainer.
+            fields, options: what follows the prompts in its arguments.
+        """
+        call = self.call
+        assert call is not None
+        logps = None
+        if how.vllm is not None:
+            seen = {"vllm_generation": self._with_seeds(call, how, prompt_ids, fields[2])}
+            completions, logps = on_view(trl_turn, seen, prompt_ids, *fields, **options)
+        elif self.samples_by_key(how):
+            completions = self.by_key(call, how, prompt_ids)
+        else:
+            images, multimodal, *rest = fields
+
+            def generate(rows: list[int]) -> list[list[int]]:
+                part = {name: _rows_of(values, rows) for name, values in multimodal.items()}
+                return trl_turn([prompt_ids[i] for i in rows], images, part, *rest, **options)[0]
+
+            share = self._chunked(call, how.training, is_prompt_learning(how.model))
+            completions = share.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), how.filler)
+        call.remember(prompt_ids, completions)
+        return completions, logps
+
+    def by_key(self, call: ScoringCall, how: Generation, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """New token ids of each row, sampled by key.
 
         Raises:
             PrecisionError: on every process, where the model's scores are no distribution on one.
         """
         rows, found, failure = call.rows_of(prompt_ids), list[list[int]](), None
+        share = self._chunked(call, how.training, is_prompt_learning(how.model))
         try:
-            with generating() as model:
-                share = self._chunked(call, training, is_prompt_learning(model))
+            with how.generating() as model:
 
                 def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
                     def work(part: Sequence[int]) -> list[list[int]]:
                         index = torch.tensor(part)
                         chunk = ([prompts[i] for i in part], keys[index], offsets[index])
-                        return self._sample(model, settings, share.alike, *chunk)
+                        return self._sample(model, how, share.alike, *chunk)
 
                     return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
 
-                found = share.run(fitting, prompt_ids, rows, settings.filler)
+                found = share.run(fitting, prompt_ids, rows, how.filler)
         except PrecisionError as error:
             failure = str(error)
         if call.histories is None:  # every process comes here once: none waits for one that failed
@@ -342,13 +378,14 @@ class RolloutSampler:
         return found
 
     def _sample(
-        self, model: Any, settings: GenerationSettings, alike: bool, prompts: Any, keys: Any, offsets: Any
+        self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any
     ) -> list[list[int]]:
-        config, device = settings.config, self.accelerator.device
+        config, device = how.config, self.accelerator.device
+        assert config is not None
         compact = self.args.compact_rollouts and not self.sharded
         compact = compact and why_not_compact(model, config) is None
-        multiple = None if alike else settings.pad_to_multiple_of
-        chunk = (prompts, keys, offsets, config, settings.eos_token_ids, device, multiple, compact)
+        multiple = None if alike else how.pad_to_multiple_of
+        chunk = (prompts, keys, offsets, config, how.eos_token_ids, device, multiple, compact)
         try:
             return sample_chunk(model, *chunk)
         except PrecisionError as error:
@@ -359,33 +396,14 @@ class RolloutSampler:
                 sample_chunk(model, *chunk)
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}.") from None
 
-    def by_chunk(
-        self,
-        call: ScoringCall,
-        generate: Callable[[list[int]], list[list[int]]],
-        prompt_ids: list[list[int]],
-        filler: int,
-        model: Any,
-        training: bool,
-    ) -> list[list[int]]:
-        """New token ids of each row, from a function of the rows of a chunk: what is not sampled by key."""
-        share = self._chunked(call, training, is_prompt_learning(model))
-        return share.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), filler)
-
-    def with_seeds(
-        self, call: ScoringCall, generation: Any, prompt_ids: list[list[int]], num_generations: int, training: bool
-    ) -> Any:
-        """TRL's `VLLMGeneration`, seen with one seed for each row of this process.
-
-        Raises:
-            ConfigError: on every process: they need as many prompts, and have not.
-        """
+    def _with_seeds(self, call: ScoringCall, how: Generation, prompt_ids: Any, num_generations: int) -> Any:
+        """TRL's `VLLMGeneration`, seen with one seed for each row of this process."""
         rows = call.rows_of(prompt_ids)
         if call.histories is None:
-            self.refuse_unequal_slices(generation, 0 if call.request.empty else len(rows))
-        keys = self._keys(call.request, training)[torch.tensor(rows)]
+            self.refuse_unequal_slices(how.vllm, 0 if call.request.empty else len(rows))
+        keys = self._keys(call.request, how.training)[torch.tensor(rows)]
         seeds = completion_seeds(keys, call.offsets_of(rows, prompt_ids), call.request.num_generations)
-        return seeded(generation, seeds, num_generations)
+        return seeded(how.vllm, seeds, num_generations)
 
     def refuse_unequal_slices(self, generation: Any, rows: int) -> None:
         """Where TRL cuts what several processes sampled together, it does so as if all had as many rows.
@@ -425,3 +443,7 @@ def _apart(record: Metrics) -> Iterator[Metrics]:
     finally:
         record.clear()
         record.update(kept)
+
+
+def _rows_of(values: Any, rows: list[int]) -> Any:
+    return values[rows] if isinstance(values, torch.Tensor) else [values[i] for i in rows]
