@@ -163,6 +163,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             environment_factory=environment_factory,
         )
         compat.verify_built(self)
+        leave_in_order()
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
@@ -209,14 +210,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
+    @not_with_images
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
-        leave_in_order()
-        self._set_up_precision()
-
-    @not_with_images
-    def _set_up_precision(self) -> None:
         reduce_in_float32(self.accelerator)
         if self.args.fp16:
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
