@@ -37,7 +37,7 @@ from grpo_ext.tools.check.runs import free_port, launched
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-# read when a run begins and not before (compilers, wandb), the server's own, or about accelerators, of which there is none
+# read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
     *("CC", "CXX", "WANDB_SERVICE"),
