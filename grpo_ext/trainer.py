@@ -483,7 +483,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             model=self.accelerator.unwrap_model(self.model),
             training=self.model.training,
             generating=functools.partial(compat.generating, self),
-            config=getattr(self, "generation_config", None),
+            config=None if self.use_vllm else self.generation_config,
             vllm=self.vllm_generation if self.use_vllm else None,
             eos_token_ids=self.eos_token_ids,
             filler=self._tokenizer.eos_token_id,

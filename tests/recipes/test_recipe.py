@@ -191,6 +191,7 @@ def test_bad_input_ends_with_one_clear_line_and_status_2(options, message, tmp_p
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_bad_input_as_a_process(tmp_path):
     command = [sys.executable, str(RECIPE), "--global_batchsize", "12"]
     environment = {**os.environ, "PYTHONPATH": str(RECIPE.parents[1])}

@@ -37,8 +37,11 @@ from grpo_ext.tools.check.runs import free_port, launched
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-# read when a run begins and not before, or the server's own, or about accelerators, of which there is none
-LATER = ("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK")
+# read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
+LATER = (
+    *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    *("CC", "CXX", "WANDB_SERVICE"),
+)
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
+from tests.support import forks
 from tests.support.launch import two_processes
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import make, parameters
@@ -121,9 +120,7 @@ def test_a_trainer_in_another_thread_leaves_signals_alone(tmp_path):
 
 
 def test_the_exit_status_of_a_script_is_distinct(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, env=_env(), timeout=200
-    )
+    done = forks.python(SCRIPT, tmp_path)
     assert done.returncode == EXIT_STATUS, done.stderr[-2000:]
     assert "after training" not in done.stdout
 
@@ -136,7 +133,3 @@ def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
     assert folder.name == "checkpoint-2"
     assert why_broken(folder) is None
     assert {(tmp_path / f"status_{rank}").read_text() for rank in (0, 1)} == {str(EXIT_STATUS)}
-
-
-def _env() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -35,10 +36,21 @@ SWITCHES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_update(tmp_path_factory):
+    """The update of a kind of model with every switch off."""
+
+    @functools.cache
+    def of(kind: str) -> torch.Tensor:
+        return update(tmp_path_factory.mktemp("plain"), kind=kind, reward=sparse, **PLAIN)[0]
+
+    return of
+
+
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda s: "+".join(s))
 @pytest.mark.parametrize("kind", ["qwen2", "moe"])
-def test_a_switch_does_not_change_the_update(tmp_path, kind, switch):
-    plain, _ = update(tmp_path / "plain", kind=kind, reward=sparse, **PLAIN)
+def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switch):
+    plain = plain_update(kind)
     switched, _ = update(tmp_path / "switched", kind=kind, reward=sparse, **{**PLAIN, **switch})
     assert error(plain, switched) <= UPDATE
 

@@ -76,6 +76,7 @@ def built() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full  # it builds every model of transformers
 def test_every_kind_of_causal_language_model_has_a_cost():
     models = built()
     assert len(models) > 150

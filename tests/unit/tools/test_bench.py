@@ -111,7 +111,7 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
     assert _best_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
 
 
-def test_each_part_is_measured_with_and_without_its_switch():
+def test_each_part_has_a_switch_and_a_shape():
     from grpo_ext import GRPOConfig
 
     names = {s.name for s in REFERENCE}
@@ -120,6 +120,10 @@ def test_each_part_is_measured_with_and_without_its_switch():
         assert part.given != part.without
         for options in (part.given, part.without):
             assert all(hasattr(GRPOConfig, name) for name in options)
+
+
+@pytest.mark.full
+def test_each_part_is_measured_with_and_without_its_switch():
     result = run_part(PARTS[0], Shape("small", 30, 2, 4, groups=2, group=4), TINY, 1, 4, "float32", lambda text: None)
     assert result.speed_up == result.seconds[1] / result.seconds[0] > 0
     cost = cost_of(TINY)

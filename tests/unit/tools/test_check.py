@@ -21,7 +21,7 @@ from grpo_ext.tools.check.comparison import (
     metric_difference,
     update_error,
 )
-from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, run_all, stock_config
+from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, stock_config
 from tests.support.launches import run_all as run_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -164,7 +164,7 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
     assert "'broken' raised KeyError" in run_forked([run], processes=1)[0].error
     # on several processes the launch ends with the message, and does not wait for ever
     with pytest.raises(LaunchError, match="'broken' raised KeyError"):
-        run_all([run], processes=2)
+        run_forked([run], processes=2)
 
 
 def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches):

@@ -272,6 +272,7 @@ def test_a_pipe_gets_plain_lines_also_where_colour_is_forced():
     assert "a warning of the project" in done.stderr
 
 
+@pytest.mark.full
 def test_after_a_failed_run_the_terminal_is_in_order():
     status, written = on_terminal([*RUN, "--fail"], 80, environment())
     shown = [line for line in screen(written, 80) if line]
