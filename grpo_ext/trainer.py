@@ -231,9 +231,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._sampler.slices(self.num_generations)
+        further = None
         if args.dynamic_sampling:
             order = PromptOrder(len(dataset), args.seed, bool(self.shuffle_dataset))
-            self._sampler.further = FurtherPrompts(dataset, slices, order, args.seed)
+            further = FurtherPrompts(dataset, slices, order, args.seed)
         loader = make_loader(
             dataset,
             self.geometry,
@@ -247,7 +248,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
         )
-        self._sampler.fetch = getattr(loader.dataset, "rows", None)
+        self._sampler.read_from(loader.dataset, further)
         return loader
 
     @not_with_images
@@ -555,7 +556,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
                 "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
             )
-        self._sampler.rollout = self._sampler.rollout_name = None
+        self._sampler.hold(None, None)
         self._losses = []
         checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
         self._announce()
@@ -667,7 +668,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _restore(self, state: RunState) -> None:
         """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
-        self._sampler.rollout, self._sampler.rollout_name, self._step = state.rollout, state.rollout_name, state.step
+        self._sampler.hold(state.rollout, state.rollout_name)
+        self._step = state.step
         restore_loop_sums(self, state)
         if state.loss:
             self._losses = list(state.losses)

@@ -129,7 +129,7 @@ class RolloutSampler:
     Attributes:
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
         call: TRL's scoring, while it runs.
-        further, fetch: prompts for dynamic sampling, and the rows of a rollout batch, once the training loader is made.
+        further: prompts for dynamic sampling, once the training loader is made.
         memory: the number of completions that fit into one `generate`.
     """
 
@@ -140,7 +140,7 @@ class RolloutSampler:
         self.rollout_name: tuple[int, int] | None = None
         self.call: ScoringCall | None = None
         self.further: FurtherPrompts | None = None
-        self.fetch: Callable[[RolloutRequest], StepRows] | None = None
+        self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
         self.memory = Halving("generation", remedy, not (self.sharded or args.bitwise_invariant))
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
@@ -155,6 +155,14 @@ class RolloutSampler:
         chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
 
+    def hold(self, rollout: Rollout | None, name: tuple[int, int] | None) -> None:
+        """Go on with a rollout batch that was sampled before; with None, sample anew."""
+        self.rollout, self.rollout_name = rollout, name
+
+    def read_from(self, steps: Any, further: FurtherPrompts | None) -> None:
+        """The training loader's data set of steps, and where further prompts come from with dynamic sampling."""
+        self._fetch, self.further = getattr(steps, "rows", None), further
+
     # ---- The rollout batch ----------------------------------------------------------------------------------------
 
     def completions_of_step(self, rows: StepRows, sample: Callable[[StepRows], Rollout]) -> Rollout:
@@ -167,8 +175,8 @@ class RolloutSampler:
         request = rows.request
         name = (request.epoch, request.layout.rollout)
         if self.rollout is None or self.rollout_name != name:
-            if not rows and self.fetch is not None:  # a run that was resumed without its rollout batch
-                rows = self.fetch(request)
+            if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
+                rows = self._fetch(request)
             self.rollout, self.rollout_name = sample(rows), name
         return self.rollout.select(request.layout.step_rows)
 

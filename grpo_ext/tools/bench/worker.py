@@ -313,7 +313,7 @@ def _serve_sampling(trainer: Any, wait: Any, report: Any) -> None:
         trainer.args.seed += 1
         trainer._buffered_inputs = None
         if hasattr(trainer, "_sampler"):  # ours
-            trainer._sampler.rollout = None
+            trainer._sampler.hold(None, None)
         sampled.clear()
         trainer._prepare_inputs(item)
         report(sum(sampled))
