@@ -191,3 +191,39 @@ def test_the_fields_that_the_configuration_reads_of_trls_are_in_the_contract():
     from_trl = {name for name in read if name in trl.GRPOConfig.__dataclass_fields__ and name not in inherited}
     assert from_trl == set(compat.CONFIG_FIELDS)
     assert read <= from_trl | inherited
+
+
+# ---- Views ----------------------------------------------------------------------------------------------------------
+
+
+class Base:
+    def both(self) -> tuple[str, str]:
+        return self.name, self.inner()
+
+
+class Thing(Base):
+    name = "own"
+
+    def inner(self) -> str:
+        return self.name
+
+    def both(self) -> tuple[str, str]:
+        self.asked = True
+        return super().both()
+
+
+def test_a_method_sees_a_view_and_what_it_calls_sees_the_object():
+    thing = Thing()
+    assert compat.on_view(thing.both, {"name": "other"}) == ("other", "own")
+    assert thing.both() == ("own", "own")
+    assert compat.on_view(thing.both, {"inner": lambda: "replaced"}) == ("own", "replaced")
+
+
+def test_what_is_set_on_a_view_is_set_on_the_object_and_nothing_else_changes():
+    thing = Thing()
+    compat.on_view(thing.both, {"name": "other"})
+    assert vars(thing) == {"asked": True}
+    view = compat.View(thing, {"name": "other"})
+    assert isinstance(view, Thing)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = view.nothing

@@ -116,7 +116,20 @@ def test_ragged_scoring_replaces_all_three_names_and_puts_them_back():
     assert "gather" not in vars(accelerator)
 
 
-def test_a_ghost_adds_no_row_and_nothing_to_a_sum():
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("_generate_and_score_completions", "self.accelerator.process_index * len(prompts)"),
+        ("_calculate_rewards", "gather(rewards_per_func)"),
+        ("_generate", "self.accelerator.gather(prompt_lengths)"),
+    ],
+)
+def test_trl_still_takes_as_many_rows_from_every_process(name, line):
+    source = inspect.getsource(getattr(trl.GRPOTrainer, name))
+    assert line in source, f"{name} may take unequal shares now: see whether compat.gathering_through is still needed"
+
+
+def test_a_process_without_prompts_adds_no_row_and_nothing_to_a_sum():
     accelerator = accelerate.Accelerator(cpu=True)
     with ragged_scoring(accelerator, empty=True):
         assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
