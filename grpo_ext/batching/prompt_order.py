@@ -25,15 +25,15 @@ class RolloutRequest:
 
     Attributes:
         epoch, layout: where the step stands.
-        share: prompts (positions in the rollout batch) this process samples from.
-        empty: the share is empty; the rows are a stand-in that must not reach any result.
+        prompts: positions in the rollout batch that this process samples from.
+        empty: it has none; the rows are a stand-in that must not reach any result.
         num_generations: completions per prompt; rows repeat each prompt this often.
         first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
     """
 
     epoch: int
     layout: StepLayout
-    share: range
+    prompts: range
     empty: bool
     num_generations: int
     first_prompt: int = 0
@@ -70,19 +70,19 @@ class ProcessSlices:
     rank: int
 
     def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
-        """The request of this process for the rollout batch of `layout`; an empty share borrows the first prompt."""
+        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first."""
         return self.part(epoch, layout, len(layout.rollout_prompts))
 
     def part(self, epoch: int, layout: StepLayout, prompts: int, first_prompt: int = 0) -> RolloutRequest:
         """The request for `prompts` prompts of that rollout batch, numbered from `first_prompt`."""
-        share = process_prompts(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        empty = len(share) == 0
-        return RolloutRequest(epoch, layout, range(1) if empty else share, empty, self.num_generations, first_prompt)
+        own = process_prompts(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
+        empty = len(own) == 0
+        return RolloutRequest(epoch, layout, range(1) if empty else own, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
-        """Fetch the share's rows; each completion gets a row of its own, since rewards and tools may write to it."""
+        """Fetch the rows of a request; each completion gets one of its own, since rewards and tools may write to it."""
         rows = []
-        for position in request.share:
+        for position in request.prompts:
             row = fetch(position)
             rows += [copy.deepcopy(row) for _ in range(self.num_generations)]
         return StepRows(rows, request)

@@ -47,14 +47,14 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
 
 @contextmanager
 def ragged_scoring(accelerator: Accelerator, empty: bool) -> Iterator[None]:
-    """Let TRL's scoring code gather shares of unequal size; a `empty` process takes part but adds no row.
+    """Let TRL's scoring gather different numbers of rows; an `empty` process takes part but adds none.
 
-    The functions agree with those that TRL calls where every share has the same size.
+    The functions agree with those that TRL calls where every process has as many rows.
     """
     rows = 0 if empty else None
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:  # sums and counts: an empty share's are zero
+        if tensor.dim() == 0:  # sums and counts: a process without prompts adds nothing
             return equal_gather(torch.zeros_like(tensor) if empty else tensor)
         return ragged_gather(tensor, rows)
 

@@ -1,7 +1,7 @@
 """Out of memory is out_of_memory_on_all: work that does not fit is cut in half and done again.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
-smaller size is layout, so the update stays the same. Used around generation, scoring and the window.
+smaller size is layout, so the update stays the same. Used around generation, scoring and the optimizer step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class StepOutOfMemory(Exception):
-    """A process ran out of memory in the window; raised on all of them, after the gradients were thrown away."""
+    """A process ran out of memory in an optimizer step; raised on all of them, after the gradients were thrown away."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -99,10 +99,10 @@ class MicroBatchLimits:
     failures: int = 0
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
-        """Halve after a window that failed; what is now allowed, as a sentence.
+        """Halve after a step that failed; what is now allowed, as a sentence.
 
         Args:
-            largest_rows, largest_tokens: of the micro-batches of that window, over all processes.
+            largest_rows, largest_tokens: of the micro-batches of that step, over all processes.
 
         Raises:
             MemoryShortageError: a single completion does not fit.
@@ -110,8 +110,8 @@ class MicroBatchLimits:
         self.failures += 1
         if largest_rows <= 1:
             raise MemoryShortageError(
-                f"the window ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
-                "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
+                f"a step ran out of memory with one completion of {largest_tokens} tokens (prompt included), the smallest "
+                "micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
                 "max_completion_length, bf16=True, LoRA, or sharding (FSDP, ZeRO-3)."
             )
         if self.tokens is not None:

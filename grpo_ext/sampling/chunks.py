@@ -15,7 +15,7 @@ from ..batching.prompt_order import RolloutRequest
 
 
 class RowHistories:
-    """Finds which row of the share a later turn continues, when tools make TRL generate again for some rows.
+    """Finds which row of this process a later turn continues, when tools make TRL generate again for some rows.
 
     TRL passes the continued rows in order and each extends its own history, so the next row whose history is a prefix
     is the one. Rows with equal histories are exchangeable.
@@ -51,7 +51,7 @@ class ChunkedGeneration:
 
     Attributes:
         identity: the rows' histories, None in the first turn.
-        keys_B: key of every row of the share.
+        keys_B: key of every row of this process.
         chunk_size: completions per chunk, in whole groups.
         calls: from this process's number of chunks to the number of `generate` calls it has to make.
         alike: prompts of a call have one length, so that there is no padding.
@@ -67,7 +67,7 @@ class ChunkedGeneration:
     def run(
         self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
     ) -> list[list[int]]:
-        """New token ids of each of `rows`; an empty share's rows are one `filler` token, sampled only to keep step.
+        """New token ids of each of `rows`; those of a process without prompts are one `filler` token.
 
         Args:
             sample: from prompts, keys and token offsets of a chunk to its new token ids.
@@ -102,7 +102,7 @@ class ChunkedGeneration:
 
 
 def rows_by_chunk(rows: list[int], chunk: int) -> list[list[int]]:
-    """Positions in `rows` of the rows of each chunk of the share, so that later turns keep the chunks of the first."""
+    """Positions in `rows` of the rows of each chunk, so that later turns keep the chunks of the first."""
     parts: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         parts.setdefault(row // chunk, []).append(i)

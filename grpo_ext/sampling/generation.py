@@ -113,9 +113,9 @@ def can_sample_by_key(config: GenerationConfig) -> bool:
 
 def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
     """Keys of the rows of this process, shape (B,), int64 on the CPU: one per completion, in row order."""
-    numbers = torch.tensor(list(request.share)) + request.first_prompt
+    numbers = torch.tensor(list(request.prompts)) + request.first_prompt
     prompts = numbers.repeat_interleave(request.num_generations)
-    generations = torch.arange(request.num_generations).repeat(len(request.share))
+    generations = torch.arange(request.num_generations).repeat(len(request.prompts))
     return completion_keys(seed, stream, request.epoch, request.layout.rollout, prompts, generations)
 
 

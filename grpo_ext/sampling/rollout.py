@@ -105,9 +105,9 @@ def gather_rollout(scored: dict[str, Any], rows: int, num_generations: int) -> R
     """Collect the shares of all processes into the rollout batch every process holds.
 
     Args:
-        scored: what `_generate_and_score_completions` returned for this process's share, padded; tensors with one row
+        scored: what `_generate_and_score_completions` returned for this process's rows, padded; tensors with one row
             per completion are kept, (B,), (B, 1) or (B, T).
-        rows: rows of this process that count (0 on an empty share), whole groups.
+        rows: rows of this process that count (0 without prompts), whole groups.
     """
     prompt_lengths = scored["prompt_mask"].sum(1)
     # a completion that is masked out keeps one column, because a scored width of zero is no slice

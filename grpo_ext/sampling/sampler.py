@@ -271,7 +271,7 @@ class RolloutSampler:
             metrics, logs: TRL's records, which it writes to.
         """
         request, group = rows.request, rows.request.num_generations
-        first = request.share.start * group
+        first = request.prompts.start * group
         # vLLM's are as many for every process, and no whole chunks
         chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
         self.call = call = ScoringCall(request, RewardCalls(first, chunk))
@@ -352,8 +352,8 @@ class RolloutSampler:
                 part = {name: _rows_of(values, rows) for name, values in multimodal.items()}
                 return trl_turn([prompt_ids[i] for i in rows], images, part, *rest, **options)[0]
 
-            share = self._chunked(call, how.training, is_prompt_learning(how.model))
-            completions = share.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), how.filler)
+            chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
+            completions = chunked.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), how.filler)
         call.remember(prompt_ids, completions)
         return completions, logps
 
@@ -364,7 +364,7 @@ class RolloutSampler:
             PrecisionError: on every process, where the model's scores are no distribution on one.
         """
         rows, found, failure = call.rows_of(prompt_ids), list[list[int]](), None
-        share = self._chunked(call, how.training, is_prompt_learning(how.model))
+        chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
         try:
             with how.generating() as model:
 
@@ -372,11 +372,11 @@ class RolloutSampler:
                     def work(part: Sequence[int]) -> list[list[int]]:
                         index = torch.tensor(part)
                         chunk = ([prompts[i] for i in part], keys[index], offsets[index])
-                        return self._sample(model, how, share.alike, *chunk)
+                        return self._sample(model, how, chunked.alike, *chunk)
 
                     return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
 
-                found = share.run(fitting, prompt_ids, rows, how.filler)
+                found = chunked.run(fitting, prompt_ids, rows, how.filler)
         except PrecisionError as error:
             failure = str(error)
         if call.histories is None:  # every process comes here once: none waits for one that failed

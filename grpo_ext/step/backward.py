@@ -91,7 +91,7 @@ def _run_sharded(
     micro_batches: Sequence[MicroBatch],
     loss_of: Callable[[MicroBatch], torch.Tensor],
 ) -> None:
-    """The window of an engine that reduces gradients in the backward pass.
+    """The micro-batches of an engine that reduces gradients in the backward pass.
 
     `accelerator.backward` divides by the number of micro-batches (not under DeepSpeed) and the engine averages over
     processes; the scale takes both back, because the weights already are those of the whole step.

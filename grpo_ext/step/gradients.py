@@ -30,7 +30,7 @@ class NativeGradients:
         self.parameters, self.accelerator = [p for p in parameters if p.requires_grad], accelerator
 
     def start(self) -> None:
-        """Before the first backward of a window."""
+        """Before the first backward of a step."""
 
     def stop(self) -> None:
         """After the last backward, also where it failed."""

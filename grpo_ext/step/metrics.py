@@ -118,7 +118,7 @@ class StepWork:
             metrics.add_number(f"layout/{name}", getattr(self, name))
 
     def shares(self, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """What is logged, from the reduced values (taken out of `values`) and this process's seconds in the window."""
+        """What is logged, from the reduced values (taken out of `values`) and this process's seconds."""
         computed, padding = values.pop("layout/computed"), values.pop("layout/padding")
         spare = max(computed - padding - self.useful, 0.0)
         return {

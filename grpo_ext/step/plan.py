@@ -53,8 +53,8 @@ class MicroBatchLayout:
 def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
     """Micro-batches of the given rows, filled up to `at_least` with micro-batches of weight zero.
 
-    An empty share needs one: the gradient of every parameter has to exist for the collectives. Sharded models gather
-    in every forward, so there all processes need the same number.
+    A process without completions needs one: the gradient of every parameter has to exist for the collectives. Sharded
+    models gather in every forward, so there all processes need the same number.
     """
     planned = [MicroBatch(tuple(part)) for part in parts]
     return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))

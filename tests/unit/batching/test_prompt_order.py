@@ -160,7 +160,7 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert part.request.layout == layout[index]
             assert part.request.epoch == 3
             assert part.request.num_generations == g.num_generations
-            assert len(part) == len(part.request.share) * g.num_generations
+            assert len(part) == len(part.request.prompts) * g.num_generations
             groups = [names(part)[i : i + g.num_generations] for i in range(0, len(part), g.num_generations)]
             assert all(len(set(group)) == 1 for group in groups)
 
@@ -172,7 +172,7 @@ def test_a_process_without_a_share_gets_the_first_prompt_as_a_ghost(chunk_groups
     chunks = 4 // chunk_groups
     assert [rows.request.empty for rows in shares] == [False] * chunks + [True] * (6 - chunks)
     for rows in shares[chunks:]:
-        assert rows.request.share == range(1)
+        assert rows.request.prompts == range(1)
         assert names(rows) == ["p0"] * GENERATIONS
 
 
