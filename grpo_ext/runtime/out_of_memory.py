@@ -110,8 +110,8 @@ class MicroBatchLimits:
         self.failures += 1
         if largest_rows <= 1:
             raise MemoryShortageError(
-                f"a step ran out of memory with one completion of {largest_tokens} tokens (prompt included), the smallest "
-                "micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
+                f"a step ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
+                "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
                 "max_completion_length, bf16=True, LoRA, or sharding (FSDP, ZeRO-3)."
             )
         if self.tokens is not None:
