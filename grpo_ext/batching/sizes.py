@@ -2,13 +2,15 @@
 
 Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) are given in completions over all
 processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
-First stop in the flow: config -> geometry -> prompt order, rollouts, window.
+First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -162,6 +164,32 @@ def resolve_geometry(
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
         rollout_chunk_size=_chunk_size(rollout_chunk_size, num_generations),
+    )
+
+
+# names of GRPOConfig that `geometry_of` reads
+SETTINGS = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "rollout_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_iterations",
+    "rollout_chunk_size",
+)
+
+
+def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
+    """`resolve_geometry` of settings by their names in GRPOConfig, with TRL's defaults for what is missing or None."""
+    sizes = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    return resolve_geometry(
+        num_processes=num_processes,
+        num_generations=sizes.pop("num_generations", 8),
+        micro_batch_size=sizes.pop("per_device_train_batch_size", 8),
+        accumulation_steps=sizes.pop("gradient_accumulation_steps", 1),
+        **sizes,
     )
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
-from ..run.checkpoint import checkpoints, is_verified, why_broken
+from ..run.checkpoint import checkpoints, why_broken
 from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
 from ..run.recorded_completions import RecordedCompletions, score_alone
@@ -407,8 +407,3 @@ def _write_card(source: Path, writing: Path, kind: str, difference: float | None
         "| setting | value |\n|---|---|\n" + "\n".join(lines),
     ]
     ModelCard("\n\n".join(text) + "\n").save(writing / "README.md")
-
-
-def unverified(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint has no checksums (another trainer wrote it)."""
-    return not is_verified(checkpoint)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ...batching.sizes import resolve_geometry
+from ...batching.sizes import geometry_of
 from ...errors import ConfigError
 from .runs import OURS, STOCK, Run, RunResult, run_all
 
@@ -97,6 +97,18 @@ class CheckReport:
             if r.reason:
                 grouped.setdefault((r.trainer, r.reason), []).append(str(r.split))
         return [f"{trainer} at {', '.join(where)}: {reason}." for (trainer, reason), where in grouped.items()]
+
+    def conclusion(self, bitwise: bool) -> str:
+        """What the comparison shows, in a sentence or two."""
+        if not self.ok:
+            learned = all(r.verdict != "nothing learned" for r in self.results)
+            return "At least one split learns something else." if learned else "Nothing was learned to compare."
+        rounding = (
+            "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
+            "rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n"
+        )
+        said = rounding if any(r.verdict == "rounding" for r in self.results) else ""
+        return f"{said}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no NaN."""
@@ -274,7 +286,7 @@ def check(
     if not chosen:
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in chosen:
-        _geometry(base, split)
+        geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
     functions = tuple(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else (reward_funcs,)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
         folder = Path(name)
@@ -289,16 +301,6 @@ def check(
             if all(r.verdict == "refused" for r in results):
                 raise ConfigError(f"no split could be trained: {results[0].reason}")
         return CheckReport(results, steps, base)
-
-
-def _geometry(config: dict[str, Any], split: Split) -> None:
-    names = ("global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
-    resolve_geometry(
-        num_generations=config.get("num_generations", 8),
-        num_processes=split.processes,
-        micro_batch_size=split.micro_batch_size,
-        **{name: config[name] for name in names if config.get(name) is not None},
-    )
 
 
 def _model_folder(model: Any, processing_class: Any, folder: Path) -> str:

@@ -54,7 +54,8 @@ def test_an_error_is_one_message_and_status_2():
 
 
 def test_plan_loads_no_model_library():
-    code = "import sys, grpo_ext.tools.cli as c; c.plan(num_processes=2); print('torch' in sys.modules)"
+    code = "import sys; from grpo_ext.tools.cli import app; app(['plan'], standalone_mode=False); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("False")
