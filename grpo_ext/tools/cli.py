@@ -147,7 +147,7 @@ def check(
     quiet_libraries()
     given = read_config(config)
     refuse_unknown(given, config)
-    asked = {"model_name_or_path": model, "dataset_name": dataset, "prompt_column": prompt_column}
+    asked: dict[str, Any] = {"model_name_or_path": model, "dataset_name": dataset, "prompt_column": prompt_column}
     asked |= {"answer_column": answer_column, "rewards": None if rewards is None else rewards.split(",")}
     task = load_task({**given, **{name: value for name, value in asked.items() if value is not None}})
     counts = integers(processes, "processes")

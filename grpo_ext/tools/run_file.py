@@ -85,7 +85,7 @@ def load_task(given: Mapping[str, Any]) -> Task:
     settings = {n: v for n, v in given.items() if n in GRPOConfig.__dataclass_fields__ and n != "output_dir"}
     adapter = {n: v for n, v in given.items() if n.startswith("lora_") or n in ("use_peft", "use_rslora", "use_dora")}
     peft = _adapter(adapter)
-    rewards = resolve_rewards(given["rewards"]) if "rewards" in given else None
+    rewards: Any = resolve_rewards(given["rewards"]) if "rewards" in given else None
     used = settings.keys() | adapter.keys() | {"rewards"}
     of_data = {keyword: given[name] for name, keyword in OPTIONS.items() if name in given}
     named = [name for name in _TASK if given.get(name) is not None]

@@ -1,7 +1,7 @@
 """`grpo-ext report`: what a run did, on one page that needs no server, no network and no JavaScript.
 
 Differs from a tracker: it is written from the run's own folder, also of a run that was killed, and says with which
-settings and from where. The last stage: report_runs.py reads, report_plots.py draws, this writes.
+settings and from where. The last stage: runs.py reads, plots.py draws, this writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
 
 Differs from reading one file: it takes whatever there is, of a run that ended, was killed or still goes on. The first
-stage of `grpo-ext report`; report_plots.py draws it and report.py writes it.
+stage of `grpo-ext report`; plots.py draws it and page.py writes it.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in run.entries:
         if not is_evaluation(entry["values"]):
-            for row in _rows(entry):
+            for row in [*_rows(entry, "best"), *_rows(entry, "worst")]:
                 rows.setdefault((row["prompt"], row["completion"]), row)
     ordered = sorted(rows.values(), key=lambda row: -row["reward"])
     best = ordered[: min(count, (len(ordered) + 1) // 2)]
@@ -299,18 +299,14 @@ def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]]
 def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
     """(step, best, worst) of the last line of training, or of evaluation, that has completions; step 0 if none has."""
     for entry in reversed(run.entries):
-        if _rows(entry) and is_evaluation(entry["values"]) == evaluation:
-            best, worst = ([_with_step(row, entry) for row in entry.get(kind) or []] for kind in ("best", "worst"))
+        best, worst = _rows(entry, "best"), _rows(entry, "worst")
+        if (best or worst) and is_evaluation(entry["values"]) == evaluation:
             return entry["step"], best, worst
     return 0, [], []
 
 
-def _rows(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [_with_step(row, entry) for kind in ("best", "worst") for row in entry.get(kind) or []]
-
-
-def _with_step(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "step": entry["step"]}
+def _rows(entry: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [{**row, "step": entry["step"]} for row in entry.get(kind) or []]
 
 
 # ---- Words --------------------------------------------------------------------------------------------------------
