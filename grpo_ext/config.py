@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -212,7 +213,9 @@ class GRPOConfig(trl.GRPOConfig):
         self._check_loss_scale()
         if self.bitwise_invariant:
             self._check_bitwise()
-        _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
+        _require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
+        if self.num_generations_eval is not None:
+            _require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises with the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -274,8 +277,7 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ConfigError(f"reward_timeout={self.reward_timeout!r}: use seconds, more than 0, or None.")
-        if not isinstance(self.reward_retries, int) or self.reward_retries < 0:
-            raise ConfigError(f"reward_retries={self.reward_retries!r}: use 0 or more.")
+        _require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(
@@ -307,9 +309,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
                     "advantages; leave the latter two out."
                 )
-        rounds = self.dynamic_sampling_max_rounds
-        if not isinstance(rounds, int) or rounds < 1:
-            raise ConfigError(f"dynamic_sampling_max_rounds={rounds!r}: use a whole number, 1 or more.")
+        _require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
         together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
         if self.dynamic_sampling and together:
             raise ConfigError(
@@ -347,8 +347,7 @@ class GRPOConfig(trl.GRPOConfig):
                 "remove one or the other."
             )
         for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: use a whole number of steps, 1 or more.")
+            _require_whole(name, value, "a whole number of steps, 1 or more")
         if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
             raise ConfigError(
                 f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
@@ -389,14 +388,11 @@ class GRPOConfig(trl.GRPOConfig):
                 f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
                 "(num_generations)."
             )
-        if not isinstance(self.bitwise_fraction_bits, int) or not 20 <= self.bitwise_fraction_bits <= 60:
-            raise ConfigError(
-                f"bitwise_fraction_bits={self.bitwise_fraction_bits!r}: use 20 to 60 (48: sums up to 16384)."
-            )
+        bits = self.bitwise_fraction_bits
+        _require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
+        _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
-        if not isinstance(self.bitwise_threads, int) or self.bitwise_threads < 1:
-            raise ConfigError(f"bitwise_threads={self.bitwise_threads!r}: use 1 or more.")
 
     @property
     def unit_rows(self) -> int | None:
@@ -531,13 +527,10 @@ for _name, _text in _HELP.items():
     GRPOConfig.__dataclass_fields__[_name] = _spec
 
 
-def _check_eval_sizes(per_device_eval_batch_size: int, num_generations_eval: int | None) -> None:
-    for name, value in (
-        ("per_device_eval_batch_size", per_device_eval_batch_size),
-        ("num_generations_eval", num_generations_eval or 1),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
+def _require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
+    """Refuse what is no whole number from `least` to `most`; `use` is the remedy."""
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: use {use}.")
 
 
 def _check_tokens(micro_batch_tokens: int | None) -> None:

@@ -23,7 +23,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def even_slice(total: int, parts: int, index: int) -> range:
-    """The contiguous share of part `index` when `total` items are dealt to `parts` as evenly as possible."""
+    """The contiguous items of part `index` when `total` items are assigned to `parts` as evenly as possible."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return range(start, start + base + (1 if index < extra else 0))
@@ -85,11 +85,11 @@ class BatchGeometry:
     def micro_batches_per_process(self, completions: int | None = None) -> list[int]:
         """Micro-batches each process runs in a step of `completions` completions (default: a full step).
 
-        A process without a share still runs one micro-batch of weight zero, so no process is below 1.
+        A process without completions still runs one micro-batch of weight zero, so no process is below 1.
         """
         total = self.global_batch_size if completions is None else completions
-        shares = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
-        return [max(1, ceil_div(share, self.micro_batch_size)) for share in shares]
+        counts = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
+        return [max(1, ceil_div(count, self.micro_batch_size)) for count in counts]
 
 
 def resolve_geometry(
@@ -345,7 +345,7 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
 
 
 def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches that cannot be dealt to the processes in equal shares, which TRL's vLLM client expects.
+    """Refuse rollout batches that cannot be split evenly over the processes, which TRL's vLLM client expects.
 
     Raises:
         ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.

@@ -1,6 +1,6 @@
 """A few completions with their log-probabilities, kept in every checkpoint: what an exported model has to reproduce.
 
-Written by the trainer (engine of any kind), read by `grpo-ext export`, which scores the same tokens with the model it
+Written by the trainer under any engine, read by `grpo-ext export`, which scores the same tokens with the model it
 wrote.
 """
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,14 +29,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
 
-# typer reads these annotations at run time, so they are spelt for Python 3.10
-OptionalInt = Optional[int]  # noqa: UP045
-OptionalFloat = Optional[float]  # noqa: UP045
-OptionalBool = Optional[bool]  # noqa: UP045
-OptionalStr = Optional[str]  # noqa: UP045
-OptionalPath = Optional[Path]  # noqa: UP045
 BENCH_MICRO = "1,2,4,8,16,32"
-OptionalStrings = Optional[list[str]]  # noqa: UP045
 
 
 def say(text: str) -> None:
@@ -62,38 +55,38 @@ def integers(text: str, name: str) -> list[int]:
 @app.command()
 def plan(
     context: typer.Context,
-    config: Annotated[OptionalPath, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
     num_processes: Annotated[
         int, typer.Option("--num-processes", "--processes", help="Processes the run is laid onto.")
     ] = 1,
-    num_prompts: Annotated[OptionalInt, typer.Option(help="Prompts in the training set.")] = None,
-    num_generations: Annotated[OptionalInt, typer.Option(help="Completions per prompt (default: 8).")] = None,
-    global_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per optimizer step, global.")] = None,
-    rollout_batch_size: Annotated[OptionalInt, typer.Option(help="Completions per generation phase, global.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
+    num_generations: Annotated[int | None, typer.Option(help="Completions per prompt (default: 8).")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(help="Completions per optimizer step, global.")] = None,
+    rollout_batch_size: Annotated[int | None, typer.Option(help="Completions per generation phase, global.")] = None,
     per_device_train_batch_size: Annotated[
-        OptionalInt, typer.Option(help="Completions per forward on one device (default: 8).")
+        int | None, typer.Option(help="Completions per forward on one device (default: 8).")
     ] = None,
     gradient_accumulation_steps: Annotated[
-        OptionalInt, typer.Option(help="Only without global_batch_size; otherwise derived.")
+        int | None, typer.Option(help="Only without global_batch_size; otherwise derived.")
     ] = None,
-    generation_batch_size: Annotated[OptionalInt, typer.Option(help="TRL's name for rollout_batch_size.")] = None,
-    steps_per_generation: Annotated[OptionalInt, typer.Option(help="TRL: micro-batches per generation phase.")] = None,
-    num_iterations: Annotated[OptionalInt, typer.Option(help="Times a rollout batch is trained on.")] = None,
-    rollout_chunk_size: Annotated[OptionalInt, typer.Option(help="Completions per generate call.")] = None,
-    micro_batch_tokens: Annotated[OptionalInt, typer.Option(help="Tokens per forward on one device.")] = None,
-    num_train_epochs: Annotated[OptionalFloat, typer.Option(help="Passes over the training set (default: 3).")] = None,
-    dataloader_drop_last: Annotated[OptionalBool, typer.Option(help="Drop a smaller last step.")] = None,
+    generation_batch_size: Annotated[int | None, typer.Option(help="TRL's name for rollout_batch_size.")] = None,
+    steps_per_generation: Annotated[int | None, typer.Option(help="TRL: micro-batches per generation phase.")] = None,
+    num_iterations: Annotated[int | None, typer.Option(help="Times a rollout batch is trained on.")] = None,
+    rollout_chunk_size: Annotated[int | None, typer.Option(help="Completions per generate call.")] = None,
+    micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
+    num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
+    dataloader_drop_last: Annotated[bool | None, typer.Option(help="Drop a smaller last step.")] = None,
     model: Annotated[
-        OptionalStr, typer.Option(help="Model id, folder or config.json: adds tokens, balance and memory per device.")
+        str | None, typer.Option(help="Model id, folder or config.json: adds tokens, balance and memory per device.")
     ] = None,
     engine: Annotated[str, typer.Option(help="With model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[int, typer.Option(help="With model: tokens of a prompt.")] = 512,
-    max_completion_length: Annotated[OptionalInt, typer.Option(help="With model: tokens (default: 512).")] = None,
-    mean_completion_length: Annotated[OptionalInt, typer.Option(help="With model (default: half the longest).")] = None,
+    max_completion_length: Annotated[int | None, typer.Option(help="With model: tokens (default: 512).")] = None,
+    mean_completion_length: Annotated[int | None, typer.Option(help="With model (default: half the longest).")] = None,
     compute: Annotated[
-        OptionalStr, typer.Option(help="With model: float32, bfloat16 or float16 forwards (default: bfloat16).")
+        str | None, typer.Option(help="With model: float32, bfloat16 or float16 forwards (default: bfloat16).")
     ] = None,
-    lora_rank: Annotated[OptionalInt, typer.Option(help="With model: train adapters of this rank alone.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="With model: train adapters of this rank alone.")] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
     from ..batching.sizes import SETTINGS, describe_plan, geometry_of
@@ -119,23 +112,23 @@ def plan(
 @app.command()
 def check(
     model: Annotated[
-        OptionalStr, typer.Option(help="Model id or folder with its tokenizer (default: the demo).")
+        str | None, typer.Option(help="Model id or folder with its tokenizer (default: the demo).")
     ] = None,
-    dataset: Annotated[OptionalStr, typer.Option(help="Data set id, file or folder (default: the demo).")] = None,
-    prompt_column: Annotated[OptionalStr, typer.Option(help="Column that holds the prompt (default: prompt).")] = None,
-    answer_column: Annotated[OptionalStr, typer.Option(help="Column that holds the gold answer.")] = None,
-    rewards: Annotated[OptionalStr, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
-    config: Annotated[OptionalPath, typer.Option(help="YAML file of a run, as for recipes/grpo.py.")] = None,
-    micro_batch_sizes: Annotated[OptionalStr, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Data set id, file or folder (default: the demo).")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="Column that holds the prompt (default: prompt).")] = None,
+    answer_column: Annotated[str | None, typer.Option(help="Column that holds the gold answer.")] = None,
+    rewards: Annotated[str | None, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of a run, as for recipes/grpo.py.")] = None,
+    micro_batch_sizes: Annotated[str | None, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
-    against: Annotated[OptionalStr, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
+    against: Annotated[str | None, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
     bitwise: Annotated[
         bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare hashes of every tensor.")
     ] = False,
-    json_file: Annotated[OptionalPath, typer.Option("--json", help="Also write the result here.")] = None,
-    plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
     """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
     from .check import check as run_check
@@ -188,21 +181,21 @@ def _say_dim(sentence: str) -> None:
 @app.command()
 def bench(
     shape: Annotated[
-        OptionalStrings,
+        list[str] | None,
         typer.Option(
             help="A shape, instead of the reference shapes: their names, or text like "
             "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample'."
         ),
     ] = None,
     model: Annotated[
-        OptionalStr, typer.Option(help="Model id or path; or a config.json (random weights). Default: 28M Qwen2.")
+        str | None, typer.Option(help="Model id or path; or a config.json (random weights). Default: 28M Qwen2.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
     stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = BENCH_MICRO,
     our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = BENCH_MICRO,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    json_file: Annotated[OptionalPath, typer.Option("--json", help="Write all figures here.")] = None,
-    plot: Annotated[OptionalPath, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
     parts: Annotated[
         bool, typer.Option("--parts", help="Instead: ours with and without each of its parts, no stock TRL.")
     ] = False,
@@ -249,8 +242,8 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder, of any engine.")],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
-    base: Annotated[OptionalStr, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
-    dtype: Annotated[OptionalStr, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")] = None,
+    base: Annotated[str | None, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")] = None,
     max_shard_size: Annotated[
         str, typer.Option(help="Largest weight file, held in memory while it is copied.")
     ] = "5GB",
@@ -285,7 +278,7 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or checkpoints; several are compared.")],
     output: Annotated[
-        OptionalPath,
+        Path | None,
         typer.Option(help="Folder to write (default: RUN/report; for several runs report-comparison, or -2, ...)."),
     ] = None,
 ) -> None:

@@ -58,7 +58,7 @@ def load_prompts(
         system_prompt: put before every prompt: as a message where the prompts are messages, else as a paragraph.
         conversational: turn text prompts into a list of messages, so that the chat template is applied.
         max_samples: rows to keep, the first ones, before the split.
-        eval_fraction: share of rows to hold out, drawn by `seed`.
+        eval_fraction: part of the rows to hold out, drawn by `seed`.
 
     Raises:
         DataError: no such file, folder, set, split or column; unknown kind; no rows; an empty prompt or answer.
@@ -96,13 +96,12 @@ def _read(source: str | Path, name: str | None, split: str) -> Dataset:
     if looks_local or text.count("/") > 1:
         raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     try:
-        dataset = load_dataset(text, name, split=split)
+        return load_dataset(text, name, split=split)
     except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
             f"The data '{source}' is no local file or folder and could not be loaded from the Hub (configuration "
             f"{name!r}, split {split!r}): {error}"
         ) from error
-    return dataset
 
 
 def _read_file(path: Path) -> Dataset:

@@ -1,6 +1,6 @@
 """`grpo-ext bench`: ours against stock TRL, phase by phase, on the same rollouts.
 
-Each trainer lives in a process of its own (tools.bench_worker) and does one optimizer step when it is told to; the
+Each trainer lives in a process of its own (worker.py) and does one optimizer step when it is told to; the
 steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
 over the rounds are compared, after a warm-up step of each.
 """
@@ -13,8 +13,7 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,17 +196,11 @@ class Result:
 def matmul_rate(device: str, dtype: str) -> float:
     """Floating point operations per second of large matrix products, the best of a few."""
     import torch
+    from torch.utils.benchmark import Timer
 
     a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
-    best = 0.0
-    for _ in range(12):
-        start = time.perf_counter()
-        for _ in range(3):
-            a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 3 * 2 * 2048**3 / (time.perf_counter() - start))
-    return best
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * 2048**3 / min(timer.timeit(3).mean for _ in range(12))
 
 
 def _spec(
@@ -353,19 +346,14 @@ def run_part(
 
 
 def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
-    """Largest load over the mean, when groups are dealt by cost and by count (planned, not run)."""
-    lengths = shape.lengths()
+    """Largest load over the mean, when groups are assigned by cost and by count (planned, not run)."""
     rows = range(shape.groups * shape.group)
-    numbers, completions = group_numbers(len(rows), shape.group), [n for group in lengths for n in group]
-    sizes = StepSizes(numbers, [shape.prompt] * len(rows), completions)
-    by_count = [list(even_slice(len(rows), processes, rank)) for rank in range(processes)]
+    lengths = [length for group in shape.lengths() for length in group]
+    sizes = StepSizes(group_numbers(len(rows), shape.group), [shape.prompt] * len(rows), lengths)
+    by_count = [even_slice(len(rows), processes, rank) for rank in range(processes)]
 
-    def spread(shares: Sequence[Sequence[int]]) -> float:
-        loads = [
-            len(sizes.pieces(share)) * cost.prompt(shape.prompt)
-            + sum(cost.completion(sizes.completions_B[row], shape.prompt) for row in share)
-            for share in shares
-        ]
+    def spread(assigned: Iterable[Sequence[int]]) -> float:
+        loads = [sizes.load(mine, cost) for mine in assigned]
         return max(loads) * processes / sum(loads)
 
     return spread(assign_rows(sizes, rows, processes, cost)), spread(by_count)
@@ -380,13 +368,13 @@ def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: T
         seconds = [f"{1000 * s:.3f}" for s in r.seconds]
         memory = [f"{m:.0f} MiB" for m in r.working_mib]
         parts.add_row(r.part.name, r.part.shape, *seconds, f"{r.speed_up:.2f}x", *memory)
-    dealt = Table(title="balance_by_cost: the largest load over the mean, planned")
+    assigned = Table(title="balance_by_cost: the largest load over the mean, planned")
     for name in ("shape", "processes", "by cost", "by count"):
-        dealt.add_column(name, justify="left" if name == "shape" else "right")
+        assigned.add_column(name, justify="left" if name == "shape" else "right")
     for shape in shapes:
         for processes in (2, 3, 4):
-            dealt.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
-    return [parts, dealt]
+            assigned.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
+    return [parts, assigned]
 
 
 def as_tables(results: Sequence[Result]) -> list[Table]:

@@ -127,8 +127,6 @@ Starter = Callable[[Path, int, dict[str, str], float], tuple[int | None, str]]
 def launched(folder: Path, processes: int, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
     """A `Starter`: fresh interpreters, several of them through Accelerate's launcher."""
     command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
-    if processes > 1:  # the launcher takes a module only through its own flag
-        command = [*command[:-3], "--module", "grpo_ext.tools.check.worker", str(folder)]
     return _finish(command, environment, timeout_s)
 
 

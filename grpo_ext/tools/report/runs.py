@@ -113,7 +113,7 @@ def load_run(path: str | Path) -> Run:
             f"{folder} holds no run with log lines (looked for {LOG}, {METRICS}, {TRAINER_STATE} and "
             f"checkpoint-*/{TRAINER_STATE}); name the output_dir of a run that has logged a step."
         )
-    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if _is_checkpoint(folder) else [])
+    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if (folder / TRAINER_STATE).is_file() else [])
     if not run.manifest:
         run.remarks.append("There is no manifest.json, so settings, versions and the plan are not known.")
     elif run.max_steps is None and run.manifest[-1].get("settings", {}).get("max_steps", -1) > 0:
@@ -173,10 +173,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / TRAINER_STATE).is_file()
 
 
 def _is_number(value: Any) -> bool:
