@@ -56,7 +56,7 @@ class Exported:
     Attributes:
         kind: what the checkpoint held ("full", "adapter", "merged adapter", "FSDP shards", "ZeRO shards").
         bytes_before, bytes_after: of the checkpoint and of the folder.
-        difference: mean difference of the log-probabilities of the samples; None where the checkpoint holds none.
+        difference: mean difference of the recorded log-probabilities; None where the checkpoint holds none.
     """
 
     kind: str
@@ -88,13 +88,13 @@ def export(
         base: the adapter's base model, where it is not the one its configuration names.
         dtype: of the written weights; default: as they are (merged: as the base's).
         max_shard_size: of a weight file, for example "5GB".
-        check: load the result and compare it with the checkpoint's samples; holds the model in memory.
+        check: load the result and compare it with the checkpoint's recorded completions; holds the model in memory.
         trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
     Raises:
         ConfigError: arguments that contradict, or a folder that exists.
         CheckpointError: the checkpoint is broken, of a newer version or of no known kind, the disk is too small, or the
-            written model scores the samples differently.
+            written model scores the recorded completions differently.
     """
     source, target = Path(checkpoint), Path(out)
     if dtype is not None and dtype not in DTYPES:
@@ -222,25 +222,16 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / _PLAIN)
 
 
-@dataclass
-class _Planned:
-    """A tensor that is not in memory: its size in bytes once it is written."""
-
-    nbytes: int
-
-
-def _split(planned: dict[str, Any], limit: str) -> Any:
+def _split(sizes: dict[str, int], limit: str) -> Any:
+    """Which tensors go into which file, from the bytes of each."""
     return split_state_dict_into_shards_factory(
-        planned,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=limit,
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
 
 
 def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) -> None:
     files = _weight_files(source)
-    planned: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     for name, path in files.items():
         with safe_open(path, "pt") as file:
             view = file.get_slice(name)
@@ -248,9 +239,9 @@ def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) ->
         width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(stored, 2)
         if dtype is not None and stored.startswith(("F", "BF")):
             width = DTYPES[dtype].itemsize
-        planned[name] = _Planned(math.prod(view.get_shape()) * width)
-    _check_space(writing, sum(tensor.nbytes for tensor in planned.values()))
-    split = _split(planned, limit)
+        sizes[name] = math.prod(view.get_shape()) * width
+    _check_space(writing, sum(sizes.values()))
+    split = _split(sizes, limit)
     for shard, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:
@@ -346,13 +337,13 @@ def _copy_beside(source: Path, writing: Path) -> None:
 
 
 def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype: str | None) -> float | None:
-    """Load what was written and score the checkpoint's samples with it; None where there is nothing to compare with.
+    """Load what was written and score the recorded completions with it; None where there is nothing to compare with.
 
     Raises:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
-    samples = RecordedCompletions.load(source)
-    if samples is None or samples.quantised:
+    recorded = RecordedCompletions.load(source)
+    if recorded is None or recorded.quantised:
         return None
     if adapter:
         model, written = _with_adapter(writing, base, merging=False)[0], dtype or "float32"
@@ -361,23 +352,23 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
 
         model, written = AutoModelForCausalLM.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
     model.eval()
-    difference = _difference(model, samples)
-    limit = max(ROUNDING[samples.dtype], ROUNDING[written])
+    difference = _difference(model, recorded)
+    limit = max(ROUNDING[recorded.dtype], ROUNDING[written])
     worse = False
     if adapter:  # rounding may hide a small adapter, but it may not lead away from what was recorded
         with model.disable_adapter():
-            worse = difference > 2 * _difference(model, samples) and difference > ROUNDING["float32"]
+            worse = difference > 2 * _difference(model, recorded) and difference > ROUNDING["float32"]
     if worse or not difference <= limit:
         raise CheckpointError(
-            f"the written model is not the one that was trained: log-probabilities of {len(samples.prompts)} saved "
+            f"the written model is not the one that was trained: log-probabilities of {len(recorded.prompts)} saved "
             f"samples differ by {difference:.1e} on average (rounding explains {limit:.0e}). Nothing was kept."
         )
     return difference
 
 
-def _difference(model: Any, samples: RecordedCompletions) -> float:
-    found = score_alone(model, samples)
-    return float(torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)]).mean())
+def _difference(model: Any, recorded: RecordedCompletions) -> float:
+    found = score_alone(model, recorded)
+    return float(torch.cat([(one - other).abs() for one, other in zip(found, recorded.logps)]).mean())
 
 
 def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:

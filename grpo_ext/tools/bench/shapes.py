@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def parse_shape(text: str) -> Shape:
         ConfigError: unknown words or values.
     """
     values: dict[str, Any] = {"name": text}
+    kinds = {"prompt": int, "group": int, "groups": int, "without_variance": float, "name": str}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         try:
@@ -106,15 +108,9 @@ def parse_shape(text: str) -> Shape:
                 values |= {"shortest": int(low), "longest": int(high or low)}
             elif key in ("skewed", "lora", "checkpointing", "sample") and not value:
                 values[key] = True
-            elif key == "without_variance":
-                values[key] = float(value)
-            elif key in ("prompt", "group", "groups"):
-                values[key] = int(value)
-            elif key == "name":
-                values[key] = value
             else:
-                raise ValueError
-        except ValueError:
+                values[key] = kinds[key](value)
+        except (KeyError, ValueError):
             raise ConfigError(
                 f"{word!r} in the shape {text!r} is unknown; use prompt=N, completions=N-N, group=N, groups=N, "
                 "without_variance=0.5, name=..., skewed, lora, checkpointing, sample."
@@ -225,12 +221,9 @@ def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype:
         return usable[-1]
     seconds = {}
     for size in usable:
-        worker = Worker(_spec(shape, who, size, model, dtype))
-        try:
+        with closing(Worker(_spec(shape, who, size, model, dtype))) as worker:
             worker.step()
             seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
-        finally:
-            worker.close()
         say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
     return next(size for size in usable if seconds[size] <= AS_GOOD * min(seconds.values()))
 
@@ -239,16 +232,13 @@ def _alternate(
     specs: Mapping[str, dict[str, Any]], rounds: int, say: Callable[[str], Any]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Steps of several trainers in turn, after a warm-up step of each; and what they said of themselves."""
-    workers = {name: Worker(spec) for name, spec in specs.items()}
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
-    try:
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(closing(Worker(spec))) for name, spec in specs.items()}
         for number in range(rounds + 1):
             for name in list(specs)[:: 1 if number % 2 else -1]:
                 steps[name].append(workers[name].step())
             say(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
-    finally:
-        for worker in workers.values():
-            worker.close()
     return {name: found[1:] for name, found in steps.items()}, {name: w.about for name, w in workers.items()}
 
 
