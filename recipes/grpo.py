@@ -208,12 +208,6 @@ def finish(trainer: GRPOTrainer) -> None:
     trainer.end()
 
 
-def show_samples(title: str, samples: list[tuple[str, str, str]], count: int = 5) -> None:
-    say(title)
-    for prompt, completion, answer in samples[:count]:
-        say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
-
-
 def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: list[str]) -> None:
     from trl import get_peft_config
 
@@ -226,21 +220,27 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
     say("Making the model (about 20 s the first time, then cached) ...")
     with PartialState().main_process_first():  # which builds the model; the others find it in the cache
         task = load_demo()
-    main = PartialState().is_main_process
 
     def measure(model: Any) -> dict[str, float]:
         return {HELD_OUT: exact_match(model, trainer.processing_class, task.eval_dataset)[0]}
 
+    def show(when: str) -> float:
+        """Five answers to held-out words, and how many of all are right; on the main process alone."""
+        if not PartialState().is_main_process:
+            return 0.0
+        score, samples = exact_match(policy, trainer.processing_class, task.eval_dataset)
+        say(f"{when}, held-out exact match {score:.2f}:")
+        for prompt, completion, answer in samples[:5]:
+            say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
+        return score
+
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
     trainer = make_trainer(training, console, **what, peft_config=get_peft_config(model))
-    policy, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-    before, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
-    show_samples(f"Before, held-out exact match {before:.2f}:", samples)
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    before = show("Before")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    after, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
-    seconds = time.perf_counter() - start_time
-    show_samples(f"After, held-out exact match {after:.2f}:", samples)
+    after, seconds = show("After"), time.perf_counter() - start_time
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
