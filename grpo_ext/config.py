@@ -20,7 +20,7 @@ import trl
 from . import compat
 from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
-from .batching.sizes import BatchGeometry, ceil_div, resolve_geometry
+from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
 
@@ -407,18 +407,7 @@ class GRPOConfig(trl.GRPOConfig):
         Raises:
             ConfigError: the sizes break a rule.
         """
-        return resolve_geometry(
-            num_generations=self.num_generations,  # type: ignore[arg-type]
-            num_processes=num_processes,
-            micro_batch_size=self.per_device_train_batch_size,
-            accumulation_steps=self.gradient_accumulation_steps,
-            global_batch_size=self.global_batch_size,
-            rollout_batch_size=self.rollout_batch_size,
-            generation_batch_size=self.generation_batch_size,
-            steps_per_generation=self.steps_per_generation,
-            num_iterations=self.num_iterations,
-            rollout_chunk_size=self.rollout_chunk_size,
-        )
+        return geometry_of(vars(self), num_processes)
 
     def loss_config(self) -> LossConfig:
         """The settings of the policy loss, under the names of algorithms.losses."""

@@ -182,8 +182,12 @@ SETTINGS = (
 
 
 def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
-    """`resolve_geometry` of settings by their names in GRPOConfig, with TRL's defaults for what is missing or None."""
-    sizes = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    """`resolve_geometry` of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
+
+    Raises:
+        ConfigError: the sizes break a rule.
+    """
+    sizes = {name: settings[name] for name in SETTINGS if name in settings}
     return resolve_geometry(
         num_processes=num_processes,
         num_generations=sizes.pop("num_generations", 8),

@@ -95,7 +95,7 @@ def plan(
     known = (*SETTINGS, "micro_batch_tokens")
     if any(name not in known and get_close_matches(name, known, 1, 0.8) for name in file):
         refuse_unknown(file, config)  # seconds, so only for a name that may be misspelt
-    settings = {**file, **{name: value for name, value in context.params.items() if value is not None}}
+    settings = {name: value for part in (file, context.params) for name, value in part.items() if value is not None}
     geometry = geometry_of(settings, num_processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))

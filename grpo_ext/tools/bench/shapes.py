@@ -242,10 +242,6 @@ def _alternate(
     return {name: found[1:] for name, found in steps.items()}, {name: w.about for name, w in workers.items()}
 
 
-def _median(steps: Sequence[dict[str, Any]], get: Callable[[dict[str, Any]], float]) -> float:
-    return statistics.median(get(step) for step in steps)
-
-
 def run_shape(
     shape: Shape, model: Any, rounds: int, micros: Mapping[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
 ) -> Result:
@@ -265,9 +261,9 @@ def run_shape(
     return Result(
         shape,
         micro,
-        {who: {p: _median(steps[who], lambda s, p=p: s["seconds"][p]) for p in PHASES} for who in specs},  # type: ignore[misc]
-        {who: _median(steps[who], lambda s: s["working_mib"]) for who in specs},
-        {who: _median(steps[who], lambda s: s["peak_mib"]) for who in specs},
+        {who: {p: statistics.median(s["seconds"][p] for s in steps[who]) for p in PHASES} for who in specs},
+        {who: statistics.median(s["working_mib"] for s in steps[who]) for who in specs},
+        {who: statistics.median(s["peak_mib"] for s in steps[who]) for who in specs},
         {who: statistics.fmean(s["tokens"] for s in steps[who]) for who in specs},
         about[OURS]["flops"],
         matmul,
@@ -326,13 +322,12 @@ def run_part(
 
     def seconds(name: str) -> float:
         tokens = statistics.fmean(s["tokens"] for s in steps[name])
-        return _median(steps[name], lambda s: sum(s["seconds"][p] for p in phases)) / tokens
+        return statistics.median(sum(s["seconds"][p] for p in phases) for s in steps[name]) / tokens
 
-    return PartResult(
-        part,
-        (seconds("with"), seconds("without")),
-        (_median(steps["with"], lambda s: s["working_mib"]), _median(steps["without"], lambda s: s["working_mib"])),
-    )
+    def memory(name: str) -> float:
+        return statistics.median(s["working_mib"] for s in steps[name])
+
+    return PartResult(part, (seconds("with"), seconds("without")), (memory("with"), memory("without")))
 
 
 def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
