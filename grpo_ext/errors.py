@@ -13,6 +13,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, show: Callable
     return f"did you mean {show(near[0])}?" if near else otherwise
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text with at most `limit` characters, for a value in a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
 

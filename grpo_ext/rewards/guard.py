@@ -30,7 +30,7 @@ from tenacity import (
     wait_exponential,
 )
 
-from ..errors import RewardError
+from ..errors import RewardError, shortened
 from .calls import RewardCall, RewardCalls
 
 logger = get_logger(__name__)
@@ -45,9 +45,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _short(value: Any) -> str:
+    return shortened(repr(value), 120)
 
 
 def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:

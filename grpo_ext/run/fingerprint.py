@@ -19,7 +19,7 @@ import transformers
 import trl
 
 from ..algorithms.learning_rate import global_batch_advice
-from ..errors import CheckpointError, ConfigError, did_you_mean
+from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 256  # of the data set, evenly spread
@@ -242,7 +242,8 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if refused:
         advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
-            f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
+            f"  {name}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
+            for name, (old, new) in refused.items()
         )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
@@ -262,8 +263,3 @@ def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str
     if "global_batch_size" not in found:
         return ""
     return global_batch_advice(learning_rate, *found["global_batch_size"])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

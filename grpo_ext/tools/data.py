@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 from datasets.exceptions import DatasetNotFoundError
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, shortened
 
 # options of the recipe, by the argument of `load_prompts` that they are
 OPTIONS = {
@@ -169,8 +169,8 @@ def _marked(text: str, marker: str, where: str) -> str:
     gold = final_answer(text, marker)
     if gold is None:
         raise DataError(
-            f"{where}: nothing follows '{marker}' in the answer {_short(text)}; every answer needs the marker, or "
-            "leave answer_after out."
+            f"{where}: nothing follows '{marker}' in the answer {shortened(repr(text), 60)}; every answer needs the "
+            "marker, or leave answer_after out."
         )
     return gold
 
@@ -233,8 +233,3 @@ def _hold_out(dataset: Dataset, source: Any, fraction: float, seed: int) -> tupl
         )
     parts = dataset.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
