@@ -149,8 +149,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # waits, and closes the pipes
+            self.process.kill()
 
 
 @dataclass(frozen=True)
