@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,7 +20,7 @@ import trl
 from . import compat
 from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
-from .batching.sizes import BatchGeometry, ceil_div, resolve_geometry
+from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
 
@@ -34,240 +35,164 @@ _LAYOUT_FIELDS = (
 _LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale")
 
 
+def _setting(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
 
-    What the run means (changes what is learned; compared on resume):
-        global_batch_size: completions per optimizer step, over all processes.
-        rollout_batch_size: completions per generation phase, over all processes; a multiple of `global_batch_size` and
-            of `num_generations`.
-        advantage_estimator: how rewards become advantages, by name; None: TRL's `scale_rewards` says.
-        loss_aggregation: how the losses of tokens add up; None: `loss_type` says.
-        rollout_chunk_size: completions per `generate` call on one device, and per call of a reward function; a multiple
-            of `num_generations`. Another one changes samples by rounding.
-        dynamic_sampling: groups without variance are replaced by further prompts.
-        dynamic_sampling_max_rounds: how often further prompts are sampled for one rollout batch.
-
-    How it is laid out (changes nothing that is learned):
-        per_device_train_batch_size: completions per forward on one device; any positive integer.
-        gradient_accumulation_steps: only without `global_batch_size`; otherwise derived.
-        micro_batch_tokens: tokens per forward on one device; a cap beside the one on completions.
-
-    What is not computed (each can be turned off; none changes the update):
-        packed_forward: prompts once per group, no padding.
-        score_completions_only: the language-model head sees the positions that predict completion tokens only.
-        skip_zero_contribution: completions that add exactly nothing to the update are not run.
-        balance_by_cost: groups are dealt to processes by their cost.
-        compact_rollouts: while sampling, prompts run once per group and finished rows leave the batch.
-
-    The same bits:
-        bitwise_invariant: every parameter, optimizer tensor and logged metric has the same bits for every micro-batch
-            size and number of processes.
-        canonical_unit_size: completions per forward in that mode.
-        bitwise_fraction_bits: bits behind the binary point of the gradient sums.
-        bitwise_threads: CPU threads of a process in that mode.
-
-    Resume:
-        allow_changed_on_resume: names of what may differ from the checkpoint although it changes what the run means.
-
-    Half precision (fp16=True):
-        fp16_initial_scale, fp16_scale_window, fp16_hysteresis, fp16_min_scale: the dynamic loss scale.
-        fp16_fixed_scale: a scale that stays as it is.
-
-    Reward functions that fail:
-        reward_timeout: seconds a call may take.
-        reward_retries: further calls after one that failed.
-        reward_on_failure: "error", or "none": the completions get None.
-
-    Refusals:
-        allow_split_dependent: warn instead of refusing what makes the update depend on the split (dropout, BatchNorm).
+    The help of a field (`metadata["help"]`, and the `--help` of recipes/grpo.py) says what it is, its unit and default.
+    Sizes are over all processes unless they say per device. Of TRL's fields, `per_device_train_batch_size` may be any
+    positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is given.
 
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
 
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
-            "gradient_accumulation_steps * processes, as in TRL. A size that is no multiple of num_generations cuts "
-            "groups (their advantages stay those of the whole group) and needs a rollout_batch_size."
-        },
+    # What the run means: changes what is learned, and is compared on resume.
+    global_batch_size: int | None = _setting(
+        None,
+        "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
+        "gradient_accumulation_steps * processes, as in TRL. A size that is no multiple of num_generations cuts "
+        "groups (their advantages stay those of the whole group) and needs a rollout_batch_size.",
     )
-    rollout_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions per generation phase, over all processes; a multiple of global_batch_size and of "
-            "num_generations. Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation)."
-        },
+    rollout_batch_size: int | None = _setting(
+        None,
+        "Completions per generation phase, over all processes; a multiple of global_batch_size and of "
+        "num_generations. Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation).",
     )
-    advantage_estimator: str | None = field(
-        default=None,
-        metadata={
-            "help": "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
-            "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
-            "Default: what scale_rewards and multi_objective_aggregation say, as in TRL."
-        },
+    advantage_estimator: str | None = _setting(
+        None,
+        "How rewards become advantages: 'group_standardized' (GRPO), 'group_centered' (Dr. GRPO), "
+        "'leave_one_out' (RLOO), 'reinforce_plus_plus_baseline', a registered name, or path/to/file.py:function. "
+        "Default: what scale_rewards and multi_objective_aggregation say, as in TRL.",
     )
-    loss_aggregation: str | None = field(
-        default=None,
-        metadata={
-            "help": "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
-            "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike, by the tokens that "
-            "its group has in the step), or verl's names of the first four. Default: what loss_type says, as in TRL."
-        },
+    loss_aggregation: str | None = _setting(
+        None,
+        "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
+        "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike, by the tokens that "
+        "its group has in the step), or verl's names of the first four. Default: what loss_type says, as in TRL.",
     )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={
-            "help": "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout "
-            "batch is full or dynamic_sampling_max_rounds is reached. The batch keeps its size."
-        },
+    dynamic_sampling: bool = _setting(
+        False,
+        "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout "
+        "batch is full or dynamic_sampling_max_rounds is reached. The batch keeps its size.",
     )
-    dynamic_sampling_max_rounds: int = field(
-        default=10,
-        metadata={"help": "With dynamic_sampling: how often further prompts are sampled for one rollout batch."},
+    dynamic_sampling_max_rounds: int = _setting(
+        10, "With dynamic_sampling: how often further prompts are sampled for one rollout batch."
     )
-    rollout_chunk_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions per generate call on one device, and per call of a reward function; a multiple of "
-            "num_generations. The same chunks are sampled and scored for every number of processes, so a smaller chunk "
-            "means more calls. Default: 64, rounded down to whole groups (at least one)."
-        },
+    rollout_chunk_size: int | None = _setting(
+        None,
+        "Completions per generate call on one device, and per call of a reward function; a multiple of "
+        "num_generations. The same chunks are sampled and scored for every number of processes, so a smaller chunk "
+        "means more calls. Default: 64, rounded down to whole groups (at least one).",
     )
-    micro_batch_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
-            "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit."
-        },
+
+    # How it is laid out: changes nothing that is learned.
+    micro_batch_tokens: int | None = _setting(
+        None,
+        "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
+        "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit.",
     )
-    packed_forward: bool = field(
-        default=True,
-        metadata={
-            "help": "Run the prompt of a group once and its completions after it, without padding, for policy, old "
-            "and reference log-probabilities. Models that cannot take it run padded batches, and say so once."
-        },
+
+    # What is not computed: each can be turned off, none changes the update.
+    packed_forward: bool = _setting(
+        True,
+        "Run the prompt of a group once and its completions after it, without padding, for policy, old "
+        "and reference log-probabilities. Models that cannot take it run padded batches, and say so once.",
     )
-    score_completions_only: bool = field(
-        default=True,
-        metadata={
-            "help": "Send only the positions that predict a completion token through the language-model head. Packs "
-            "always do."
-        },
+    score_completions_only: bool = _setting(
+        True,
+        "Send only the positions that predict a completion token through the language-model head. Packs always do.",
     )
-    skip_zero_contribution: bool = field(
-        default=True,
-        metadata={
-            "help": "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
-            "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
-            "completions that are run (NaN where none is)."
-        },
+    skip_zero_contribution: bool = _setting(
+        True,
+        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
+        "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
+        "completions that are run (NaN where none is).",
     )
-    balance_by_cost: bool = field(
-        default=True,
-        metadata={
-            "help": "Deal groups to processes by their cost (prompt once, completions, attention) instead of by count."
-        },
+    balance_by_cost: bool = _setting(
+        True, "Assign groups to processes by their cost (prompt once, completions, attention) instead of by count."
     )
-    compact_rollouts: bool = field(
-        default=True,
-        metadata={
-            "help": "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
-            "the cache in place. Models that cannot (recurrent ones, sharded ones) sample as transformers does."
-        },
+    compact_rollouts: bool = _setting(
+        True,
+        "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
+        "the cache in place. Models that cannot (recurrent ones, sharded ones) sample as transformers does.",
     )
-    bitwise_invariant: bool = field(
-        default=False,
-        metadata={
-            "help": "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
-            "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
-            "summed as 64-bit integers. Takes 8 more bytes per trained parameter."
-        },
+
+    # The same bits.
+    bitwise_invariant: bool = _setting(
+        False,
+        "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
+        "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
+        "summed as 64-bit integers. Takes 8 more bytes per trained parameter.",
     )
-    canonical_unit_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "With bitwise_invariant: completions of one group per forward, whatever "
-            "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
-            "Default: num_generations."
-        },
+    canonical_unit_size: int | None = _setting(
+        None,
+        "With bitwise_invariant: completions of one group per forward, whatever "
+        "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
+        "Default: num_generations.",
     )
-    bitwise_fraction_bits: int = field(
-        default=48,
-        metadata={
-            "help": "With bitwise_invariant: bits behind the binary point of the gradient sums. 48: steps of 3.6e-15, "
-            "sums up to 16384. Gradients out of range are an error."
-        },
+    bitwise_fraction_bits: int = _setting(
+        48,
+        "With bitwise_invariant: bits behind the binary point of the gradient sums. 48: steps of 3.6e-15, "
+        "sums up to 16384. Gradients out of range are an error.",
     )
-    bitwise_threads: int = field(
-        default=1,
-        metadata={
-            "help": "With bitwise_invariant: threads each process computes with on the CPU; matrix products change "
-            "bits with it, and launchers set it differently for one and several processes."
-        },
+    bitwise_threads: int = _setting(
+        1,
+        "With bitwise_invariant: threads each process computes with on the CPU; matrix products change "
+        "bits with it, and launchers set it differently for one and several processes.",
     )
-    allow_changed_on_resume: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of settings (or data, model, rewards) that may differ from those of the checkpoint although "
-            "they change what the run means, for example ['num_train_epochs'] to train longer. How a run is laid out "
-            "(processes, micro-batches) may always differ."
-        },
+
+    # Resume.
+    allow_changed_on_resume: list[str] | None = _setting(  # noqa: RUF009  (a dataclass field)
+        None,
+        "Names of settings (or data, model, rewards) that may differ from those of the checkpoint although "
+        "they change what the run means, for example ['num_train_epochs'] to train longer. How a run is laid out "
+        "(processes, micro-batches) may always differ.",
     )
-    fp16_initial_scale: float | None = field(
-        default=None,
-        metadata={"help": "With fp16: the loss scale at the start. Default: 65536."},
+
+    # Half precision (fp16=True).
+    fp16_initial_scale: float | None = _setting(None, "With fp16: the loss scale at the start. Default: 65536.")
+    fp16_scale_window: int | None = _setting(
+        None, "With fp16: steps without an overflow before the loss scale doubles. Default: 1000."
     )
-    fp16_scale_window: int | None = field(
-        default=None,
-        metadata={"help": "With fp16: steps without an overflow before the loss scale doubles. Default: 1000."},
+    fp16_hysteresis: int | None = _setting(
+        None, "With fp16: overflows before the loss scale halves (each skips its step). Default: 2."
     )
-    fp16_hysteresis: int | None = field(
-        default=None,
-        metadata={"help": "With fp16: overflows before the loss scale halves (each skips its step). Default: 2."},
+    fp16_min_scale: float | None = _setting(
+        None,
+        "With fp16: the loss scale never falls below; an overflow there ends the run with an error. Default: 1.",
     )
-    fp16_min_scale: float | None = field(
-        default=None,
-        metadata={
-            "help": "With fp16: the loss scale never falls below; an overflow there ends the run with an error. "
-            "Default: 1."
-        },
+    fp16_fixed_scale: float | None = _setting(
+        None,
+        "With fp16: a loss scale that stays as it is; fp16_hysteresis overflows in a row end the run. "
+        "Default: a dynamic scale.",
     )
-    fp16_fixed_scale: float | None = field(
-        default=None,
-        metadata={
-            "help": "With fp16: a loss scale that stays as it is; fp16_hysteresis overflows in a row end the run. "
-            "Default: a dynamic scale."
-        },
+
+    # Reward functions that fail.
+    reward_timeout: float | None = _setting(
+        None,
+        "Seconds one call of a reward function may take (it then runs in a thread of its own); a call that "
+        "takes longer has failed. Default: no limit.",
     )
-    reward_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds one call of a reward function may take (it then runs in a thread of its own); a call that "
-            "takes longer has failed. Default: no limit."
-        },
+    reward_retries: int = _setting(
+        0, "How often a call of a reward function that raised or took too long is made again."
     )
-    reward_retries: int = field(
-        default=0,
-        metadata={"help": "How often a call of a reward function that raised or took too long is made again."},
+    reward_on_failure: str = _setting(
+        "error",
+        "What a reward function that still fails means: 'error' ends the run, 'none' gives the completions "
+        "of that call None (does not apply).",
+        choices=["error", "none"],
     )
-    reward_on_failure: str = field(
-        default="error",
-        metadata={
-            "help": "What a reward function that still fails means: 'error' ends the run, 'none' gives the completions "
-            "of that call None (does not apply).",
-            "choices": ["error", "none"],
-        },
-    )
-    allow_split_dependent: bool = field(
-        default=False,
-        metadata={
-            "help": "Warn instead of refusing to train when the model or the settings make the update depend on the "
-            "batch split (dropout, BatchNorm, NEFTune)."
-        },
+
+    # Refusals.
+    allow_split_dependent: bool = _setting(
+        False,
+        "Warn instead of refusing to train when the model or the settings make the update depend on the "
+        "batch split (dropout, BatchNorm, NEFTune).",
     )
 
     def __post_init__(self) -> None:
@@ -288,7 +213,9 @@ class GRPOConfig(trl.GRPOConfig):
         self._check_loss_scale()
         if self.bitwise_invariant:
             self._check_bitwise()
-        _check_eval_sizes(given["per_device_eval_batch_size"], self.num_generations_eval)
+        _require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
+        if self.num_generations_eval is not None:
+            _require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises with the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -298,7 +225,7 @@ class GRPOConfig(trl.GRPOConfig):
         self.per_device_eval_batch_size = neutral if self.num_generations_eval is None else self.num_generations_eval
         self.gradient_accumulation_steps = 1
         self.generation_batch_size = self.steps_per_generation = None
-        self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here windows are repeated
+        self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
             super().__post_init__()
         finally:
@@ -350,8 +277,7 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ConfigError(f"reward_timeout={self.reward_timeout!r}: use seconds, more than 0, or None.")
-        if not isinstance(self.reward_retries, int) or self.reward_retries < 0:
-            raise ConfigError(f"reward_retries={self.reward_retries!r}: use 0 or more.")
+        _require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(
@@ -383,9 +309,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
                     "advantages; leave the latter two out."
                 )
-        rounds = self.dynamic_sampling_max_rounds
-        if not isinstance(rounds, int) or rounds < 1:
-            raise ConfigError(f"dynamic_sampling_max_rounds={rounds!r}: use a whole number, 1 or more.")
+        _require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
         together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
         if self.dynamic_sampling and together:
             raise ConfigError(
@@ -423,8 +347,7 @@ class GRPOConfig(trl.GRPOConfig):
                 "remove one or the other."
             )
         for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: use a whole number of steps, 1 or more.")
+            _require_whole(name, value, "a whole number of steps, 1 or more")
         if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
             raise ConfigError(
                 f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
@@ -465,14 +388,11 @@ class GRPOConfig(trl.GRPOConfig):
                 f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
                 "(num_generations)."
             )
-        if not isinstance(self.bitwise_fraction_bits, int) or not 20 <= self.bitwise_fraction_bits <= 60:
-            raise ConfigError(
-                f"bitwise_fraction_bits={self.bitwise_fraction_bits!r}: use 20 to 60 (48: sums up to 16384)."
-            )
+        bits = self.bitwise_fraction_bits
+        _require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
+        _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
-        if not isinstance(self.bitwise_threads, int) or self.bitwise_threads < 1:
-            raise ConfigError(f"bitwise_threads={self.bitwise_threads!r}: use 1 or more.")
 
     @property
     def unit_rows(self) -> int | None:
@@ -487,21 +407,10 @@ class GRPOConfig(trl.GRPOConfig):
         Raises:
             ConfigError: the sizes break a rule.
         """
-        return resolve_geometry(
-            num_generations=self.num_generations,  # type: ignore[arg-type]
-            num_processes=num_processes,
-            micro_batch_size=self.per_device_train_batch_size,
-            accumulation_steps=self.gradient_accumulation_steps,
-            global_batch_size=self.global_batch_size,
-            rollout_batch_size=self.rollout_batch_size,
-            generation_batch_size=self.generation_batch_size,
-            steps_per_generation=self.steps_per_generation,
-            num_iterations=self.num_iterations,
-            rollout_chunk_size=self.rollout_chunk_size,
-        )
+        return geometry_of(vars(self), num_processes)
 
     def loss_config(self) -> LossConfig:
-        """The settings of the policy loss, under the names of core.losses."""
+        """The settings of the policy loss, under the names of algorithms.losses."""
         return LossConfig(
             loss_type=self.loss_type,
             importance_sampling_level=self.importance_sampling_level,
@@ -533,10 +442,7 @@ class GRPOConfig(trl.GRPOConfig):
     @classmethod
     def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
-        values: dict[str, Any] = {}
-        for spec in dataclasses.fields(trl.GRPOConfig):
-            if spec.init:
-                values[spec.name] = getattr(args, spec.name)
+        values = {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(trl.GRPOConfig) if spec.init}
         if values["steps_per_generation"] is not None:
             values["generation_batch_size"] = None  # TRL fills in both; one of them says it all
         config = cls(**values)
@@ -553,9 +459,9 @@ class GRPOConfig(trl.GRPOConfig):
         args.rollout_batch_size = self.geometry.rollout_batch_size
         args.generation_batch_size = self.geometry.rollout_batch_size
         args.steps_per_generation = self.geometry.steps_per_rollout
-        if self.use_vllm:  # while TRL builds the engine this number sizes its queue: the largest share
-            share = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
-            args.steps_per_generation = ceil_div(share, self.per_device_train_batch_size)
+        if self.use_vllm:  # while TRL builds the engine this number sizes its queue: the most rows of a process
+            rows = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
+            args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
@@ -610,13 +516,10 @@ for _name, _text in _HELP.items():
     GRPOConfig.__dataclass_fields__[_name] = _spec
 
 
-def _check_eval_sizes(per_device_eval_batch_size: int, num_generations_eval: int | None) -> None:
-    for name, value in (
-        ("per_device_eval_batch_size", per_device_eval_batch_size),
-        ("num_generations_eval", num_generations_eval or 1),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
+def _require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
+    """Refuse what is no whole number from `least` to `most`; `use` is the remedy."""
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: use {use}.")
 
 
 def _check_tokens(micro_batch_tokens: int | None) -> None:

@@ -3,6 +3,20 @@
 All derive from `ValueError`, because TRL and transformers raise `ValueError` for the same kinds of mistakes.
 """
 
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, show: Callable[[str], str] = repr) -> str:
+    """A remedy for an unknown name: the nearest known one, as `show` writes it; `otherwise` where none is near."""
+    near = get_close_matches(name, list(known), 1)
+    return f"did you mean {show(near[0])}?" if near else otherwise
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text with at most `limit` characters, for a value in a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
 
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""

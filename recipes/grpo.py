@@ -4,14 +4,11 @@ The whole flow in one file; every field of GRPOConfig and of trl's ModelConfig i
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -27,12 +24,12 @@ from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import DemoTask, demo_config_defaults, exact_match, load_demo
-from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
+from grpo_ext.demo.task import demo_config_defaults, exact_match, load_demo
+from grpo_ext.errors import ConfigError, GrpoExtError, RewardError, did_you_mean
 from grpo_ext.rewards.registry import resolve_rewards, reward_names
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.tools.console import Console
-from grpo_ext.tools.data import load_prompts
+from grpo_ext.tools.data import OPTIONS, load_prompts
 from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
 
@@ -62,7 +59,7 @@ class ScriptArguments:
     system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
     conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
     max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
-    eval_fraction: float = field(default=0.0, metadata={"help": "Share of the rows to hold out for evaluation."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
@@ -108,11 +105,12 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
     if demo and not asked_for_help:
         parser.set_defaults_with_config(**demo_config_defaults(), rewards=[DEMO_REWARD])
     try:
-        script, training, model = parser.parse_args_and_config(argv)
+        script, training, model, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:  # TRL's and transformers' own refusals of a setting
-        raise ConfigError(unknown_option(str(error), argv, parser) or str(error)) from error
+        raise ConfigError(str(error)) from error
+    refuse_unknown(unknown, argv, parser)
     return demo, script, training, model
 
 
@@ -121,27 +119,25 @@ def refuse_option(message: str) -> NoReturn:
     raise ConfigError(f"{message}; `--help` lists the options.")
 
 
-def unknown_option(message: str, argv: list[str], parser: Any) -> str | None:
-    """What to say where the parser has met names it does not know; None where it says something else."""
-    found = re.search(r"(?:not used by the HfArgumentParser|from config file): (\[[^\]]*\])", message)
-    names = [word for word in ast.literal_eval(found[1]) if str(word).startswith("--")] if found else []
-    if not names:
-        return None
-    known = {option for action in parser._actions for option in action.option_strings}
-    near = difflib.get_close_matches(names[0], known, 1)
-    meant = f"did you mean {near[0]}?" if near else "`--help` lists the options."
-    if "config file" in message:
-        file, meant = argv[argv.index("--config") + 1], meant.replace("--", "", len(near))
-        return f"{file}: {names[0][2:]!r} is no setting; {meant}"
-    return f"{names[0]} is no option; {meant}"
+def refuse_unknown(unknown: list[str], argv: list[str], parser: Any) -> None:
+    """Refuse what the parser has left over: options, and names in the file of `--config`, which come as options too."""
+    if not unknown:
+        return
+    known = [option for action in parser._actions for option in action.option_strings]
+    names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
+    name = next((name for name in names if name.startswith("--")), names[0])
+    hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
+    if any(word.split("=")[0] == name for word in argv):
+        raise ConfigError(f"{name} is no option; {hint}")
+    file = argv[argv.index("--config") + 1]
+    raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
 
 
 def check_output_dir(training: GRPOConfig) -> None:
     """Settle, before anything is loaded, what becomes of the checkpoints an earlier run left in the output folder."""
-    folder = str(training.output_dir)
-    resume = training.resume_from_checkpoint
-    found = checkpoints(folder)
-    if resume is None or str(resume).lower() == "false":
+    folder, found = str(training.output_dir), checkpoints(str(training.output_dir))
+    resume = str(training.resume_from_checkpoint).lower()
+    if resume in ("none", "false"):
         training.resume_from_checkpoint = None
         if found:
             raise ConfigError(
@@ -149,18 +145,20 @@ def check_output_dir(training: GRPOConfig) -> None:
                 f"never mixes with them. To go on with that run add `--resume_from_checkpoint {found[-1]}`; to start "
                 "over name another --output_dir."
             )
-    elif str(resume).lower() == "auto":
+    elif resume == "auto":
         training.resume_from_checkpoint = "auto" if found else None
-    elif str(resume).lower() in ("true", "latest"):
+    elif resume in ("true", "latest"):
         if not found:
             raise ConfigError(
-                f"--resume_from_checkpoint {resume} takes the last checkpoint in --output_dir {folder}, which holds "
-                "none; name the folder of the earlier run, leave the option out, or write `auto` to begin where there "
-                "is none."
+                f"--resume_from_checkpoint {training.resume_from_checkpoint} takes the last checkpoint in --output_dir "
+                f"{folder}, which holds none; name the folder of the earlier run, leave the option out, or write "
+                "`auto` to begin where there is none."
             )
         training.resume_from_checkpoint = "latest"  # the trainer finds the newest whole one
-    elif not Path(resume).is_dir():
-        raise ConfigError(f"--resume_from_checkpoint {resume} does not exist; name a folder checkpoint-N.")
+    elif not Path(str(training.resume_from_checkpoint)).is_dir():
+        raise ConfigError(
+            f"--resume_from_checkpoint {training.resume_from_checkpoint} does not exist; name a folder checkpoint-N."
+        )
 
 
 def fresh_demo_folder() -> str:
@@ -210,18 +208,6 @@ def finish(trainer: GRPOTrainer) -> None:
     trainer.end()
 
 
-def show_samples(title: str, samples: list[tuple[str, str, str]], count: int = 5) -> None:
-    say(title)
-    for prompt, completion, answer in samples[:count]:
-        say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
-
-
-def demo_task() -> DemoTask:
-    """The task; the main process builds the model, the others find it in the cache."""
-    with PartialState().main_process_first():
-        return load_demo()
-
-
 def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: list[str]) -> None:
     from trl import get_peft_config
 
@@ -232,22 +218,29 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
         torch.set_num_threads(1)
     start_time = time.perf_counter()
     say("Making the model (about 20 s the first time, then cached) ...")
-    task = demo_task()
-    main = PartialState().is_main_process
+    with PartialState().main_process_first():  # which builds the model; the others find it in the cache
+        task = load_demo()
 
     def measure(model: Any) -> dict[str, float]:
         return {HELD_OUT: exact_match(model, trainer.processing_class, task.eval_dataset)[0]}
 
+    def show(when: str) -> float:
+        """Five answers to held-out words, and how many of all are right; on the main process alone."""
+        if not PartialState().is_main_process:
+            return 0.0
+        score, samples = exact_match(policy, trainer.processing_class, task.eval_dataset)
+        say(f"{when}, held-out exact match {score:.2f}:")
+        for prompt, completion, answer in samples[:5]:
+            say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
+        return score
+
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
     trainer = make_trainer(training, console, **what, peft_config=get_peft_config(model))
-    policy, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
-    before, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
-    show_samples(f"Before, held-out exact match {before:.2f}:", samples)
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    before = show("Before")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    after, samples = exact_match(policy, tokenizer, task.eval_dataset) if main else (0.0, [])
-    seconds = time.perf_counter() - start_time
-    show_samples(f"After, held-out exact match {after:.2f}:", samples)
+    after, seconds = show("After"), time.perf_counter() - start_time
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
@@ -263,20 +256,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
 
 def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
     """(train, held-out or None) prompts, as the script's options say."""
-    return load_prompts(
-        str(script.dataset_name),
-        name=script.dataset_config,
-        split=script.dataset_split,
-        prompt_column=script.prompt_column,
-        answer_column=script.answer_column,
-        answer_after=script.answer_after,
-        prompt_template=script.prompt_template,
-        system_prompt=script.system_prompt,
-        conversational=script.conversational,
-        max_samples=script.max_samples,
-        eval_fraction=script.eval_fraction,
-        seed=seed,
-    )
+    options = {keyword: getattr(script, name) for name, keyword in OPTIONS.items() if name != "seed"}
+    return load_prompts(str(script.dataset_name), **options, seed=seed)
 
 
 def run(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:

@@ -1,7 +1,7 @@
 """Group-relative advantages, computed over whole groups before anything is split (GRPO, arXiv 2402.03300, eq. 3).
 
 The default numbers are TRL's (`GRPOTrainer._generate_and_score_completions`); named estimators, also a user's own,
-stand beside them. All are pure functions of the rewards of the whole rollout batch, between rewards and the window.
+stand beside them. All are pure functions of the rewards of the whole rollout batch.
 Shapes: B completions, F reward functions, P prompts (groups), G generations; groups contiguous.
 """
 

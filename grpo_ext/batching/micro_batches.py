@@ -1,9 +1,9 @@
 """Planning: which process trains on which completions, and how they are cut into micro-batches.
 
-Differs from TRL: work is dealt by its cost, not by count, and cut by tokens where a budget is set. The plan follows
-from the lengths alone, so every process makes it for all without talking. Runs once per optimizer step, before the
-window. A row is a completion with its prompt; rows of one group are neighbours and share their prompt. A step may hold
-a part of a group.
+Differs from TRL: work is assigned by its cost, not by count, and cut by tokens where a budget is set. The plan follows
+from the lengths alone, so every process makes it for all without talking. Runs once per optimizer step, before its
+first forward. A row is a completion with its prompt; rows of one group are neighbours and share their prompt. A step
+may hold a part of a group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from .sizes import ceil_div, even_slice
 
-BALANCED = 1.02  # largest load over the mean at which dealing stops to cut groups
+BALANCED = 1.02  # largest load over the mean at which no more groups are cut
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
 
 
@@ -47,6 +47,12 @@ class StepSizes:
             else:
                 result.append([row])
         return result
+
+    def load(self, rows: Iterable[int], cost: TokenCost) -> float:
+        """Cost of these rows on one process: a prompt once per group, and the completions."""
+        pieces = self.pieces(rows)
+        prompts = sum(cost.prompt(self.prompts_B[piece[0]]) for piece in pieces)
+        return prompts + sum(cost.completion(self.completions_B[r], self.prompts_B[r]) for p in pieces for r in p)
 
     def tokens(self, rows: Iterable[int], packed: bool) -> int:
         """Tokens that one forward over these rows holds: unique ones in a pack, all columns in a padded batch."""
@@ -94,40 +100,43 @@ class TokenCost:
 
 
 def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
-    """Deal rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
+    """Assign rows to processes by cost, whole groups first, so that the slowest does little more than the mean.
 
     Longest group first to the least loaded process (Graham 1969, LPT); where that leaves the loads uneven (few groups,
     many processes), completions move to the least loaded process, which runs their prompt again.
 
     Returns:
-        For each process, its rows in order. Every row is dealt once; a process may get none.
+        For each process, its rows in order. Every row is assigned once; a process may get none.
     """
     group_cost = {sizes.groups_B[r]: cost.prompt(sizes.prompts_B[r]) for r in rows}
     row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
     whole = [group_cost[sizes.groups_B[p[0]]] + sum(row_cost[r] for r in p) for p in pieces]
     heap = [(0.0, process) for process in range(processes)]
-    dealt: list[dict[int, list[int]]] = [{} for _ in range(processes)]
+    assigned: list[dict[int, list[int]]] = [{} for _ in range(processes)]
     loads = [0.0] * processes
     for index in sorted(range(len(pieces)), key=lambda i: (-whole[i], i)):
         load, process = heapq.heappop(heap)
-        dealt[process][sizes.groups_B[pieces[index][0]]] = list(pieces[index])
+        assigned[process][sizes.groups_B[pieces[index][0]]] = list(pieces[index])
         loads[process] = load + whole[index]
         heapq.heappush(heap, (loads[process], process))
     for _ in range(8 * processes):
-        if max(loads) <= BALANCED * sum(loads) / processes or not _level(dealt, loads, group_cost, row_cost):
+        if max(loads) <= BALANCED * sum(loads) / processes or not _level(assigned, loads, group_cost, row_cost):
             break
-    return [sorted(row for piece in mine.values() for row in piece) for mine in dealt]
+    return [sorted(row for piece in mine.values() for row in piece) for mine in assigned]
 
 
 def _level(
-    dealt: list[dict[int, list[int]]], loads: list[float], group_cost: Mapping[int, float], row_cost: dict[int, float]
+    assigned: list[dict[int, list[int]]],
+    loads: list[float],
+    group_cost: Mapping[int, float],
+    row_cost: dict[int, float],
 ) -> bool:
     """Move completions of one group from the most to the least loaded process; False if nothing helps."""
     high, low = loads.index(max(loads)), loads.index(min(loads))
     best: tuple[float, int, list[int], float, float] | None = None
-    for group, piece in dealt[high].items():
-        again = 0.0 if group in dealt[low] else group_cost[group]
+    for group, piece in assigned[high].items():
+        again = 0.0 if group in assigned[low] else group_cost[group]
         wanted = (loads[high] - loads[low] - again) / 2
         moved: list[int] = []
         total = 0.0
@@ -144,12 +153,12 @@ def _level(
     if best is None or best[0] > loads[high] * WORTH_CUTTING:
         return False
     _, group, moved, freed, added = best
-    left = [row for row in dealt[high][group] if row not in set(moved)]
+    left = [row for row in assigned[high][group] if row not in set(moved)]
     if left:
-        dealt[high][group] = left
+        assigned[high][group] = left
     else:
-        del dealt[high][group]
-    dealt[low][group] = sorted(dealt[low].get(group, []) + moved)
+        del assigned[high][group]
+    assigned[low][group] = sorted(assigned[low].get(group, []) + moved)
     loads[high] -= freed
     loads[low] += added
     return True
@@ -170,18 +179,15 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
 def assign_units(
     sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
 ) -> list[list[list[int]]]:
-    """Deal units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
+    """Assign units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
     loads = [(0.0, process) for process in range(processes)]
-    dealt: list[list[int]] = [[] for _ in range(processes)]
-    prices = []
-    for unit in units:
-        prompt = sizes.prompts_B[unit[0]]
-        prices.append(cost.prompt(prompt) + sum(cost.completion(sizes.completions_B[row], prompt) for row in unit))
+    assigned: list[list[int]] = [[] for _ in range(processes)]
+    prices = [sizes.load(unit, cost) for unit in units]
     for index in sorted(range(len(units)), key=lambda i: (-prices[i], i)):
         load, process = heapq.heappop(loads)
-        dealt[process].append(index)
+        assigned[process].append(index)
         heapq.heappush(loads, (load + prices[index], process))
-    return [[list(units[i]) for i in sorted(mine)] for mine in dealt]
+    return [[list(units[i]) for i in sorted(mine)] for mine in assigned]
 
 
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:

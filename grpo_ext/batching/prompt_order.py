@@ -1,7 +1,7 @@
 """Loaders: one item per optimizer step, holding the rows this process samples from for the step's rollout batch.
 
 Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
-walks the same order and takes its share of it, so the number of processes changes nothing. Feeds engine.rollouts.
+walks the same order and takes its own part of it, so the number of processes changes nothing. Feeds sampling.sampler.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) 
 
 @dataclass(frozen=True)
 class ProcessSlices:
-    """How a rollout batch is dealt to processes for sampling."""
+    """How a rollout batch is assigned to processes for sampling."""
 
     num_generations: int
     chunk_size: int
@@ -133,7 +133,7 @@ class StepDataset(Dataset):
 
 
 class StepStream(IterableDataset):
-    """Optimizer steps over a stream: every process reads the whole stream and keeps its share of each rollout.
+    """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout.
 
     It passes over the stream again and again, because the Trainer takes a loader without a length for one long epoch;
     so a step's place is its number, and skipping steps on resume arrives where the run had been.
@@ -198,7 +198,7 @@ class FurtherPrompts:
 
 
 class StepLoader(DataLoader):
-    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since the shares are cut inside."""
+    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""

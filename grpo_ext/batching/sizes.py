@@ -2,13 +2,15 @@
 
 Differs from TRL: the sizes that define the algorithm (global batch, rollout batch) are given in completions over all
 processes, and the layout (micro-batch, accumulation) is derived from them, rounded up, never floored.
-First stop in the flow: config -> geometry -> prompt order, rollouts, window.
+First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -21,7 +23,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def even_slice(total: int, parts: int, index: int) -> range:
-    """The contiguous share of part `index` when `total` items are dealt to `parts` as evenly as possible."""
+    """The contiguous items of part `index` when `total` items are assigned to `parts` as evenly as possible."""
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return range(start, start + base + (1 if index < extra else 0))
@@ -83,11 +85,11 @@ class BatchGeometry:
     def micro_batches_per_process(self, completions: int | None = None) -> list[int]:
         """Micro-batches each process runs in a step of `completions` completions (default: a full step).
 
-        A process without a share still runs one micro-batch of weight zero, so no process is below 1.
+        A process without completions still runs one micro-batch of weight zero, so no process is below 1.
         """
         total = self.global_batch_size if completions is None else completions
-        shares = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
-        return [max(1, ceil_div(share, self.micro_batch_size)) for share in shares]
+        counts = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
+        return [max(1, ceil_div(count, self.micro_batch_size)) for count in counts]
 
 
 def resolve_geometry(
@@ -162,6 +164,36 @@ def resolve_geometry(
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
         rollout_chunk_size=_chunk_size(rollout_chunk_size, num_generations),
+    )
+
+
+# names of GRPOConfig that `geometry_of` reads
+SETTINGS = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "rollout_batch_size",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_iterations",
+    "rollout_chunk_size",
+)
+
+
+def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
+    """`resolve_geometry` of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
+
+    Raises:
+        ConfigError: the sizes break a rule.
+    """
+    sizes = {name: settings[name] for name in SETTINGS if name in settings}
+    return resolve_geometry(
+        num_processes=num_processes,
+        num_generations=sizes.pop("num_generations", 8),
+        micro_batch_size=sizes.pop("per_device_train_batch_size", 8),
+        accumulation_steps=sizes.pop("gradient_accumulation_steps", 1),
+        **sizes,
     )
 
 
@@ -317,7 +349,7 @@ def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num
 
 
 def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Refuse rollout batches that cannot be dealt to the processes in equal shares, which TRL's vLLM client expects.
+    """Refuse rollout batches that cannot be split evenly over the processes, which TRL's vLLM client expects.
 
     Raises:
         ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.

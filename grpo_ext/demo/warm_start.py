@@ -4,14 +4,12 @@ Stands before the flow: `demo.task` calls `warm_started_model`, the trainer load
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +106,12 @@ def _learning_rate(step: int) -> float:
 
 def train_warm_start(words: list[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The supervised run: AdamW, linear decay, cross-entropy on careless answers to `words`, a progress bar."""
-    with _single_thread():
-        return _train(words, seed)
-
-
-@contextlib.contextmanager
-def _single_thread() -> Iterator[None]:
-    """One thread: these tensors are too small to share out, and on busy cores waiting threads cost ten times more."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(
+        1
+    )  # these tensors are too small to split, and on busy cores waiting threads cost ten times more
     try:
-        yield
+        return _train(words, seed)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens, from hidden states, without the logits of all positions.
 
 Differs from TRL's kernel: plain torch on every device, float64 for float64, tiles that suit the device. The
-language-model head (engine.lm_head) runs it inside a model's forward. Shapes: S scored positions, H hidden size, V
+language-model head (forward.lm_head) runs it inside a model's forward. Shapes: S scored positions, H hidden size, V
 vocabulary, R x C one tile.
 """
 
@@ -152,25 +152,17 @@ class _TiledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy = ctx.saved_tensors
-        with ctx.whole(weight_VH, bias_V):
-            found = _backward(ctx, hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy, *gradients)
-        inputs = (hidden_SH, weight_VH, bias_V)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs)), None, None, None, None
+        saved = ctx.saved_tensors  # once: checkpointing gives them out a single time
+        with ctx.whole(saved[1], saved[2]):
+            found = _backward(ctx, saved, *gradients)
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(found, saved)), None, None, None, None
 
 
 def _backward(
-    ctx: Any,
-    hidden_SH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_S: torch.Tensor,
-    log_z: torch.Tensor,
-    entropy: torch.Tensor | None,
-    up_S: torch.Tensor | None,
-    entropy_up_S: torch.Tensor | None,
+    ctx: Any, saved: tuple[Any, ...], up_S: torch.Tensor | None, entropy_up_S: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Gradients of hidden states, weight and bias, in float32 or float64; None where none is needed."""
+    hidden_SH, weight_VH, bias_V, targets_S, log_z, entropy = saved
     capped = ctx.transform.cap is not None
     tiles = _Tiles(hidden_SH, weight_VH, bias_V, ctx.transform, ctx.dtype, (entropy_up_S is not None) + capped)
     exact = tiles.exact

@@ -1,4 +1,4 @@
-"""The loss scaler that Accelerate drives in fp16 training, with the rule of core.loss_scale.
+"""The loss scaler that Accelerate drives in fp16 training, with the rule of precision.scale_rule.
 
 Takes the place of `torch.amp.GradScaler`, which has no hysteresis and no minimum, looks for overflows on one process
 alone, and lets fused optimizers skip steps unseen, so that Accelerate moves the scheduler. Built by the trainer;

@@ -2,7 +2,7 @@
 
 The rule is DeepSpeed's (`deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler`, without `consecutive_hysteresis`),
 which OpenRLHF uses too: Micikevicius et al. 2018 (arXiv:1710.03740) with a hysteresis and a minimum.
-`torch.amp.GradScaler` has neither, and doubles one step earlier. Used by engine.loss_scaler.
+`torch.amp.GradScaler` has neither, and doubles one step earlier. Used by loss_scaler.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Calls of reward functions by canonical chunks, and what they log in them (`log_metric`, `log_extra`).
 
-Differs from TRL, which calls a function with the share of a process: a chunk holds the same completions for every
+Differs from TRL, which calls a function with the rows of a process: a chunk holds the same completions for every
 number of processes, so a function that looks beyond the group, its metrics and its columns are the same too.
-Filled by engine.rewards while a rollout batch is scored; put into TRL's records by sampling.py.
+Filled while a rollout batch is scored; put into TRL's records by sampling.sampler.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class RewardCall:
 
 @dataclass
 class RewardCalls:
-    """The calls that score one process's share of a rollout batch.
+    """The calls that score one process's rows of a rollout batch.
 
     Attributes:
-        first: place of the share's first completion in the rollout batch.
-        chunk: completions per call; the share is whole chunks, so cutting it from its start cuts by global order. None:
-            the whole share in one call.
+        first: place of the first of these rows in the rollout batch.
+        chunk: completions per call; the rows are whole chunks, so cutting them from the first cuts by global order;
+            None: all rows in one call.
         made: calls that returned rewards.
     """
 
@@ -74,7 +74,7 @@ class RewardCalls:
     made: list[RewardCall] = field(default_factory=list)
 
     def cut(self, keywords: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """For each chunk the place of its first completion in the share, and the keywords of its call.
+        """For each chunk the place of its first completion among the rows, and the keywords of its call.
 
         Every list with one entry for each completion is cut: columns, token ids, environments.
         """

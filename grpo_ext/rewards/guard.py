@@ -2,7 +2,7 @@
 
 Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
 call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions while a rollout batch
-is scored, and cuts their calls by chunks (engine.reward_log); called by TRL's `_calculate_rewards`.
+is scored, and cuts their calls by chunks (rewards.calls); called by TRL's `_calculate_rewards`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tenacity import (
     wait_exponential,
 )
 
-from ..errors import RewardError
+from ..errors import RewardError, shortened
 from .calls import RewardCall, RewardCalls
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
-_SCORED = {"prompts", "completions"}  # what a call that scores a share names
+_SCORED = {"prompts", "completions"}  # what a call that scores rows names
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -45,9 +45,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _short(value: Any) -> str:
+    return shortened(repr(value), 120)
 
 
 def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, DataError
@@ -45,8 +46,7 @@ def _last_boxed(text: str) -> str | None:
     starts = list(_BOXED.finditer(text))
     if not starts:
         return None
-    begin = starts[-1].end()
-    depth = 1
+    begin, depth = starts[-1].end(), 1
     for end in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
@@ -61,7 +61,7 @@ def final_number(text: str) -> Decimal | None:
         if marked:
             return marked[0]
     boxed = _last_boxed(text)
-    numbers = numbers_in(boxed) if boxed is not None else numbers_in(text)
+    numbers = numbers_in(text if boxed is None else boxed)
     return numbers[-1] if numbers else None
 
 
@@ -104,7 +104,7 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
 
 
 class LengthPenalty:
-    """Minus the share of the completion budget that was used: 0 for nothing, -1 for all of it.
+    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it.
 
     A class, not a closure, so that it can be pickled to a rollout worker; TRL logs it under `__name__`.
     """
@@ -267,14 +267,17 @@ def _from_file(name: str) -> RewardFunction:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"The reward '{name}' is asked from the file {path}, which does not exist; check the path.")
-    module_name = f"{FILE_MODULE_PREFIX}{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    return _function_of(load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}"), function, name)
+
+
+def load_file(path: str | Path, name: str) -> ModuleType:
+    """The module that a Python file makes, under a name of its own, so that what it defines can be pickled."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # so that what the file defines can be pickled
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return _function_of(module, function, name)
+    return module
 
 
 def _from_module(name: str) -> RewardFunction:

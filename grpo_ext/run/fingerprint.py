@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import transformers
 import trl
 
 from ..algorithms.learning_rate import global_batch_advice
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 256  # of the data set, evenly spread
@@ -197,14 +196,13 @@ def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> N
     comparable = [*settings, *COMPARED]
     for name in allowed or ():
         if name.split(".")[0] not in comparable:
-            near = get_close_matches(name, comparable, 1)
-            meant = f"did you mean {near[0]!r}?" if near else f"use names of settings, or of {', '.join(COMPARED)}."
+            meant = did_you_mean(name, comparable, f"use names of settings, or of {', '.join(COMPARED)}.")
             raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
 
 
-def save_fingerprint(identity: dict[str, Any], folder: str | Path) -> None:
+def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
     """Write into a checkpoint's folder."""
-    (Path(folder) / FINGERPRINT).write_text(json.dumps(identity, indent=1) + "\n")
+    (Path(folder) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -244,7 +242,8 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if refused:
         advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
-            f"  {name}: {_short(old)} in the checkpoint, {_short(new)} now" for name, (old, new) in refused.items()
+            f"  {name}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
+            for name, (old, new) in refused.items()
         )
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
@@ -264,8 +263,3 @@ def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str
     if "global_batch_size" not in found:
         return ""
     return global_batch_advice(learning_rate, *found["global_batch_size"])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

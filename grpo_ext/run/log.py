@@ -119,7 +119,7 @@ class RunLog:
         texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:])
         found = []
         for i, (prompt, completion) in enumerate(texts):
-            own = {name: _number(values[i]) for name, values in rewards.items()}
+            own = {name: strict(values[i]) for name, values in rewards.items()}
             scored = [weight * value for weight, value in zip(weights, own.values()) if value is not None]
             if scored:
                 text = {"prompt": cut(as_text(prompt)), "completion": cut(as_text(completion))}
@@ -129,9 +129,11 @@ class RunLog:
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self.path is not None
         text = json.dumps(strict(line), allow_nan=False)
-        with open(self.path, "ab") as file:
-            whole = file.tell() == 0 or _ends_with_newline(self.path)
-            file.write((("" if whole else "\n") + text + "\n").encode())
+        with open(self.path, "a+b") as file:  # writes at the end, wherever it reads
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                text = text if file.read(1) == b"\n" else f"\n{text}"  # a kill may have cut the last line
+            file.write(f"{text}\n".encode())
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(f"{self.path} cannot be written ({error}); the training goes on without a run log.")
@@ -264,18 +266,3 @@ def strict(value: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         return str(value)
     return number if math.isfinite(number) else None
-
-
-def _number(value: Any) -> float | None:
-    """A finite number as a float, anything else as None."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

@@ -42,7 +42,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count(), "gpu": accelerator}
 
 
-def opening(geometry: Any, identity: dict[str, Any], device: torch.device, resumed_from: str | None) -> dict[str, Any]:
+def opening(
+    geometry: Any, fingerprint: dict[str, Any], device: torch.device, resumed_from: str | None
+) -> dict[str, Any]:
     """The entry of a training that starts."""
     return {
         "started": _now(),
@@ -52,7 +54,7 @@ def opening(geometry: Any, identity: dict[str, Any], device: torch.device, resum
         "machine": machine(device),
         "environment": environment(),
         "geometry": dataclasses.asdict(geometry),
-        **identity,
+        **fingerprint,
     }
 
 

@@ -1,6 +1,6 @@
 """Output folders: what an earlier run saved is never mixed with, or overwritten by, another run.
 
-Used by the trainer at the start of `train()` and by the recipe before anything is loaded.
+Used by the trainer at the start of `train()`; the recipe refuses such a folder before anything is loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A few completions with their log-probabilities, kept in every checkpoint: what an exported model has to reproduce.
 
-Written by the trainer (engine of any kind), read by `grpo-ext export`, which scores the same tokens with the model it
+Written by the trainer under any engine, read by `grpo-ext export`, which scores the same tokens with the model it
 wrote.
 """
 
@@ -34,7 +34,7 @@ class RecordedCompletions:
     """See the module.
 
     Attributes:
-        prompts, completions: token ids of each sample.
+        prompts, completions: token ids of each.
         logps: log-probability of every token of each completion.
         dtype: in which the recording model computed ("float32", "bfloat16", "float16").
         temperature: the logits were divided by it.
@@ -135,15 +135,15 @@ def record(
     )
 
 
-def score_alone(model: Any, samples: RecordedCompletions) -> list[torch.Tensor]:
-    """Log-probabilities of every sample, each run on its own by an ordinary transformers model."""
+def score_alone(model: Any, recorded: RecordedCompletions) -> list[torch.Tensor]:
+    """Log-probabilities of every recorded completion, each run on its own by an ordinary transformers model."""
     found = []
     narrow = "logits_to_keep" in inspect.signature(model.forward).parameters
     with torch.no_grad():
-        for prompt, completion in zip(samples.prompts, samples.completions):
+        for prompt, completion in zip(recorded.prompts, recorded.completions):
             ids = torch.cat([prompt, completion]).long()[None]
             options = {"logits_to_keep": len(completion) + 1} if narrow else {}
-            logits = model(input_ids=ids, **options).logits[0, -len(completion) - 1 : -1].float() / samples.temperature
+            logits = model(input_ids=ids, **options).logits[0, -len(completion) - 1 : -1].float() / recorded.temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(1, completion.long()[:, None])
             found.append(chosen.squeeze(1))
     return found

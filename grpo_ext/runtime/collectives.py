@@ -1,7 +1,7 @@
 """Collectives that take a different number of rows from every process, including none.
 
-Accelerate's `gather` wants equal shapes on all processes; shares of a rollout batch are unequal by design. Used by the
-trainer around TRL's scoring code and by engine.rollouts.
+Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design. Used
+around TRL's scoring code and by sampling.sampler.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def sample_chunk(
         keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
-        compact: run each different prompt once, and let finished rows leave the batch (engine.decoding).
+        compact: run each different prompt once, and let finished rows leave the batch (sampling.decoding).
 
     Returns:
         The new token ids of each row, without padding.

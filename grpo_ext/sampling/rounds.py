@@ -1,7 +1,7 @@
 """The rollout batch that dynamic sampling makes of several rounds, on every process alike.
 
-Differs from TRL, which trains on groups without variance as they are. core.dynamic_sampling decides which group takes
-which place; here completions, rewards and log values of the rounds are put together. Used by sampling.py.
+Differs from TRL, which trains on groups without variance as they are. algorithms.dynamic_sampling decides which group
+takes which place; here completions, rewards and log values of the rounds are put together. Used by sampler.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Differs from DDP's reduction inside the backward pass: it comes after the last backward, so that processes may run
 different numbers of micro-batches, find out together whether one of them failed (out of memory), and, in bitwise mode,
-add integers. Used by engine.window where every process holds the whole model; sharded engines reduce by themselves.
+add integers. Used by optimizer_step.py where every process holds the whole model; sharded engines reduce by themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NativeGradients:
 
 
 class FixedPointGradients(NativeGradients):
-    """Sums of 64-bit integers, whose bits do not depend on how the step was cut or dealt (core.fixed_point).
+    """Sums of 64-bit integers, whose bits do not depend on how the step was cut or assigned (precision.fixed_point).
 
     Each backward pass fills `.grad` anew; a hook takes it from there, so the memory of one gradient is added to twice
     that of the sums.

@@ -1,4 +1,4 @@
-"""Assembles a micro-batch's part of the loss of the step from the pure terms of core.losses, and meters the logs.
+"""Assembles a micro-batch's part of the loss of the step from the terms of algorithms.losses, and records the logs.
 
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 from datasets.exceptions import DatasetNotFoundError
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, shortened
 
 # options of the recipe, by the argument of `load_prompts` that they are
 OPTIONS = {
@@ -58,7 +58,7 @@ def load_prompts(
         system_prompt: put before every prompt: as a message where the prompts are messages, else as a paragraph.
         conversational: turn text prompts into a list of messages, so that the chat template is applied.
         max_samples: rows to keep, the first ones, before the split.
-        eval_fraction: share of rows to hold out, drawn by `seed`.
+        eval_fraction: part of the rows to hold out, drawn by `seed`.
 
     Raises:
         DataError: no such file, folder, set, split or column; unknown kind; no rows; an empty prompt or answer.
@@ -96,13 +96,12 @@ def _read(source: str | Path, name: str | None, split: str) -> Dataset:
     if looks_local or text.count("/") > 1:
         raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     try:
-        dataset = load_dataset(text, name, split=split)
+        return load_dataset(text, name, split=split)
     except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
             f"The data '{source}' is no local file or folder and could not be loaded from the Hub (configuration "
             f"{name!r}, split {split!r}): {error}"
         ) from error
-    return dataset
 
 
 def _read_file(path: Path) -> Dataset:
@@ -170,8 +169,8 @@ def _marked(text: str, marker: str, where: str) -> str:
     gold = final_answer(text, marker)
     if gold is None:
         raise DataError(
-            f"{where}: nothing follows '{marker}' in the answer {_short(text)}; every answer needs the marker, or "
-            "leave answer_after out."
+            f"{where}: nothing follows '{marker}' in the answer {shortened(repr(text), 60)}; every answer needs the "
+            "marker, or leave answer_after out."
         )
     return gold
 
@@ -234,8 +233,3 @@ def _hold_out(dataset: Dataset, source: Any, fraction: float, seed: int) -> tupl
         )
     parts = dataset.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -8,8 +8,10 @@ engine's shards together and the check at the end hold the model once. Needs no 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
-from ..run.checkpoint import checkpoints, is_verified, why_broken
+from ..run.checkpoint import checkpoints, why_broken
 from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
 from ..run.recorded_completions import RecordedCompletions, score_alone
+from .dtypes import DTYPES
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains
 ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -54,7 +56,7 @@ class Exported:
     Attributes:
         kind: what the checkpoint held ("full", "adapter", "merged adapter", "FSDP shards", "ZeRO shards").
         bytes_before, bytes_after: of the checkpoint and of the folder.
-        difference: mean difference of the log-probabilities of the samples; None where the checkpoint holds none.
+        difference: mean difference of the recorded log-probabilities; None where the checkpoint holds none.
     """
 
     kind: str
@@ -86,39 +88,26 @@ def export(
         base: the adapter's base model, where it is not the one its configuration names.
         dtype: of the written weights; default: as they are (merged: as the base's).
         max_shard_size: of a weight file, for example "5GB".
-        check: load the result and compare it with the checkpoint's samples; holds the model in memory.
+        check: load the result and compare it with the checkpoint's recorded completions; holds the model in memory.
         trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
     Raises:
         ConfigError: arguments that contradict, or a folder that exists.
         CheckpointError: the checkpoint is broken, of a newer version or of no known kind, the disk is too small, or the
-            written model scores the samples differently.
+            written model scores the recorded completions differently.
     """
     source, target = Path(checkpoint), Path(out)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}.")
     if target.exists():
         raise ConfigError(f"{target} exists already; name a new folder, so that nothing of yours is overwritten.")
-    inside = checkpoints(source)
-    if inside:
-        raise CheckpointError(f"{source} is a run; name one of its checkpoints, for example {inside[-1]}.")
-    reason = why_broken(source)
-    if reason is not None:
-        raise CheckpointError(f"{reason}; export another checkpoint of the run.")
     try:
         _split({}, max_shard_size)
     except ValueError:
         raise ConfigError(f"max_shard_size={max_shard_size!r} is no size; write for example 5GB.") from None
-    adapter = (source / _ADAPTER_CONFIG).is_file()
+    adapter = _holds_adapter(source, trust_shards)
     if not adapter and (merge_adapter or base is not None):
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
-    if not adapter and not (source / "config.json").is_file():
-        raise CheckpointError(f"{source} has neither config.json nor {_ADAPTER_CONFIG}, so what it holds is unknown.")
-    if not _has_weights(source, adapter) and not trust_shards:
-        raise ConfigError(
-            f"the weights in {source} are an engine's shards, Python pickles that run code when they are read; if the "
-            "checkpoint is your own, add --trust-shards."
-        )
     try:
         with _beside(target) as writing:
             if adapter:
@@ -136,13 +125,27 @@ def export(
     return Exported(kind, before, after, difference)
 
 
-def _has_weights(source: Path, adapter: bool) -> bool:
-    """Whether the weights are safetensors; raises for what is no known kind."""
+def _holds_adapter(source: Path, trust_shards: bool) -> bool:
+    """Whether a checkpoint holds an adapter, or a whole model; refuses what is neither, or cannot be read."""
+    inside = checkpoints(source)
+    if inside:
+        raise CheckpointError(f"{source} is a run; name one of its checkpoints, for example {inside[-1]}.")
+    reason = why_broken(source)
+    if reason is not None:
+        raise CheckpointError(f"{reason}; export another checkpoint of the run.")
+    adapter = (source / _ADAPTER_CONFIG).is_file()
+    if not adapter and not (source / "config.json").is_file():
+        raise CheckpointError(f"{source} has neither config.json nor {_ADAPTER_CONFIG}, so what it holds is unknown.")
     if any((source / name).is_file() for name in ([_ADAPTER] if adapter else [_PLAIN, _INDEX])):
-        return True
+        return adapter
     if not (list(source.glob("pytorch_model_fsdp_*")) or (source / "latest").is_file()):
         raise CheckpointError(f"{source} holds no weights that are known: no safetensors, no FSDP or DeepSpeed shards.")
-    return False
+    if not trust_shards:
+        raise ConfigError(
+            f"the weights in {source} are an engine's shards, Python pickles that run code when they are read; if the "
+            "checkpoint is your own, add --trust-shards."
+        )
+    return adapter
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -179,8 +182,7 @@ def _write_model(source: Path, writing: Path, dtype: str | None, limit: str) -> 
             kind = _join_shards(source, joined)
             _copy_weights(joined, writing, dtype, limit)
     config = json.loads((source / "config.json").read_text())
-    written = dtype or _main_dtype(writing)
-    config |= {"dtype": written}
+    config["dtype"] = dtype or _main_dtype(writing)
     config.pop("torch_dtype", None)
     (writing / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return kind
@@ -220,57 +222,48 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / _PLAIN)
 
 
-@dataclass
-class _Planned:
-    """A tensor that is not in memory: its size in bytes once it is written."""
-
-    nbytes: int
-
-
-def _split(planned: dict[str, Any], limit: str) -> Any:
+def _split(sizes: dict[str, int], limit: str) -> Any:
+    """Which tensors go into which file, from the bytes of each."""
     return split_state_dict_into_shards_factory(
-        planned,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=limit,
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
 
 
 def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) -> None:
     files = _weight_files(source)
-    planned: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
     for name, path in files.items():
         with safe_open(path, "pt") as file:
             view = file.get_slice(name)
-            elements = 1
-            for size in view.get_shape():
-                elements *= size
-            width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(view.get_dtype(), 2)
-            floating = view.get_dtype().startswith(("F", "BF"))
-        planned[name] = _Planned(elements * (DTYPES[dtype].itemsize if dtype and floating else width))
-    _check_space(writing, sum(tensor.nbytes for tensor in planned.values()))
-    split = _split(planned, limit)
+        stored = view.get_dtype()
+        width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(stored, 2)
+        if dtype is not None and stored.startswith(("F", "BF")):
+            width = DTYPES[dtype].itemsize
+        sizes[name] = math.prod(view.get_shape()) * width
+    _check_space(writing, sum(sizes.values()))
+    split = _split(sizes, limit)
     for shard, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:
             with safe_open(files[name], "pt") as file:
-                tensor = file.get_tensor(name)
-            convert = dtype is not None and tensor.is_floating_point()
-            tensors[name] = tensor.to(DTYPES[dtype]) if convert and dtype else tensor
+                tensors[name] = _converted(file.get_tensor(name), dtype)
         save_file(tensors, writing / shard, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (writing / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    return tensor.to(DTYPES[dtype]) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 def _main_dtype(folder: Path) -> str:
     """The type most weights have."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for name, path in _weight_files(folder).items():
         with safe_open(path, "pt") as file:
-            kind = file.get_slice(name).get_dtype()
-        counts[kind] = counts.get(kind, 0) + 1
-    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(max(counts, key=lambda k: counts[k]), "float32")
+            counts[file.get_slice(name).get_dtype()] += 1
+    return {"BF16": "bfloat16", "F16": "float16"}.get(counts.most_common(1)[0][0], "float32")
 
 
 def _adapter_tensors(source: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -293,11 +286,8 @@ def _write_adapter(
     settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
     alone = writing if not merge else writing.parent / "adapter"
     alone.mkdir(exist_ok=True)
-    convert = None if dtype is None or merge else DTYPES[dtype]
-    chosen = {n: t.to(convert) if convert and t.is_floating_point() else t for n, t in tensors.items()}
-    save_file(
-        {name: tensor.contiguous() for name, tensor in chosen.items()}, alone / _ADAPTER, metadata={"format": "pt"}
-    )
+    chosen = {n: _converted(t, None if merge else dtype).contiguous() for n, t in tensors.items()}
+    save_file(chosen, alone / _ADAPTER, metadata={"format": "pt"})
     (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     if not merge:
         return "adapter"
@@ -347,13 +337,13 @@ def _copy_beside(source: Path, writing: Path) -> None:
 
 
 def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype: str | None) -> float | None:
-    """Load what was written and score the checkpoint's samples with it; None where there is nothing to compare with.
+    """Load what was written and score the recorded completions with it; None where there is nothing to compare with.
 
     Raises:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
-    samples = RecordedCompletions.load(source)
-    if samples is None or samples.quantised:
+    recorded = RecordedCompletions.load(source)
+    if recorded is None or recorded.quantised:
         return None
     if adapter:
         model, written = _with_adapter(writing, base, merging=False)[0], dtype or "float32"
@@ -362,28 +352,28 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
 
         model, written = AutoModelForCausalLM.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
     model.eval()
-    difference = _difference(model, samples)
-    limit = max(ROUNDING[samples.dtype], ROUNDING[written])
+    difference = _difference(model, recorded)
+    limit = max(ROUNDING[recorded.dtype], ROUNDING[written])
     worse = False
     if adapter:  # rounding may hide a small adapter, but it may not lead away from what was recorded
         with model.disable_adapter():
-            worse = difference > 2 * _difference(model, samples) and difference > ROUNDING["float32"]
+            worse = difference > 2 * _difference(model, recorded) and difference > ROUNDING["float32"]
     if worse or not difference <= limit:
         raise CheckpointError(
-            f"the written model is not the one that was trained: log-probabilities of {len(samples.prompts)} saved "
+            f"the written model is not the one that was trained: log-probabilities of {len(recorded.prompts)} saved "
             f"samples differ by {difference:.1e} on average (rounding explains {limit:.0e}). Nothing was kept."
         )
     return difference
 
 
-def _difference(model: Any, samples: RecordedCompletions) -> float:
-    found = score_alone(model, samples)
-    return float(torch.cat([(one - other).abs() for one, other in zip(found, samples.logps)]).mean())
+def _difference(model: Any, recorded: RecordedCompletions) -> float:
+    found = score_alone(model, recorded)
+    return float(torch.cat([(one - other).abs() for one, other in zip(found, recorded.logps)]).mean())
 
 
 def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:
-    identity = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
-    settings = identity.get("settings", {})
+    fingerprint = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
+    settings = fingerprint.get("settings", {})
     adapter = (writing / _ADAPTER_CONFIG).is_file()
     entries = read_manifest(source.parent)
     versions = entries[-1]["versions"] if entries else {}
@@ -401,14 +391,9 @@ def _write_card(source: Path, writing: Path, kind: str, difference: float | None
         f"---\n{data.to_yaml()}\n---",
         f"# {writing.name}",
         f"Trained with GRPO (TRL, grpo_ext), exported after step {step} ({kind}; {checked}).",
-        "Rewards: " + (", ".join(identity.get("rewards", [])) or "unknown"),
+        "Rewards: " + (", ".join(fingerprint.get("rewards", [])) or "unknown"),
         "Versions: " + (", ".join(f"{name} {value}" for name, value in versions.items() if value) or "unknown"),
         "## Settings\n",
         "| setting | value |\n|---|---|\n" + "\n".join(lines),
     ]
     ModelCard("\n\n".join(text) + "\n").save(writing / "README.md")
-
-
-def unverified(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint has no checksums (another trainer wrote it)."""
-    return not is_verified(checkpoint)

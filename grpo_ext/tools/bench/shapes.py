@@ -1,6 +1,6 @@
 """`grpo-ext bench`: ours against stock TRL, phase by phase, on the same rollouts.
 
-Each trainer lives in a process of its own (tools.bench_worker) and does one optimizer step when it is told to; the
+Each trainer lives in a process of its own (worker.py) and does one optimizer step when it is told to; the
 steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
 over the rounds are compared, after a warm-up step of each.
 """
@@ -13,8 +13,8 @@ import random
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def parse_shape(text: str) -> Shape:
         ConfigError: unknown words or values.
     """
     values: dict[str, Any] = {"name": text}
+    kinds = {"prompt": int, "group": int, "groups": int, "without_variance": float, "name": str}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
         try:
@@ -107,15 +108,9 @@ def parse_shape(text: str) -> Shape:
                 values |= {"shortest": int(low), "longest": int(high or low)}
             elif key in ("skewed", "lora", "checkpointing", "sample") and not value:
                 values[key] = True
-            elif key == "without_variance":
-                values[key] = float(value)
-            elif key in ("prompt", "group", "groups"):
-                values[key] = int(value)
-            elif key == "name":
-                values[key] = value
             else:
-                raise ValueError
-        except ValueError:
+                values[key] = kinds[key](value)
+        except (KeyError, ValueError):
             raise ConfigError(
                 f"{word!r} in the shape {text!r} is unknown; use prompt=N, completions=N-N, group=N, groups=N, "
                 "without_variance=0.5, name=..., skewed, lora, checkpointing, sample."
@@ -154,8 +149,8 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # waits, and closes the pipes
+            self.process.kill()
 
 
 @dataclass(frozen=True)
@@ -197,17 +192,11 @@ class Result:
 def matmul_rate(device: str, dtype: str) -> float:
     """Floating point operations per second of large matrix products, the best of a few."""
     import torch
+    from torch.utils.benchmark import Timer
 
     a = torch.randn(2048, 2048, device=device, dtype=getattr(torch, dtype))
-    best = 0.0
-    for _ in range(12):
-        start = time.perf_counter()
-        for _ in range(3):
-            a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 3 * 2 * 2048**3 / (time.perf_counter() - start))
-    return best
+    timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
+    return 2 * 2048**3 / min(timer.timeit(3).mean for _ in range(12))
 
 
 def _spec(
@@ -232,12 +221,9 @@ def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype:
         return usable[-1]
     seconds = {}
     for size in usable:
-        worker = Worker(_spec(shape, who, size, model, dtype))
-        try:
+        with closing(Worker(_spec(shape, who, size, model, dtype))) as worker:
             worker.step()
             seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
-        finally:
-            worker.close()
         say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
     return next(size for size in usable if seconds[size] <= AS_GOOD * min(seconds.values()))
 
@@ -246,21 +232,14 @@ def _alternate(
     specs: Mapping[str, dict[str, Any]], rounds: int, say: Callable[[str], Any]
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Steps of several trainers in turn, after a warm-up step of each; and what they said of themselves."""
-    workers = {name: Worker(spec) for name, spec in specs.items()}
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
-    try:
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(closing(Worker(spec))) for name, spec in specs.items()}
         for number in range(rounds + 1):
             for name in list(specs)[:: 1 if number % 2 else -1]:
                 steps[name].append(workers[name].step())
             say(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""))
-    finally:
-        for worker in workers.values():
-            worker.close()
     return {name: found[1:] for name, found in steps.items()}, {name: w.about for name, w in workers.items()}
-
-
-def _median(steps: Sequence[dict[str, Any]], get: Callable[[dict[str, Any]], float]) -> float:
-    return statistics.median(get(step) for step in steps)
 
 
 def run_shape(
@@ -282,9 +261,9 @@ def run_shape(
     return Result(
         shape,
         micro,
-        {who: {p: _median(steps[who], lambda s, p=p: s["seconds"][p]) for p in PHASES} for who in specs},  # type: ignore[misc]
-        {who: _median(steps[who], lambda s: s["working_mib"]) for who in specs},
-        {who: _median(steps[who], lambda s: s["peak_mib"]) for who in specs},
+        {who: {p: statistics.median(s["seconds"][p] for s in steps[who]) for p in PHASES} for who in specs},
+        {who: statistics.median(s["working_mib"] for s in steps[who]) for who in specs},
+        {who: statistics.median(s["peak_mib"] for s in steps[who]) for who in specs},
         {who: statistics.fmean(s["tokens"] for s in steps[who]) for who in specs},
         about[OURS]["flops"],
         matmul,
@@ -343,29 +322,23 @@ def run_part(
 
     def seconds(name: str) -> float:
         tokens = statistics.fmean(s["tokens"] for s in steps[name])
-        return _median(steps[name], lambda s: sum(s["seconds"][p] for p in phases)) / tokens
+        return statistics.median(sum(s["seconds"][p] for p in phases) for s in steps[name]) / tokens
 
-    return PartResult(
-        part,
-        (seconds("with"), seconds("without")),
-        (_median(steps["with"], lambda s: s["working_mib"]), _median(steps["without"], lambda s: s["working_mib"])),
-    )
+    def memory(name: str) -> float:
+        return statistics.median(s["working_mib"] for s in steps[name])
+
+    return PartResult(part, (seconds("with"), seconds("without")), (memory("with"), memory("without")))
 
 
 def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
-    """Largest load over the mean, when groups are dealt by cost and by count (planned, not run)."""
-    lengths = shape.lengths()
+    """Largest load over the mean, when groups are assigned by cost and by count (planned, not run)."""
     rows = range(shape.groups * shape.group)
-    numbers, completions = group_numbers(len(rows), shape.group), [n for group in lengths for n in group]
-    sizes = StepSizes(numbers, [shape.prompt] * len(rows), completions)
-    by_count = [list(even_slice(len(rows), processes, rank)) for rank in range(processes)]
+    lengths = [length for group in shape.lengths() for length in group]
+    sizes = StepSizes(group_numbers(len(rows), shape.group), [shape.prompt] * len(rows), lengths)
+    by_count = [even_slice(len(rows), processes, rank) for rank in range(processes)]
 
-    def spread(shares: Sequence[Sequence[int]]) -> float:
-        loads = [
-            len(sizes.pieces(share)) * cost.prompt(shape.prompt)
-            + sum(cost.completion(sizes.completions_B[row], shape.prompt) for row in share)
-            for share in shares
-        ]
+    def spread(assigned: Iterable[Sequence[int]]) -> float:
+        loads = [sizes.load(mine, cost) for mine in assigned]
         return max(loads) * processes / sum(loads)
 
     return spread(assign_rows(sizes, rows, processes, cost)), spread(by_count)
@@ -380,13 +353,13 @@ def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: T
         seconds = [f"{1000 * s:.3f}" for s in r.seconds]
         memory = [f"{m:.0f} MiB" for m in r.working_mib]
         parts.add_row(r.part.name, r.part.shape, *seconds, f"{r.speed_up:.2f}x", *memory)
-    dealt = Table(title="balance_by_cost: the largest load over the mean, planned")
+    assigned = Table(title="balance_by_cost: the largest load over the mean, planned")
     for name in ("shape", "processes", "by cost", "by count"):
-        dealt.add_column(name, justify="left" if name == "shape" else "right")
+        assigned.add_column(name, justify="left" if name == "shape" else "right")
     for shape in shapes:
         for processes in (2, 3, 4):
-            dealt.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
-    return [parts, dealt]
+            assigned.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
+    return [parts, assigned]
 
 
 def as_tables(results: Sequence[Result]) -> list[Table]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from ...batching.micro_batches import TokenCost
@@ -137,17 +138,16 @@ class _Memory:
         import psutil
         import torch
 
+        from ...run.log import peak_memory_mib
+
         if self.cuda:
             return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         now = psutil.Process().memory_info().rss / 2**20
-        try:
+        try:  # reset above, which the peak of getrusage is not
             with open("/proc/self/status") as file:
-                peak = next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
+                return now, next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
         except (OSError, StopIteration):
-            import resource
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
-        return now, peak
+            return now, peak_memory_mib(torch.device("cpu")) or now
 
 
 class _Clock:
@@ -156,13 +156,13 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def wrap(self, owner: Any, method: str, phase: Any) -> None:
+    def wrap(self, owner: Any, method: str, phase: Callable[[], str | None]) -> None:
         inner = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             import torch
 
-            name = phase() if callable(phase) else phase
+            name = phase()
             start = time.perf_counter()
             result = inner(*args, **kwargs)
             if torch.cuda.is_available():
@@ -226,76 +226,93 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     return trainer, given
 
 
+class _Server:
+    """Answers the benchmark: waits for a request, says what the step took.
+
+    Attributes:
+        base: MiB of the process with its model loaded.
+    """
+
+    def __init__(self, answers: Any) -> None:
+        self.answers, self.clock, self.memory, self.base = answers, _Clock(), _Memory(), 0.0
+
+    def answer(self, content: dict[str, Any]) -> None:
+        self.answers.write(json.dumps(content) + "\n")
+        self.answers.flush()
+
+    def wait(self) -> None:
+        if sys.stdin.readline().strip() != "step":
+            os._exit(0)
+        self.clock.seconds.clear()
+        self.memory.reset()
+
+    def report(self, tokens: float) -> None:
+        peak = self.memory.now_and_peak()[1]
+        seconds = {phase: self.clock.seconds[phase] for phase in PHASES}
+        seconds["forward/backward"] = max(self.clock.seconds["step"] - self.clock.seconds["prepare"], 0.0)
+        self.answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - self.base, "peak_mib": peak})
+
+    def callback(self) -> Any:
+        """Does one optimizer step for each request."""
+        from transformers import TrainerCallback
+
+        server = self
+
+        class Serve(TrainerCallback):
+            tokens = 0  # of a step
+
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                server.wait()
+
+            def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                self.start = time.perf_counter()
+
+            def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                server.clock.seconds["optimizer"] = time.perf_counter() - self.start
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                server.report(self.tokens)
+
+        return Serve()
+
+
 def main() -> None:
     """Read the specification from the command line, then serve steps."""
-    answers = os.fdopen(os.dup(1), "w")
+    server = _Server(os.fdopen(os.dup(1), "w"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the plan, and whatever a library prints
 
     import warnings
 
     import torch
     import transformers
-    from transformers import TrainerCallback
-
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    spec = json.loads(sys.argv[1])
-    shape = Shape(**spec["shape"])
-    clock, memory = _Clock(), _Memory()
-
-    def answer(content: dict[str, Any]) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    def wait() -> None:
-        if sys.stdin.readline().strip() != "step":
-            os._exit(0)
-        clock.seconds.clear()
-        memory.reset()
-
-    def report(tokens: float) -> None:
-        peak = memory.now_and_peak()[1]
-        seconds = {phase: clock.seconds[phase] for phase in PHASES}
-        seconds["forward/backward"] = max(clock.seconds["window"] - clock.seconds["prepare"], 0.0)
-        answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - base, "peak_mib": peak})
-
-    class Serve(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            wait()
-
-        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-
-        def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            clock.seconds["optimizer"] = time.perf_counter() - self.start
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            report(given.tokens)
 
     from ...forward.architecture import attention_sizes, weight_sizes
     from ...forward.reference import base_model_of
 
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    spec = json.loads(sys.argv[1])
+    shape, callback = Shape(**spec["shape"]), server.callback()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, given = _trainer(spec, shape, folder, Serve())
-        clock.wrap(trainer, "_generate_single_turn", "rollout")
-        clock.wrap(
-            trainer,
-            "_get_per_token_logps_and_entropies",
-            lambda: None if torch.is_grad_enabled() else "log-probs",
-        )
-        clock.wrap(trainer, "_prepare_inputs", "prepare")
-        clock.wrap(trainer, "training_step", "window")
+        trainer, given = _trainer(spec, shape, folder, callback)
+        callback.tokens = given.tokens
+        clock = server.clock
+        clock.wrap(trainer, "_generate_single_turn", lambda: "rollout")
+        scoring = "_get_per_token_logps_and_entropies"
+        clock.wrap(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
+        clock.wrap(trainer, "_prepare_inputs", lambda: "prepare")
+        clock.wrap(trainer, "training_step", lambda: "step")
         model = base_model_of(trainer.model)
         weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
         width = attention_sizes(model.config).width
-        answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
-        base = memory.now_and_peak()[0]
+        server.answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
+        server.base = server.memory.now_and_peak()[0]
         if shape.sample:
-            _serve_sampling(trainer, wait, report)
+            _serve_sampling(trainer, server)
         trainer.train()
 
 
-def _serve_sampling(trainer: Any, wait: Any, report: Any) -> None:
+def _serve_sampling(trainer: Any, server: _Server) -> None:
     """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
     item = next(iter(trainer.get_train_dataloader()))
     sampled: list[int] = []
@@ -309,14 +326,14 @@ def _serve_sampling(trainer: Any, wait: Any, report: Any) -> None:
     trainer._generate_single_turn = counted
     trainer.model.train()
     while True:
-        wait()
+        server.wait()
         trainer.args.seed += 1
         trainer._buffered_inputs = None
         if hasattr(trainer, "_sampler"):  # ours
             trainer._sampler.hold(None, None)
         sampled.clear()
         trainer._prepare_inputs(item)
-        report(sum(sampled))
+        server.report(sum(sampled))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ...batching.sizes import resolve_geometry
+from ...batching.sizes import geometry_of
 from ...errors import ConfigError
 from .runs import OURS, STOCK, Run, RunResult, run_all
 
@@ -97,6 +97,18 @@ class CheckReport:
             if r.reason:
                 grouped.setdefault((r.trainer, r.reason), []).append(str(r.split))
         return [f"{trainer} at {', '.join(where)}: {reason}." for (trainer, reason), where in grouped.items()]
+
+    def conclusion(self, bitwise: bool) -> str:
+        """What the comparison shows, in a sentence or two."""
+        if not self.ok:
+            learned = all(r.verdict != "nothing learned" for r in self.results)
+            return "At least one split learns something else." if learned else "Nothing was learned to compare."
+        rounding = (
+            "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
+            "rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n"
+        )
+        said = rounding if any(r.verdict == "rounding" for r in self.results) else ""
+        return f"{said}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no NaN."""
@@ -260,29 +272,18 @@ def check(
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
-    base = {**config, "max_steps": steps, "logging_steps": 1}
-    if bitwise:
-        base["bitwise_invariant"] = True
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "eval_strategy", "eval_steps"):
-        base.pop(name, None)
-    if base.get("global_batch_size") is None:
-        raise ConfigError(
-            "global_batch_size is not set; a check compares splits of one global batch, so it has to be given, for "
-            "example global_batch_size=16."
-        )
+    base = _settings(config, steps, bitwise)
     chosen = list(splits) if splits is not None else default_splits(base["global_batch_size"], (1, 2))
     if not chosen:
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in chosen:
-        _geometry(base, split)
+        geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
     functions = tuple(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else (reward_funcs,)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
-        folder = Path(name)
-        data_path = str(folder / "data")
+        data_path = str(Path(name) / "data")
         train_dataset.save_to_disk(data_path)
-        template = Run(
-            "", _model_folder(model, processing_class, folder), data_path, functions, base, peft=peft, trace=bitwise
-        )
+        start = _model_folder(model, processing_class, Path(name))
+        template = Run("", start, data_path, functions, base, peft=peft, trace=bitwise)
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             results += _compare_trainer(dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress)
@@ -291,14 +292,16 @@ def check(
         return CheckReport(results, steps, base)
 
 
-def _geometry(config: dict[str, Any], split: Split) -> None:
-    names = ("global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
-    resolve_geometry(
-        num_generations=config.get("num_generations", 8),
-        num_processes=split.processes,
-        micro_batch_size=split.micro_batch_size,
-        **{name: config[name] for name in names if config.get(name) is not None},
-    )
+def _settings(config: Mapping[str, Any], steps: int, bitwise: bool) -> dict[str, Any]:
+    """The settings that all splits share: without sizes of a split, and without evaluation."""
+    of_a_split = ("per_device_train_batch_size", "gradient_accumulation_steps", "eval_strategy", "eval_steps")
+    shared = {name: value for name, value in config.items() if name not in of_a_split}
+    if shared.get("global_batch_size") is None:
+        raise ConfigError(
+            "global_batch_size is not set; a check compares splits of one global batch, so it has to be given, for "
+            "example global_batch_size=16."
+        )
+    return {**shared, "max_steps": steps, "logging_steps": 1, **({"bitwise_invariant": True} if bitwise else {})}
 
 
 def _model_folder(model: Any, processing_class: Any, folder: Path) -> str:

@@ -96,7 +96,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch_command(processes: int, folder: Path, script: Sequence[str], port: int | None = None) -> list[str]:
+def launch_command(processes: int, folder: Path, script: Sequence[str]) -> list[str]:
     """The command line that starts `script` on `processes` processes through Accelerate's launcher.
 
     On a machine without enough accelerators the processes run on the CPU over gloo. `--cpu --num_processes N` would
@@ -112,7 +112,7 @@ def launch_command(processes: int, folder: Path, script: Sequence[str], port: in
         "num_machines": 1,
         "machine_rank": 0,
         "mixed_precision": "no",
-        "main_process_port": port or free_port(),
+        "main_process_port": free_port(),
     }
     path = folder / f"accelerate_{processes}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -127,18 +127,15 @@ Starter = Callable[[Path, int, dict[str, str], float], tuple[int | None, str]]
 def launched(folder: Path, processes: int, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
     """A `Starter`: fresh interpreters, several of them through Accelerate's launcher."""
     command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
-    if processes > 1:  # the launcher takes a module only through its own flag
-        command = [*command[:-3], "--module", "grpo_ext.tools.check.worker", str(folder)]
     return _finish(command, environment, timeout_s)
 
 
 def run_all(
-    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, threads: int = 1, start: Starter = launched
+    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
 ) -> list[RunResult]:
     """Train every run on `processes` real processes, one after the other in one launch.
 
     Args:
-        threads: threads per process. The same number for every launch: matrix products sum in another order otherwise.
         start: how the processes come to be.
 
     Raises:
@@ -148,7 +145,7 @@ def run_all(
         folder = Path(name)
         packed = {"path": sys.path, "files": _modules_from_files(runs), "runs": dill.dumps(list(runs), recurse=True)}
         (folder / "runs.dill").write_bytes(dill.dumps(packed))
-        status, output = start(folder, processes, _environment(runs, processes, threads), timeout_s)
+        status, output = start(folder, processes, _environment(runs, processes), timeout_s)
         if status is None:
             raise LaunchError(
                 f"{len(runs)} run(s) on {processes} process(es) took more than {timeout_s:g} s; use fewer steps or "
@@ -162,13 +159,14 @@ def run_all(
         return [read_result(folder / run.name, run.name) for run in runs]
 
 
-def _environment(runs: Sequence[Run], processes: int, threads: int) -> dict[str, str]:
+def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     quiet = {"TOKENIZERS_PARALLELISM": "false"}
     if all(Path(run.model_path).is_dir() for run in runs):
         quiet["HF_HUB_OFFLINE"] = "1"  # nothing to look for there
     if processes > 1 and torch.cuda.device_count() < processes:
         quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore", **quiet}
+    # the same number of threads for every launch: matrix products sum in another order otherwise
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **quiet}
 
 
 def _modules_from_files(runs: Sequence[Run]) -> dict[str, str]:

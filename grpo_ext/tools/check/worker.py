@@ -1,4 +1,4 @@
-"""The process side of `tools.runs`: trains the runs of a folder and writes their results beside it.
+"""The process side of runs.py: trains the runs of a folder and writes their results beside it.
 
 Started by `run_all` on every process of a launch; only the main process writes.
 """
@@ -6,7 +6,6 @@ Started by `run_all` on every process of a launch; only the main process writes.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import dill
+
+from ...rewards.registry import load_file
 
 
 class _Refused(Exception):
@@ -102,10 +103,7 @@ def main(folder: Path) -> None:
     packed = dill.loads((folder / "runs.dill").read_bytes())
     sys.path.extend(p for p in packed["path"] if p not in sys.path)
     for name, path in packed["files"].items():
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is not None and spec.loader is not None:
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
+        load_file(path, name)
     runs = dill.loads(packed["runs"])
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     from safetensors.torch import save_file

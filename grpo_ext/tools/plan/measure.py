@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from rich.table import Table
 
 from ...algorithms.keyed_random import uniform
 from ...batching.micro_batches import StepSizes, assign_rows
-from ...batching.sizes import BatchGeometry, group_numbers
+from ...batching.sizes import BatchGeometry, ceil_div, group_numbers
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
+from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
 _TOKENS = 192
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_config(model: str) -> Any:
@@ -67,7 +68,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
             kept[storage.data_ptr()] = storage  # held, so that no other takes its place
         return tensor
 
-    half = torch.autocast("cpu", _DTYPES[compute], enabled=compute != "float32")
+    half = torch.autocast("cpu", DTYPES[compute], enabled=compute != "float32")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
@@ -100,7 +101,7 @@ def measure(
     long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
     grows = {n: (_saved(config, n, long, compute) - _saved(config, n, short, compute)) / (long - short) for n in (1, 2)}
-    size = _DTYPES[compute].itemsize
+    size = DTYPES[compute].itemsize
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -108,10 +109,10 @@ def measure(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        weight_bytes=_DTYPES[weights].itemsize,
+        weight_bytes=DTYPES[weights].itemsize,
         compute_bytes=size,
         token_bytes=grows[2] - grows[1],
-        kept_bytes=text.hidden_size * _DTYPES[weights].itemsize,
+        kept_bytes=text.hidden_size * DTYPES[weights].itemsize,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
     )
@@ -128,11 +129,7 @@ def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> 
 def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
     """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
     rows = range(len(sizes.completions_B))
-    loads = []
-    for share in assign_rows(sizes, rows, geometry.num_processes, model.cost):
-        work = sum(model.cost.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(share))
-        work += sum(model.cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in share)
-        loads.append(work)
+    loads = [sizes.load(mine, model.cost) for mine in assign_rows(sizes, rows, geometry.num_processes, model.cost)]
     tokens = sizes.tokens(rows, packed=True) / geometry.num_processes
     return tokens, max(loads) / (sum(loads) / len(loads))
 
@@ -150,3 +147,46 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
         if size or total:
             table.add_row(f"[bold]{name}[/bold]" if total else name, f"{size / 2**30:.2f}")
     return table
+
+
+def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, Any]) -> tuple[str, Table]:
+    """The step in words, and the memory per device by part.
+
+    Args:
+        model: id, folder or config.json.
+        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, `prompt_length`
+            (tokens), and as far as they are known `mean_completion_length` (tokens), `compute` and `lora_rank`.
+
+    Raises:
+        ConfigError: a configuration that cannot be read, an unknown engine or type.
+    """
+    half = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
+    compute = settings.get("compute", half)
+    if compute not in DTYPES:
+        raise ConfigError(f"compute={compute!r}: use float32, bfloat16 or float16.")
+    lora_rank = settings.get("lora_rank", settings.get("lora_r", 16) if settings.get("use_peft") else None)
+    prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
+    mean = settings.get("mean_completion_length") or max(longest // 2, 1)
+    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank)
+    tokens, imbalance = balance(geometry, simulated(geometry, prompt, longest, mean), sizes)
+    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
+    largest = ceil_div(rows, geometry.num_generations) * prompt + rows * longest
+    if (budget := settings.get("micro_batch_tokens")) is not None:
+        largest = min(largest, max(budget, prompt + longest))
+    layout = MemoryLayout(
+        settings["engine"],
+        geometry.num_processes,
+        largest,
+        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
+        prompt + longest,
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
+        reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
+        bitwise=bool(settings.get("bitwise_invariant", False)),
+    )
+    return (
+        f"Model: {sizes.parameters / 1e6:,.0f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved "
+        f"activations {sizes.token_bytes / 1024:.0f} KiB per token and layer\n"
+        f"Step: about {tokens:,.0f} tokens per device (prompts {prompt}, completions {mean} on average, up to "
+        f"{longest}), slowest device {imbalance:.3f} x the mean; largest micro-batch {largest:,} tokens\n"
+        f"Expected memory per device, {layout.engine} on {layout.processes}:"
+    ), memory_table(sizes, layout)

@@ -28,7 +28,7 @@ class ModelSizes:
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
-        cost: of a token in training, for dealing groups to processes.
+        cost: of a token in training, for assigning groups to processes.
     """
 
     parameters: int
@@ -78,7 +78,6 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     """
     if layout.engine not in ENGINES:
         raise ConfigError(f"engine={layout.engine!r}: use one of {', '.join(ENGINES)}.")
-    shares = layout.processes
     deepspeed = layout.engine in ("zero2", "zero3")
     half = model.compute_bytes < model.weight_bytes
     # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
@@ -86,16 +85,16 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     masters = model.weight_bytes if deepspeed and half else 0
     whole = model.parameters * width
     shards_weights = layout.engine in ("zero3", "fsdp2")
-    shards_states = layout.engine != "ddp"
+    holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0  # one in use, one on its way
     casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
     tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {
-        "weights": whole / shares + gathered if shards_weights else whole,
+        "weights": whole / layout.processes + gathered if shards_weights else whole,
         "half-precision copies": 0 if shards_weights else casts,
-        "reference": (whole / shares if shards_weights else whole) if layout.reference else 0,
-        "gradients": (width if deepspeed else 4) * model.trained / (shares if shards_states else 1),
-        "optimizer": (8 + masters) * model.trained / (shares if shards_states else 1),
+        "reference": (whole / layout.processes if shards_weights else whole) if layout.reference else 0,
+        "gradients": (width if deepspeed else 4) * model.trained / holders,
+        "optimizer": (8 + masters) * model.trained / holders,
         "bitwise sums": 8 * model.trained if layout.bitwise else 0,
         "activations": _activations(model, layout),
         # float32 values and what becomes of them; in half precision the products too

@@ -1,7 +1,7 @@
 """`grpo-ext report`: what a run did, on one page that needs no server, no network and no JavaScript.
 
 Differs from a tracker: it is written from the run's own folder, also of a run that was killed, and says with which
-settings and from where. The last stage: report_runs.py reads, report_plots.py draws, this writes.
+settings and from where. The last stage: runs.py reads, plots.py draws, this writes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
     """
     if not runs:
         raise ConfigError("name the folder of a run, or of several to compare.")
-    if len(runs) == 1:
-        return write_report(runs[0], output)
-    return write_comparison(runs, output)
+    return write_report(runs[0], output) if len(runs) == 1 else write_comparison(runs, output)
 
 
 def write_report(path: str | Path, output: str | Path | None = None) -> Path:
@@ -112,13 +110,11 @@ def default_folder(run: Path) -> Path:
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """A name for each run: of its folder, with as much of the path as tells them apart."""
-    names = [run.name for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    names = [str(run.folder) for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{name} ({i})" for i, name in enumerate(names, start=1)]
+    short, whole = [run.name for run in runs], [str(run.folder) for run in runs]
+    for names in (short, whole):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(whole, start=1)]
 
 
 def value_table(run: Run) -> list[tuple[str, list[str]]]:

@@ -1,13 +1,14 @@
 """The plots of a report: which logged values go into which plot, and how it is drawn.
 
 Differs from a tracker: one picture for each question about a GRPO run, and only of what was logged. `panels` gives the
-numbers (tests compare them with the log), `draw` the picture; report.py puts both on the page.
+numbers (tests compare them with the log), `draw` the picture; page.py puts both on the page.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,122 +60,70 @@ class Spec:
     """What a plot shows.
 
     Attributes:
-        curves: (name of a logged value, label).
-        more: picks further logged values by name.
-        label: the label of a value that `more` has picked.
-        main: the one that stands for the plot where runs are compared; the first curve if empty.
+        curves: a regular expression of names of logged values, and their label, in which `\\1` is the group of it.
+        main: the value that stands for the plot where runs are compared; the first one that is logged if empty.
     """
 
     name: str
     title: str
     unit: str
-    curves: tuple[tuple[str, str], ...] = ()
-    more: Callable[[str], bool] | None = None
-    label: Callable[[str], str] = field(default=lambda name: name)
+    curves: Mapping[str, str] = field(default_factory=dict)
     kind: str = "line"
     main: str = ""
 
-
-def _after(prefix: str) -> Callable[[str], str]:
-    return lambda name: name.removeprefix(prefix)
-
-
-def _reward_mean(name: str) -> bool:
-    return name.startswith("rewards/") and name.endswith("/mean")
-
-
-def _evaluation(name: str) -> bool:
-    return name == "eval_reward" or (name.startswith("eval_rewards/") and name.endswith("/mean"))
+    def names(self, run: Run) -> dict[str, str]:
+        """The values of a run that belong to this plot, with their labels."""
+        found: dict[str, str] = {}
+        for pattern, label in self.curves.items():
+            for name in run.names():
+                if match := re.fullmatch(pattern, name):
+                    found.setdefault(name, match.expand(label))
+        return found
 
 
-def _accuracy(name: str) -> bool:
-    return "accuracy" in name and not name.startswith(("rewards/", "eval_rewards/"))
-
-
+_LENGTHS = {
+    "completions/mean_length": "mean",
+    "completions/min_length": "shortest",
+    "completions/max_length": "longest",
+}
+_CLIPPED = {
+    "clip_ratio/region_mean": "both sides",
+    "clip_ratio/low_mean": "low",
+    "clip_ratio/high_mean": "high",
+    "cispo_clip_ratio": "cispo",
+}
+_ACCURACY = {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"}
+_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1"}
+_SAMPLING = "dynamic_sampling/replaced_groups"
 SPECS = (
     Spec(
         "reward",
         "Reward (band: one standard deviation)",
         "reward",
-        (("reward", "reward"),),
-        _reward_mean,
-        lambda name: name.removeprefix("rewards/").removesuffix("/mean"),
+        {"reward": "reward", "rewards/(.+)/mean": r"\1"},
     ),
-    Spec(
-        "evaluation",
-        "Evaluation",
-        "reward",
-        more=_evaluation,
-        label=lambda name: name.removeprefix("eval_").removeprefix("rewards/").removesuffix("/mean"),
-        main="eval_reward",
-    ),
-    Spec(
-        "accuracy",
-        "Accuracy",
-        "share",
-        ((HELD_OUT, "held-out exact match"),),
-        _accuracy,
-    ),
-    Spec(
-        "length",
-        "Completion length",
-        "tokens",
-        (
-            ("completions/mean_length", "mean"),
-            ("completions/min_length", "shortest"),
-            ("completions/max_length", "longest"),
-        ),
-    ),
-    Spec("clipped", "Completions cut at the longest length", "share", (("completions/clipped_ratio", "cut"),)),
-    Spec("entropy", "Entropy", "nats per token", (("entropy", "entropy"),)),
-    Spec(
-        "clip_share",
-        "Tokens whose ratio is clipped",
-        "share",
-        (
-            ("clip_ratio/region_mean", "both sides"),
-            ("clip_ratio/low_mean", "low"),
-            ("clip_ratio/high_mean", "high"),
-            ("cispo_clip_ratio", "cispo"),
-        ),
-    ),
-    Spec("kl", "KL to the reference", "nats per token", (("kl", "kl"),)),
-    Spec("no_variance", "Groups without variance", "share", (("frac_reward_zero_std", "no variance"),)),
-    Spec(
-        "dynamic_sampling",
-        "Dynamic sampling",
-        "groups",
-        more=lambda name: name.startswith("dynamic_sampling/"),
-        label=_after("dynamic_sampling/"),
-        main="dynamic_sampling/replaced_groups",
-    ),
-    Spec(
-        "time",
-        "Time per phase",
-        "seconds per step",
-        more=lambda name: name.startswith("time/"),
-        label=_after("time/"),
-        kind="area",
-        main="step_time",
-    ),
+    Spec("evaluation", "Evaluation", "reward", _EVALUATION, main="eval_reward"),
+    Spec("accuracy", "Accuracy", "share", _ACCURACY),
+    Spec("length", "Completion length", "tokens", _LENGTHS),
+    Spec("clipped", "Completions cut at the longest length", "share", {"completions/clipped_ratio": "cut"}),
+    Spec("entropy", "Entropy", "nats per token", {"entropy": "entropy"}),
+    Spec("clip_share", "Tokens whose ratio is clipped", "share", _CLIPPED),
+    Spec("kl", "KL to the reference", "nats per token", {"kl": "kl"}),
+    Spec("no_variance", "Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
+    Spec("dynamic_sampling", "Dynamic sampling", "groups", {"dynamic_sampling/(.+)": r"\1"}, main=_SAMPLING),
+    Spec("time", "Time per phase", "seconds per step", {"time/(.+)": r"\1"}, kind="area", main="step_time"),
     Spec(
         "tokens_per_second",
-        "Useful tokens per second of the window",
+        "Useful tokens per second of the optimizer step",
         "tokens/s",
-        (("layout/useful_tokens_per_second", "useful tokens"),),
+        {"layout/useful_tokens_per_second": "useful tokens"},
     ),
     Spec("memory", "Peak memory of the main process", "MiB", main=MEMORY),
-    Spec("loss_scale", "Loss scale (fp16)", "scale", (("fp16/loss_scale", "loss scale"),), kind="log"),
-    Spec(
-        "overflows",
-        "Overflows (fp16)",
-        "count",
-        more=lambda name: name.startswith("fp16/") and name != "fp16/loss_scale",
-        label=_after("fp16/"),
-    ),
-    Spec("grad_norm", "Gradient norm", "norm", (("grad_norm", "before clipping"),)),
-    Spec("learning_rate", "Learning rate", "learning rate", (("learning_rate", "learning rate"),)),
-    Spec("loss", "Loss", "loss", (("loss", "loss"),)),
+    Spec("loss_scale", "Loss scale (fp16)", "scale", {"fp16/loss_scale": "loss scale"}, kind="log"),
+    Spec("overflows", "Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),
+    Spec("grad_norm", "Gradient norm", "norm", {"grad_norm": "before clipping"}),
+    Spec("learning_rate", "Learning rate", "learning rate", {"learning_rate": "learning rate"}),
+    Spec("loss", "Loss", "loss", {"loss": "loss"}),
 )
 
 
@@ -190,10 +139,7 @@ def panels(run: Run) -> list[Panel]:
 
 
 def _lines(run: Run, spec: Spec) -> list[Line]:
-    names = dict(spec.curves)
-    if spec.more is not None:
-        names |= {name: spec.label(name) for name in run.names() if spec.more(name) and name not in names}
-    lines = [Line(label, *run.series(name), _band(run, name)) for name, label in names.items()]
+    lines = [Line(label, *run.series(name), _band(run, name)) for name, label in spec.names(run).items()]
     if spec.name == "reward" and len(lines) == 2 and lines[0].values == lines[1].values:
         return lines[:1]  # a single function with weight 1
     return lines
@@ -221,21 +167,20 @@ def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
         lines = [_main(run, spec, name) for run, name in zip(runs, names)]
         lines = [line for line in lines if line.values]
         if lines:
-            title = (
-                "Time per step" if spec.name == "time" else spec.title.removesuffix(" (band: one standard deviation)")
-            )
-            curves = dict(spec.curves)
-            main = spec.main or next(iter(curves), "")
-            detail = f", {curves[main]}" if len(curves) > 1 else ""
-            found.append(Panel(spec.name, title + detail, spec.unit, lines, "log" if spec.kind == "log" else "line"))
+            title = spec.title.removesuffix(" (band: one standard deviation)")
+            named = [label for label in spec.curves.values() if "\\" not in label]
+            detail = f", {named[0]}" if len(named) > 1 else ""
+            kind = "log" if spec.kind == "log" else "line"
+            title = "Time per step" if spec.name == "time" else title + detail
+            found.append(Panel(spec.name, title, spec.unit, lines, kind))
     return found
 
 
 def _main(run: Run, spec: Spec, label: str) -> Line:
     if spec.main == MEMORY:
         return _memory(run, label)
-    candidates = [spec.main] if spec.main else [name for name, _ in spec.curves]
-    candidates += [name for name in run.names() if spec.more is not None and spec.more(name) and spec.kind != "area"]
+    candidates = [spec.main] if spec.main else []
+    candidates += [] if spec.kind == "area" else spec.names(run)  # a part of a stack does not stand for it
     found = (run.series(name) for name in candidates)
     return Line(label, *next((series for series in found if series[1]), ([], [])))
 

@@ -1,7 +1,7 @@
 """What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
 
 Differs from reading one file: it takes whatever there is, of a run that ended, was killed or still goes on. The first
-stage of `grpo-ext report`; report_plots.py draws it and report.py writes it.
+stage of `grpo-ext report`; plots.py draws it and page.py writes it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def load_run(path: str | Path) -> Run:
             f"{folder} holds no run with log lines (looked for {LOG}, {METRICS}, {TRAINER_STATE} and "
             f"checkpoint-*/{TRAINER_STATE}); name the output_dir of a run that has logged a step."
         )
-    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if _is_checkpoint(folder) else [])
+    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if (folder / TRAINER_STATE).is_file() else [])
     if not run.manifest:
         run.remarks.append("There is no manifest.json, so settings, versions and the plan are not known.")
     elif run.max_steps is None and run.manifest[-1].get("settings", {}).get("max_steps", -1) > 0:
@@ -173,10 +173,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / TRAINER_STATE).is_file()
 
 
 def _is_number(value: Any) -> bool:
@@ -289,7 +285,7 @@ def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in run.entries:
         if not is_evaluation(entry["values"]):
-            for row in _rows(entry):
+            for row in [*_rows(entry, "best"), *_rows(entry, "worst")]:
                 rows.setdefault((row["prompt"], row["completion"]), row)
     ordered = sorted(rows.values(), key=lambda row: -row["reward"])
     best = ordered[: min(count, (len(ordered) + 1) // 2)]
@@ -299,18 +295,14 @@ def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]]
 def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
     """(step, best, worst) of the last line of training, or of evaluation, that has completions; step 0 if none has."""
     for entry in reversed(run.entries):
-        if _rows(entry) and is_evaluation(entry["values"]) == evaluation:
-            best, worst = ([_with_step(row, entry) for row in entry.get(kind) or []] for kind in ("best", "worst"))
+        best, worst = _rows(entry, "best"), _rows(entry, "worst")
+        if (best or worst) and is_evaluation(entry["values"]) == evaluation:
             return entry["step"], best, worst
     return 0, [], []
 
 
-def _rows(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [_with_step(row, entry) for kind in ("best", "worst") for row in entry.get(kind) or []]
-
-
-def _with_step(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "step": entry["step"]}
+def _rows(entry: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [{**row, "step": entry["step"]} for row in entry.get(kind) or []]
 
 
 # ---- Words --------------------------------------------------------------------------------------------------------

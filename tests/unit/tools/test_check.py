@@ -22,6 +22,7 @@ from grpo_ext.tools.check.comparison import (
     update_error,
 )
 from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, stock_config
+from grpo_ext.tools.run_file import Task
 from tests.support.launches import run_all as run_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -206,8 +207,7 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from grpo_ext.tools import cli
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    task = {"model": "", "dataset": None, "rewards": [], "config": {}, "peft": None, "about": "Checking"}
-    monkeypatch.setattr(cli, "_task", lambda *args: task)
+    monkeypatch.setattr(cli, "load_task", lambda *args: Task("", None, [], {}, None, "Checking"))
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output

@@ -39,6 +39,19 @@ def test_plan_reads_the_settings_of_a_recipe(tmp_path):
     assert "24 completions = 6 prompts x 4" in run("plan", "--config", str(path)).stdout
 
 
+def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("global_batch_size: 16\nnum_train_epochs: 5\ndataloader_drop_last: true\n")
+    done = runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5", "--num_train_epochs", "1"])
+    assert "5 prompts = 2 optimizer steps" in done.output, done.output
+    assert runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5"]).output != done.output
+    kept = runner.invoke(
+        app,
+        ["plan", "--config", str(path), "--num_prompts", "5", "--num_train_epochs", "1", "--no-dataloader-drop-last"],
+    )
+    assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
+
+
 def test_plan_shows_a_token_budget(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("micro_batch_tokens: 4096\n")
@@ -54,7 +67,8 @@ def test_an_error_is_one_message_and_status_2():
 
 
 def test_plan_loads_no_model_library():
-    code = "import sys, grpo_ext.tools.cli as c; c.plan(num_processes=2); print('torch' in sys.modules)"
+    code = "import sys; from grpo_ext.tools.cli import app; app(['plan'], standalone_mode=False); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("False")
@@ -145,8 +159,12 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert "'nothing' is no setting" in str(result.exception)
     demo = SimpleNamespace(model_path="demo/model", train_dataset=None, reward_funcs=[len])
     monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: demo)
-    seen, result = checked({"learning_rate": 0.5, "dtype": "bfloat16"})
-    assert "Checking the demo, all weights; dtype left out" in result.output
+    ignored = {"dtype": "bfloat16", "model_revision": "main", "use_bnb_nested_quant": True, "output_dir": "out"}
+    seen, result = checked({"learning_rate": 0.5, **ignored, "max_samples": 4})
+    said = (
+        "Checking the demo, all weights; dtype, max_samples, model_revision, output_dir, use_bnb_nested_quant left out"
+    )
+    assert said in result.output
     assert (seen["model"], seen["peft"], seen["settings"]["learning_rate"]) == ("demo/model", None, 0.5)
 
 
