@@ -378,7 +378,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         for module in (policy, trainer.ref_model):
             if module is not None:
                 disable_random_parts(module)
-    if trainer.takes_images:
+    if trainer._takes_images:
         _check_images(config)
         return [
             *refuse_split_dependence(policy, config.neftune_noise_alpha, allow=True),
@@ -440,8 +440,8 @@ def check_bitwise(trainer: Any) -> None:
     accelerator = trainer.accelerator
     refuse_sharding(shards_parameters(accelerator), accelerator.num_processes, accelerator.distributed_type.value)
     refuse_batch_dependent_rewards(trainer.reward_funcs)
-    own = trainer.own_sampling()
-    if own is not None or not trainer.samples_by_key():
+    own = trainer._own_sampling()
+    if own is not None or not trainer._samples_by_key():
         own = own or own_generate(accelerator.unwrap_model(trainer.model))
         raise ConfigError(
             "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
@@ -452,9 +452,9 @@ def check_bitwise(trainer: Any) -> None:
 
 def uncovered_sampling(trainer: Any) -> list[str]:
     """What the promise does not cover of how completions are sampled, as sentences."""
-    if trainer.takes_images or (trainer.own_sampling() is None and trainer.samples_by_key()):
+    if trainer._takes_images or (trainer._own_sampling() is None and trainer._samples_by_key()):
         return []
-    if (own := trainer.own_sampling()) is not None:
+    if (own := trainer._own_sampling()) is not None:
         sentence = f"{own} may sample in its own way; only the update is covered"
         if own == "rollout_func":
             sentence += (

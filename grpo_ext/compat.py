@@ -111,10 +111,10 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 
 class View:
-    """An object seen with some attributes replaced. Nothing of the object changes; what is set, is set on it.
+    """An object seen with some attributes replaced. What is set is set on the object, what is replaced on the view.
 
-    A method of TRL's that reads `self.reward_funcs` is run on a view of the trainer that has others (`on_view`), where
-    setting them on the trainer, and back, would show to everything else that reads them meanwhile.
+    A method of TRL's that reads `self._logs` is run on a view of the trainer that has another record (`on_view`), where
+    setting it on the trainer, and back, would show to everything else that reads it meanwhile.
     """
 
     def __init__(self, target: Any, instead: dict[str, Any]) -> None:
@@ -125,14 +125,26 @@ class View:
         return type(self._target)
 
     def __getattr__(self, name: str) -> Any:  # of what is not found here
-        return self._instead[name] if name in self._instead else getattr(self._target, name)
+        seen = vars(self)
+        if "_target" not in seen or (name.startswith("__") and name.endswith("__")):  # while it is copied or pickled
+            raise AttributeError(name)
+        return seen["_instead"][name] if name in seen["_instead"] else getattr(seen["_target"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._target, name, value)
+        if name in vars(self)["_instead"]:
+            vars(self)["_instead"][name] = value
+        else:
+            setattr(vars(self)["_target"], name, value)
 
 
 def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a bound method on a view of its object; what it calls in turn sees the object itself."""
+    """Call a bound method on a view of its object; what it calls in turn sees the object itself.
+
+    Raises:
+        ContractError: the method has been replaced by something that is bound to no object.
+    """
+    if not hasattr(method, "__func__"):
+        raise ContractError(f"{method!r} was put in the place of a method that grpo_ext calls on a view of its object.")
     return method.__func__(View(method.__self__, instead), *args, **kwargs)
 
 
@@ -222,7 +234,8 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
-        "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size",
+        "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size "
+        "compute_entropy compute_aux_loss",
     }.items()
 }
 
@@ -279,11 +292,9 @@ BODIES = (
     Body(_TRAINER, "_run_epoch", ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
     # what is seen otherwise on a view of the trainer (`on_view`) is read from it there
     Body(_GRPO, _SCORING, ("self._calculate_rewards(", 'self._logs["advantages"]', 'self._logs["extra"]')),
-    Body(_GRPO, "_calculate_rewards", ("self.reward_funcs",)),
     Body(_GRPO, "_generate_single_turn", ("self.vllm_generation.generate(",)),
     Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
     Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
-    Body(_TRAINER, "_finalize_training", ("self.args.save_total_limit",)),
     # a checkpoint is written below the folder that is asked for
     *(Body(owner, "_save_checkpoint", ("self._get_output_dir(trial=trial)",)) for owner in (_TRAINER, _GRPO)),
     # what a rollout batch is made of
@@ -355,7 +366,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "pad_to_multiple_of",
     "processing_class",
     "reward_func_names",
-    "reward_funcs",
     "reward_weights",
     "rollout_func",
     "router_aux_loss_coef",

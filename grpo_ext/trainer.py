@@ -64,7 +64,7 @@ def not_with_images(method: Method) -> Method:
 
     @functools.wraps(method)
     def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.takes_images:
+        if self._takes_images:
             return getattr(super(GRPOTrainer, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -130,22 +130,23 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not isinstance(model, str):
             checks.check_causal_lm(model)
         config = GRPOConfig.for_model(args, model)
+        leave_in_order()
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
         checks.check_stream(train_dataset, config.dynamic_sampling)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
-        self.takes_images = isinstance(processing_class, ProcessorMixin)
+        self._takes_images = isinstance(processing_class, ProcessorMixin)
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
-        loop_args = config.for_trl() if self.takes_images else config.for_loop()
+        loop_args = config.for_trl() if self._takes_images else config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
-        if rollout_func is not None and not self.takes_images:
-            rollout_func = CheckedRollout(rollout_func, self._without_prompts, checks.why_logprobs(config))
+        if rollout_func is not None and not self._takes_images:
+            rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
@@ -163,7 +164,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             environment_factory=environment_factory,
         )
         compat.verify_built(self)
-        leave_in_order()
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
@@ -182,7 +182,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None) -> None:
         """The components."""
         multiple = self.pad_to_multiple_of
-        if not self.takes_images:
+        if not self._takes_images:
             self.args.steps_per_generation = self.geometry.steps_per_rollout
             self.add_callback(self._clock)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
@@ -204,7 +204,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._restore,
             self._record_completions,
             self._logs,
-            self.reward_weights,
         )
         self.add_callback(self._keeper)
 
@@ -334,7 +333,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             or self.aux_loss_enabled
             or self.top_entropy_quantile < 1.0
             or self._loss_config.loss_type == "vespo"  # logs a weight of every sequence
-            or self.overrides("compute_loss", "_compute_loss")
+            or self._overrides("compute_loss", "_compute_loss")
         )
         skips = self.args.skip_zero_contribution and self.model.training and not others
         return StepTerms(skips, self.top_entropy_quantile, self.aux_loss_enabled, experts_per_token(self.model))
@@ -438,12 +437,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         attention_mask: Any,
         logits_to_keep: int,
         batch_size: int | None = None,
-        **options: Any,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool | RouterRequest = False,
+        **images: Any,
     ) -> Any:
-        """TRL's; its scoring of a rollout gives a `batch_size`, a micro-batch is run as a whole."""
+        """TRL's: of a rollout batch while it is scored, otherwise of a micro-batch."""
         batch = (input_ids, attention_mask, logits_to_keep)
-        if batch_size is None:
-            return self._scorer.score_micro_batch(model, batch, **options)
+        options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        if self._sampler.call is None:
+            return self._scorer.score_micro_batch(model, batch, batch_size, **options)
         with self._clock.phase("logps"):
             tokens = self._step_runner.limits.tokens
             return self._scorer.score_rollout(model, batch, batch_size, tokens, self._group_size, **options)
@@ -457,15 +459,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         scoring = super()._generate_and_score_completions
         if not isinstance(inputs, StepRows):
-            return scoring(inputs)
-        metrics = self._metrics[self._mode]
-        return self._sampler.score(inputs, scoring, self._calculate_rewards, metrics, self._logs, self._rewards)
+            with self._sampler.checking(self._reward_funcs, self.reward_func_names):
+                return scoring(inputs)
+        functions, metrics = self._reward_funcs, self._metrics[self._mode]
+        calculate = self._calculate_rewards
+        return self._sampler.score(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """TRL's, with functions that are checked and called by chunks."""
-        given = (inputs, prompts, completions, completion_ids_list)
-        functions, device = (self.reward_funcs, self.reward_func_names), self.accelerator.device
-        return self._sampler.calculate_rewards(super()._calculate_rewards, *functions, device, *given)
+        """TRL's; none of a process without prompts."""
+        if self._without_prompts():
+            return self._sampler.no_rewards(len(self.reward_funcs))
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions; while TRL scores completions, as they are checked and called by chunks."""
+        sampler = vars(self).get("_sampler")  # made after TRL's constructor has set them
+        return self._reward_funcs if sampler is None or sampler.checked is None else sampler.checked
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: list[Any]) -> None:
+        self._reward_funcs = functions
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
@@ -514,20 +528,20 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _threads(self) -> int | None:
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
-    def overrides(self, *names: str) -> bool:
+    def _overrides(self, *names: str) -> bool:
         """Whether a subclass overrides any of these methods."""
         return any(getattr(type(self), name) is not getattr(GRPOTrainer, name) for name in names)
 
-    def own_sampling(self) -> str | None:
+    def _own_sampling(self) -> str | None:
         """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
         if self.rollout_func is not None:
             return "rollout_func"
-        names = (name for name in ("_generate", "_generate_single_turn") if self.overrides(name))
+        names = (name for name in ("_generate", "_generate_single_turn") if self._overrides(name))
         return next((f"{type(self).__name__}.{name}" for name in names), None)
 
-    def samples_by_key(self) -> bool:
+    def _samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
-        if self.takes_images or self.use_transformers_continuous_batching:
+        if self._takes_images or self.use_transformers_continuous_batching:
             return False
         return self._sampler.samples_by_key(self._generation)
 
@@ -576,7 +590,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.check_bitwise(self)  # a `generate` may have been replaced since
         for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-        if not self.takes_images:
+        if not self._takes_images:
             prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
             epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
             drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
@@ -624,9 +638,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """transformers', which would take the checkpoint that an interrupted run goes on from for a leftover."""
-        limit = None if self._keeper.watch.stopping else self.args.save_total_limit
-        seen = {"args": compat.View(self.args, {"save_total_limit": limit})}
-        return compat.on_view(super()._finalize_training, seen, trial, num_train_samples, start_time)
+        limit = self.args.save_total_limit
+        if self._keeper.watch.stopping:
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""
@@ -635,9 +653,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""
-        save, final = super()._save_checkpoint, self._checkpoint_folder(trial)
-        if (folder := self._keeper.save(save, self.state, final, model, trial)) is not None:
-            super()._push_from_checkpoint(folder)
+        save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
+        self._keeper.save(save, push, self.state, final, model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._keeper.push_later()
@@ -648,7 +665,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _parts(self) -> RunParts:
         unwrap = self.accelerator.unwrap_model
         reference = None if self.ref_model is None else unwrap(self.ref_model)
-        return RunParts(unwrap(self.model), reference, self.optimizer, self.processing_class, self.train_dataset)
+        parts = (self.optimizer, self.processing_class, self.train_dataset, self.reward_weights)
+        return RunParts(unwrap(self.model), reference, *parts)
 
     def _fingerprint(self) -> dict[str, Any]:
         parts = self._parts()

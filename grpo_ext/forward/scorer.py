@@ -82,7 +82,7 @@ class Scorer:
         self,
         model: Any,
         batch: Batch,
-        batch_size: int,
+        batch_size: int | None,
         max_tokens: int | None,
         group_size: int,
         **options: Any,
@@ -106,9 +106,10 @@ class Scorer:
         chunking = Chunking(batch_size, max_tokens, self.packs(model), self.multiple, align, units, self.memory)
         return self._score(model, rows, batch[2], chunking, **options)
 
-    def score_micro_batch(self, model: Any, batch: Batch, **options: Any) -> TrlScores:
-        """Score a micro-batch in one forward, whose graph is kept where gradients are on; as `score_rollout`."""
-        return self._score(model, TokenRows.of_padded(*batch), batch[2], Chunking(), **options)
+    def score_micro_batch(self, model: Any, batch: Batch, batch_size: int | None = None, **options: Any) -> TrlScores:
+        """Score a micro-batch, in one forward unless `batch_size` cuts it; graphs are kept where gradients are on."""
+        chunking = Chunking(batch_size, None, self.packs(model), self.multiple)
+        return self._score(model, TokenRows.of_padded(*batch), batch[2], chunking, **options)
 
     def _score(
         self,
@@ -118,7 +119,6 @@ class Scorer:
         chunking: Chunking,
         compute_entropy: bool = False,
         compute_aux_loss: bool | RouterRequest = False,
-        **images: Any,
     ) -> TrlScores:
         wrapped = self.accelerator.unwrap_model(model)
         policy = base_model_of(wrapped)

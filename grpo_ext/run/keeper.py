@@ -63,7 +63,7 @@ class RunParts:
         model: the policy, as PEFT wraps it; reference: of its own, or None.
         optimizer: None before training.
         processing_class: tokenizer or processor.
-        train_dataset: of the run.
+        train_dataset, reward_weights: of the run.
     """
 
     model: Any
@@ -71,6 +71,7 @@ class RunParts:
     optimizer: Any
     processing_class: Any
     train_dataset: Any
+    reward_weights: torch.Tensor
 
 
 class RunKeeper(TrainerCallback):
@@ -83,7 +84,7 @@ class RunKeeper(TrainerCallback):
         fingerprint: what is compared on resume.
         state_of_run, restore: everything else that a run has to remember, and back.
         record: a few completions with their log-probabilities, for a checkpoint.
-        logs, weights: TRL's record of completions, and the weights of the reward functions, for the run's log.
+        logs: TRL's record of completions, for the run's log.
     """
 
     def __init__(
@@ -98,12 +99,11 @@ class RunKeeper(TrainerCallback):
         restore: Callable[[RunState], None],
         record: Callable[[], RecordedCompletions | None],
         logs: Mapping[str, Any],
-        weights: torch.Tensor,
     ) -> None:
         self.accelerator, self.args, self.given, self.geometry = accelerator, args, given, geometry
         self.parts, self.make_fingerprint = parts, fingerprint
         self.state_of_run, self.restore, self.record = state_of_run, restore, record
-        self.logs, self.weights = logs, weights
+        self.logs = logs
         self.sharded = shards_parameters(accelerator)
         device = accelerator.device
         self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
@@ -136,7 +136,7 @@ class RunKeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Completions of training are told from those of an evaluation that follows; a signal stops all processes."""
-        self._log.collect(self.logs, self.weights.tolist())
+        self._log.collect(self.logs, self.parts().reward_weights.tolist())
         self.watch.on_step_end(args, state, control, **kwargs)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,8 +146,8 @@ class RunKeeper(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """A line of the run's log."""
         if logs is not None:
-            device = self.accelerator.device
-            self._log.write(state.global_step, state.epoch, logs, self.logs, self.weights.tolist(), device)
+            weights, device = self.parts().reward_weights.tolist(), self.accelerator.device
+            self._log.write(state.global_step, state.epoch, logs, self.logs, weights, device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
@@ -336,16 +336,15 @@ class RunKeeper(TrainerCallback):
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
-    def save(self, trl_save: Any, state: TrainerState, final: Path, model: Any, trial: Any) -> str | None:
+    def save(
+        self, trl_save: Any, push: Callable[[str], None], state: TrainerState, final: Path, model: Any, trial: Any
+    ) -> None:
         """Write a checkpoint that is whole or absent: see run.checkpoint.
 
         Args:
-            trl_save: TRL's `_save_checkpoint`, bound to the trainer.
+            trl_save: TRL's `_save_checkpoint`, bound to the trainer; push: its `_push_from_checkpoint`.
             state: the Trainer's.
             final: the checkpoint's folder.
-
-        Returns:
-            The folder, where it is to be pushed.
         """
         run, writing, saves = final.parent, writing_folder(final.parent), self.args.should_save
         needed = self._bytes()
@@ -380,9 +379,10 @@ class RunKeeper(TrainerCallback):
                     recorded.save(writing / final.name)
         with failing_together(explain):
             self._publish(writing / final.name, final, state.global_step)
+        if self._to_push:
+            push(str(final))
         if saves:
             rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
-        return str(final) if self._to_push else None
 
     def push_later(self) -> None:
         """The checkpoint that is being written is to be pushed, under the name it will have."""

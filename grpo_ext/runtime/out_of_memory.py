@@ -1,4 +1,4 @@
-"""Out of memory is out_of_memory_on_all: work that does not fit is cut in half and done again.
+"""Out of memory does not end a run: work that does not fit is cut in half and done again.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
 smaller size is layout, so the update stays the same. Used around generation, scoring and the optimizer step.

@@ -7,10 +7,13 @@ leaves the others waiting. Called by TRL's `_generate` in the place of generatio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
+
+if TYPE_CHECKING:
+    from .sampler import RolloutSampler
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -22,17 +25,20 @@ class CheckedRollout:
 
     Args:
         function: the user's; `__wrapped__` afterwards.
-        without_prompts: whether this process has no prompts now.
+        sampler: makes the rollout batch.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
     """
 
     def __init__(
         self,
         function: Callable[..., dict[str, Any]],
-        without_prompts: Callable[[], bool],
+        sampler: Callable[[], RolloutSampler],
         needs_logprobs: str | None = None,
     ) -> None:
-        self.__wrapped__, self.without_prompts, self.needs_logprobs = function, without_prompts, needs_logprobs
+        self.__wrapped__, self.sampler, self.needs_logprobs = function, sampler, needs_logprobs
+
+    def __getattr__(self, name: str) -> Any:  # of what is not found here
+        return getattr(vars(self)["__wrapped__"], name)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's output dictionary.
@@ -40,11 +46,20 @@ class CheckedRollout:
         Raises:
             RolloutError: on every process, where the function failed or returned something else on one of them.
         """
-        idle, output, failure = self.without_prompts(), None, None
+        sampler, output, failure = self.sampler(), None, None
+        idle = sampler.call is not None and sampler.call.request.empty
         cause: Exception | None = None
+        if (reason := sampler.why_equal) is not None:
+            counts = gather_lists([0 if idle else len(prompts)])
+            if len(set(counts)) > 1:
+                raise RolloutError(
+                    f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+                    f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
+                )
         if not idle:
             try:
-                output = self.__wrapped__(prompts, trainer)
+                with sampler.outside():
+                    output = self.__wrapped__(prompts, trainer)
                 failure = _what_is_wrong(output, len(prompts))
             except Exception as error:  # told to the other processes first
                 failure, cause = f"raised {type(error).__name__}: {error}", error

@@ -128,7 +128,7 @@ class RolloutSampler:
 
     Attributes:
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
-        call: TRL's scoring, while it runs.
+        call, checked: TRL's scoring, while it runs, and the reward functions as it calls them.
         further: prompts for dynamic sampling, once the training loader is made.
         memory: the number of completions that fit into one `generate`.
     """
@@ -139,6 +139,7 @@ class RolloutSampler:
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
         self.call: ScoringCall | None = None
+        self.checked: list[Any] | None = None
         self.further: FurtherPrompts | None = None
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
@@ -258,6 +259,7 @@ class RolloutSampler:
         self,
         rows: StepRows,
         trl_scoring: Any,
+        functions: list[Any],
         calculate_rewards: Callable[..., torch.Tensor],
         metrics: Metrics,
         logs: dict[str, Any],
@@ -267,6 +269,7 @@ class RolloutSampler:
 
         Args:
             trl_scoring: TRL's `_generate_and_score_completions`, bound to the trainer.
+            functions: the reward functions.
             calculate_rewards: the trainer's, with a user's overrides: a subclass may shape the rewards there.
             metrics, logs: TRL's records, which it writes to.
         """
@@ -283,7 +286,10 @@ class RolloutSampler:
         # TRL computes advantages within a process's rows, and cuts them as if all processes had as many
         own_logs = {**logs, "advantages": deque(), "extra": defaultdict(list)}
         try:
-            with ragged_scoring(self.accelerator, request.empty):
+            with (
+                ragged_scoring(self.accelerator, request.empty),
+                self.checking(functions, rewards.names, call.calls),
+            ):
                 scored = on_view(trl_scoring, {"_calculate_rewards": remember, "_logs": own_logs}, list(rows))
         finally:
             self.call = None
@@ -307,19 +313,37 @@ class RolloutSampler:
             metrics[name].append(exact_mean(values))
         add_columns(logs["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(logs["prompt"]))
 
-    def calculate_rewards(
-        self, trl_rewards: Any, functions: list[Any], names: list[str], device: torch.device, *args: Any
-    ) -> torch.Tensor:
-        """TRL's `_calculate_rewards` with functions that are checked, and called by chunks; (B, F), all processes.
+    @contextlib.contextmanager
+    def checking(self, functions: list[Any], names: list[str], calls: RewardCalls | None = None) -> Iterator[None]:
+        """Inside, `checked` are the reward functions, checked, and called as `calls` has it."""
+        self.checked = check_reward_functions(functions, names, self.faults, calls)
+        try:
+            yield
+        finally:
+            self.checked = None
 
-        Args:
-            trl_rewards: TRL's, bound to the trainer; args: its arguments.
-        """
-        call = self.call
-        if call is not None and call.request.empty:
-            return ragged_gather(torch.zeros(0, len(functions), device=device))
-        checked = check_reward_functions(functions, names, self.faults, None if call is None else call.calls)
-        return on_view(trl_rewards, {"reward_funcs": checked}, *args)
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Inside, generation and scoring are the user's own, and no part of the rollout batch."""
+        call, self.call = self.call, None
+        try:
+            yield
+        finally:
+            self.call = call
+
+    def no_rewards(self, functions: int) -> torch.Tensor:
+        """The rewards (B, F) of all processes, on one without prompts."""
+        return ragged_gather(torch.zeros(0, functions, device=self.accelerator.device))
+
+    @property
+    def why_equal(self) -> str | None:
+        """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+        args = self.args
+        if self.sharded:
+            return "a forward of a sharded model is a collective"
+        if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
+            return "vLLM cuts what several processes sampled together as if all had as many"
+        return None
 
     # ---- Generation of one turn -----------------------------------------------------------------------------------
 

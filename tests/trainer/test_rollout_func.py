@@ -121,3 +121,14 @@ def test_it_is_evaluated_and_replaces_groups_without_variance(tmp_path):
 def test_bitwise_mode_refuses_it(tmp_path):
     with pytest.raises(ConfigError, match="rollout_func"):
         make(tmp_path, bitwise_invariant=True)
+
+
+def test_it_may_sample_with_the_trainer_itself(tmp_path):
+    def by_itself(prompts: Any, trainer: Any) -> Any:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+    trainer = make(tmp_path, by_itself)
+    trainer.train()
+    assert trainer.state.global_step == 2

@@ -229,3 +229,24 @@ def test_what_is_set_on_a_view_is_set_on_the_object_and_nothing_else_changes():
     assert isinstance(view, Thing)
     with pytest.raises(AttributeError, match="nothing"):
         _ = view.nothing
+
+
+def test_what_is_replaced_can_be_replaced_again_without_reaching_the_object():
+    class Mixin(Thing):
+        def both(self) -> tuple[str, str]:
+            before, self.name = self.name, "mixed"
+            try:
+                return super().both()
+            finally:
+                self.name = before
+
+    thing = Mixin()
+    assert compat.on_view(thing.both, {"name": "other"}) == ("mixed", "own")
+    assert "name" not in vars(thing)
+
+
+def test_a_method_that_was_replaced_by_a_function_is_named():
+    thing = Thing()
+    thing.inner = lambda: "patched"
+    with pytest.raises(ContractError, match="was put in the place of a method"):
+        compat.on_view(thing.inner, {})

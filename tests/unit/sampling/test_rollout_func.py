@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,11 @@ TRAINER = SimpleNamespace(_tokenizer=SimpleNamespace(eos_token_id=1))
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
 
-def call(output: Any, idle: bool = False, needs: str | None = None) -> Any:
+def call(output: Any, idle: bool = False, needs: str | None = None, why_equal: str | None = None) -> Any:
     function = output if callable(output) else lambda prompts, trainer: output
-    return CheckedRollout(function, lambda: idle, needs)(["a", "b"], TRAINER)
+    scoring = SimpleNamespace(request=SimpleNamespace(empty=idle))
+    sampler = SimpleNamespace(call=scoring, why_equal=why_equal, outside=contextlib.nullcontext)
+    return CheckedRollout(function, lambda: sampler, needs)(["a", "b"], TRAINER)
 
 
 def test_what_is_right_goes_through_as_it_is():
@@ -87,3 +90,24 @@ def test_a_process_without_prompts_does_not_call_it_and_has_the_fields_of_the_ot
 def test_a_mask_on_another_process_means_tokens_of_the_model_here(monkeypatch):
     beside(monkeypatch, (False, None, (False, True)))
     assert call(GOOD)["env_mask"] == [[1, 1], [1, 1]]
+
+
+def test_where_generation_is_a_collective_processes_need_as_many_prompts(monkeypatch):
+    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1] if own == [2] else own)
+    with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and they are joined"):
+        call(GOOD, why_equal="they are joined")
+    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *own])
+    assert call(GOOD, why_equal="they are joined") is GOOD
+
+
+def test_it_shows_what_the_users_object_has():
+    class Sandbox:
+        env = "inner"
+
+        def __call__(self, prompts: Any, trainer: Any) -> Any:
+            return GOOD
+
+    checked = CheckedRollout(Sandbox(), lambda: None)
+    assert checked.env == "inner"
+    with pytest.raises(AttributeError):
+        _ = checked.nothing
