@@ -6,8 +6,10 @@ leaves the others waiting. Called by TRL's `_generate` in the place of generatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
@@ -16,12 +18,18 @@ if TYPE_CHECKING:
     from .sampler import RolloutSampler
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_REMEDY = (
+    "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
+    "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
+    "token of the model, 0 for others) have one entry for each prompt too."
+)
 
 
 class CheckedRollout:
     """Calls `function(prompts, trainer)` with this process's prompts, each repeated once per completion, as TRL does.
 
-    A process without prompts does not call it. Every process comes here together.
+    Every process comes here together and calls it, so that it may hold collectives: one without prompts does so with a
+    prompt of another process, and no result contains what it returns.
 
     Args:
         function: the user's; `__wrapped__` afterwards.
@@ -31,7 +39,7 @@ class CheckedRollout:
 
     def __init__(
         self,
-        function: Callable[..., dict[str, Any]],
+        function: Callable[..., Mapping[str, Any]],
         sampler: Callable[[], RolloutSampler],
         needs_logprobs: str | None = None,
     ) -> None:
@@ -41,67 +49,59 @@ class CheckedRollout:
         return getattr(vars(self)["__wrapped__"], name)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's output dictionary.
+        """TRL's output dictionary, in lists of plain numbers.
 
         Raises:
             RolloutError: on every process, where the function failed or returned something else on one of them.
         """
-        sampler, output, failure = self.sampler(), None, None
-        idle = sampler.call is not None and sampler.call.request.empty
-        cause: Exception | None = None
-        if (reason := sampler.why_equal) is not None:
-            counts = gather_lists([0 if idle else len(prompts)])
-            if len(set(counts)) > 1:
-                raise RolloutError(
-                    f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
-                    f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
-                )
-        if not idle:
-            try:
-                with sampler.outside():
-                    output = self.__wrapped__(prompts, trainer)
-                failure = _what_is_wrong(output, len(prompts))
-            except Exception as error:  # told to the other processes first
-                failure, cause = f"raised {type(error).__name__}: {error}", error
-        found = None if output is None or failure else (output["logprobs"] is not None, "env_mask" in output)
-        everyone = gather_lists([(idle, failure, found)])
-        failures = [(rank, reason) for rank, (_, reason, _) in enumerate(everyone) if reason is not None]
-        if failures:
-            rank, reason = failures[0]
-            where = f" on process {rank}" if len(everyone) > 1 else ""
-            raise RolloutError(f"rollout_func {reason}{where}. {_REMEDY}") from cause
-        kinds = [kind for _, _, kind in everyone if kind is not None]
-        if len({logprobs for logprobs, _ in kinds}) > 1:
+        sampler = self.sampler()
+        self._check_counts(sampler, len(prompts))
+        output, failure, cause = None, None, None
+        try:
+            with sampler.outside():
+                output = self.__wrapped__(prompts, trainer)
+        except Exception as error:  # told to the other processes first
+            failure, cause = f"raised {type(error).__name__}: {error}", error
+        else:
+            failure = _what_is_wrong(output, len(prompts))
+            failure = None if failure is None else f"{failure}. {_REMEDY}"
+        found = {} if output is None or failure else _plain(output)
+        everyone = gather_lists([(failure, found.get("logprobs") is not None, "env_mask" in found)])
+        for rank, (reason, _, _) in enumerate(everyone):
+            if reason is not None:
+                where = f"on process {rank}, rollout_func" if len(everyone) > 1 else "rollout_func"
+                raise RolloutError(f"{where} {reason}") from cause
+        with_logprobs = {logprobs for _, logprobs, _ in everyone}
+        if len(with_logprobs) > 1:
             raise RolloutError(f"rollout_func returned logprobs on some processes and None on others. {_REMEDY}")
-        with_logprobs, with_mask = kinds[0][0], any(mask for _, mask in kinds)
-        if self.needs_logprobs is not None and not with_logprobs:
+        if self.needs_logprobs is not None and with_logprobs == {False}:
             raise RolloutError(f"rollout_func returned logprobs=None, and {self.needs_logprobs}.")
-        if output is None:  # rows that no result contains
-            end = trainer._tokenizer.eos_token_id
-            rows = [[end] for _ in prompts]
-            output = {"prompt_ids": rows, "completion_ids": rows, "logprobs": [[0.0] for _ in prompts]}
-            output["logprobs"] = output["logprobs"] if with_logprobs else None
-        if with_mask and "env_mask" not in output:
-            output = {**output, "env_mask": [[1] * len(ids) for ids in output["completion_ids"]]}
-        return output
+        if any(mask for _, _, mask in everyone) and "env_mask" not in found:
+            found["env_mask"] = [[1] * len(ids) for ids in found["completion_ids"]]
+        if sampler.call is not None:  # tools may go on with these rows
+            sampler.call.remember(found["prompt_ids"], found["completion_ids"])
+        return found
 
-
-_REMEDY = (
-    "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
-    "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
-    "token of the model, 0 for others) have one entry for each prompt too."
-)
+    def _check_counts(self, sampler: RolloutSampler, prompts: int) -> None:
+        if sampler.why_equal is None:
+            return
+        counts = gather_lists([prompts])
+        if len(set(counts)) > 1:
+            raise RolloutError(
+                f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+                f"{sampler.why_equal}; use a number of prompts (also for evaluation) that they share evenly."
+            )
 
 
 def _what_is_wrong(output: Any, rows: int) -> str | None:
     """What TRL could not take of an output, as the rest of a sentence; None if nothing."""
-    if not isinstance(output, dict):
+    if not isinstance(output, Mapping):
         return f"returned a {type(output).__name__} in the place of a dictionary"
     missing = [name for name in _REQUIRED if name not in output]
     if missing:
         return f"returned no {', '.join(missing)}"
     for name, values in output.items():
-        if name == "logprobs" and values is None:
+        if name in ("logprobs", "env_mask") and values is None:
             continue
         sized = hasattr(values, "__len__")
         per_prompt = isinstance(values, list) or name in (*_REQUIRED, "env_mask")
@@ -118,8 +118,24 @@ def _what_is_wrong(output: Any, rows: int) -> str | None:
 
 
 def _other_lengths(name: str, values: Any, completion_ids: Sequence[Any]) -> str | None:
-    for row, (own, ids) in enumerate(zip(values or (), completion_ids)):
+    for row, (own, ids) in enumerate(zip(() if values is None else values, completion_ids)):
         count = len(own) if hasattr(own, "__len__") else own
         if count != len(ids):
             return f"returned {count} {name} for the {len(ids)} tokens of completion {row}"
     return None
+
+
+def _plain(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The output with lists of plain numbers, so that every process makes tensors of the same types of them."""
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "prompt_ids": int,
+        "completion_ids": int,
+        "env_mask": int,
+        "logprobs": lambda value: None if value is None else float(value),  # vLLM cannot tell each of them
+    }
+    plain = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
+    for name, kind in kinds.items():
+        if plain.get(name) is not None:
+            rows = [row.tolist() if isinstance(row, torch.Tensor) else row for row in plain[name]]
+            plain[name] = [[kind(value) for value in row] for row in rows]
+    return plain

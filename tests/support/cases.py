@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.support.tiny import given_rollout, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.tiny import (
+    gathering_rollout,
+    given_rollout,
+    letter_reward,
+    prompts,
+    sparse_reward,
+    tiny_model,
+    tiny_tokenizer,
+)
 from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
@@ -85,7 +93,7 @@ CASES = {
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
     "rollout_func": Case({"loss_type": "dapo", **TWO_STEPS}, rollout_func=given_rollout),
     "rollout_func_few": Case(
-        {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=given_rollout
+        {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),
     "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
     "cut": Case({"global_batch_size": 10, "rollout_batch_size": 20, "max_steps": 7}, prompts=8, evaluate=True),

@@ -111,6 +111,14 @@ def given_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return found
 
 
+def gathering_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func` with a collective of its own, and values of other types."""
+    found = given_rollout(prompts, trainer)
+    masks = [[bool(value) for value in row] for row in found["env_mask"]]
+    trainer.accelerator.gather(torch.ones(1))
+    return {**found, "env_mask": masks, "logprobs": [[-1] * len(row) for row in masks]}
+
+
 def config_kwargs(folder: Any, **overrides: Any) -> dict[str, Any]:
     """Settings of a short, quiet run."""
     return {

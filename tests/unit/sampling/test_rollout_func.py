@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_ext.errors import RolloutError
 from grpo_ext.sampling import rollout_func as module
 from grpo_ext.sampling.rollout_func import CheckedRollout
 
-TRAINER = SimpleNamespace(_tokenizer=SimpleNamespace(eos_token_id=1))
+TRAINER = SimpleNamespace()
+REMEMBERED: list[Any] = []
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
 
-def call(output: Any, idle: bool = False, needs: str | None = None, why_equal: str | None = None) -> Any:
+def call(output: Any, needs: str | None = None, why_equal: str | None = None) -> Any:
     function = output if callable(output) else lambda prompts, trainer: output
-    scoring = SimpleNamespace(request=SimpleNamespace(empty=idle))
+    scoring = SimpleNamespace(remember=lambda prompts, completions: REMEMBERED.append((prompts, completions)))
     sampler = SimpleNamespace(call=scoring, why_equal=why_equal, outside=contextlib.nullcontext)
     return CheckedRollout(function, lambda: sampler, needs)(["a", "b"], TRAINER)
 
 
 def test_what_is_right_goes_through_as_it_is():
-    assert call(GOOD) is GOOD
+    assert call(GOOD) == GOOD
+    assert REMEMBERED[-1] == (GOOD["prompt_ids"], GOOD["completion_ids"])  # for tools that go on with the rows
     more = {**GOOD, "logprobs": [[-1.0, -2.0], [-1.0, None]], "env_mask": [[1, 0], [1, 1]], "score": [0.5, 1.0], "k": 3}
-    assert call(more) is more
+    assert call(more) == more
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+def test_tensors_and_arrays_become_plain_numbers(kind):
+    mask = [[True, False], [1.0, 1.0]]
+    given = {**GOOD, "completion_ids": kind([[5, 1], [6, 1]]), "logprobs": kind([[-1, -2], [-1, -2]]), "env_mask": mask}
+    found = call(UserDict(given))
+    assert found["completion_ids"] == [[5, 1], [6, 1]]
+    assert found["env_mask"] == [[1, 0], [1, 1]]
+    assert {type(value) for row in found["completion_ids"] + found["env_mask"] for value in row} == {int}
+    assert {type(value) for row in found["logprobs"] for value in row} == {float}
+
+
+def test_a_mask_that_is_none_is_no_mask():
+    assert "env_mask" not in call({**GOOD, "env_mask": None})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +57,6 @@ def test_what_is_right_goes_through_as_it_is():
         ({**GOOD, "completion_ids": [[5, 1]]}, "1 completion_ids for 2 prompts"),
         ({**GOOD, "prompt_ids": [[3]] * 3}, "3 prompt_ids for 2 prompts"),
         ({**GOOD, "score": [1.0]}, "1 score for 2 prompts"),
-        ({**GOOD, "env_mask": None}, "None env_mask for 2 prompts"),
         ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens in row 1 of completion_ids"),
         ({**GOOD, "logprobs": [[-1.0], [-1.0, -1.0]]}, "1 logprobs for the 2 tokens of completion 0"),
         ({**GOOD, "logprobs": [None, [-1.0, -1.0]]}, "None logprobs for the 2 tokens of completion 0"),
@@ -63,32 +82,24 @@ def test_log_probabilities_may_be_needed():
         call(GOOD, needs="the correction wants them")
 
 
-def beside(monkeypatch: Any, *others: tuple[bool, str | None, Any]) -> None:
+def beside(monkeypatch: Any, *others: tuple[str | None, bool, bool]) -> None:
     monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *others])
 
 
 def test_a_failure_of_another_process_is_an_error_here_too(monkeypatch):
-    beside(monkeypatch, (False, "raised KeyError: 'x'", None))
-    with pytest.raises(RolloutError, match="raised KeyError: 'x' on process 1"):
+    beside(monkeypatch, ("raised KeyError: 'x'", False, False))
+    with pytest.raises(RolloutError, match="on process 1, rollout_func raised KeyError: 'x'"):
         call(GOOD)
 
 
 def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch):
-    beside(monkeypatch, (False, None, (True, False)))
+    beside(monkeypatch, (None, True, False))
     with pytest.raises(RolloutError, match="logprobs on some processes and None on others"):
         call(GOOD)
 
 
-@pytest.mark.parametrize("kind", [(True, True), (False, False)])
-def test_a_process_without_prompts_does_not_call_it_and_has_the_fields_of_the_others(monkeypatch, kind):
-    beside(monkeypatch, (False, None, kind))
-    found = call(lambda *args: pytest.fail("called"), idle=True)
-    assert found["completion_ids"] == [[1], [1]]
-    assert (found["logprobs"] is not None, "env_mask" in found) == kind
-
-
 def test_a_mask_on_another_process_means_tokens_of_the_model_here(monkeypatch):
-    beside(monkeypatch, (False, None, (False, True)))
+    beside(monkeypatch, (None, False, True))
     assert call(GOOD)["env_mask"] == [[1, 1], [1, 1]]
 
 
@@ -97,7 +108,7 @@ def test_where_generation_is_a_collective_processes_need_as_many_prompts(monkeyp
     with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and they are joined"):
         call(GOOD, why_equal="they are joined")
     monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *own])
-    assert call(GOOD, why_equal="they are joined") is GOOD
+    assert call(GOOD, why_equal="they are joined") == GOOD
 
 
 def test_it_shows_what_the_users_object_has():
