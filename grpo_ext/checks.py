@@ -190,8 +190,8 @@ def check_parallelism(tensor_parallel_size: int) -> None:
     """
     if tensor_parallel_size > 1:
         raise ConfigError(
-            f"tensor parallel size {tensor_parallel_size}: this trainer deals rows to every process, and the ranks of "
-            "one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
+            f"tensor parallel size {tensor_parallel_size}: this trainer assigns rows to every process, and the ranks "
+            "of one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
         )
 
 

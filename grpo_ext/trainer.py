@@ -279,12 +279,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         completions = self._prepare_inputs(inputs)
-        loss_of = functools.partial(self._loss_of, model)
-        context, plan = self._step_runner.run(model, completions, self._terms(), loss_of, self._scored)
+        terms = self._terms(model)
+        context, plan = self._step_runner.run(model, completions, terms)
         loss = self._log_step(log_step(context, plan, self._clock.take()))
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            self._step_runner.explain(model, completions, context, plan, loss_of, what)
+            self._step_runner.explain(model, completions, context, plan, terms, what)
         self._losses.append(loss)
         self._metrics["train"]["loss"].append(loss)  # the Trainer's own goes through a float32 mean of processes
         self._step += 1
@@ -299,8 +299,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self._threads):
             completions = self._prepare_inputs(inputs)
-            loss_of = functools.partial(self._loss_of, model)
-            context = self._step_runner.evaluate(self.model, completions, self._terms(), loss_of, self._scored)
+            context = self._step_runner.evaluate(self.model, completions, self._terms(model))
             self._clock.take()  # the phases that are logged are those of training
             loss = self._log_step(reduced(context))
             self._metrics["eval"]["loss"].append(loss)
@@ -322,10 +321,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
         level = self.vllm_importance_sampling_mode if self.use_vllm else None
         replaces = self._sampler.further is not None and self.model.training
-        sample = self._sampler.sample_with_variance if replaces else self._sampler.sample
-        return sample(rows, self._generate_and_score_completions, self._metrics[self._mode], self._rewards, level)
+        score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
+        return self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
 
-    def _terms(self) -> StepTerms:
+    def _terms(self, model: Any) -> StepTerms:
+        """What the loss of a step is made of; `model` as the loop calls it."""
         # what adds to the loss of a completion whose advantage is zero
         others = (
             self.beta != 0.0
@@ -336,7 +336,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             or self._overrides("compute_loss", "_compute_loss")
         )
         skips = self.args.skip_zero_contribution and self.model.training and not others
-        return StepTerms(skips, self.top_entropy_quantile, self.aux_loss_enabled, experts_per_token(self.model))
+        return StepTerms(
+            functools.partial(self._loss_of, model),
+            functools.partial(self._score, self.model),
+            skips,
+            self.top_entropy_quantile,
+            self.aux_loss_enabled,
+            experts_per_token(self.model),
+        )
 
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
@@ -422,12 +429,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         return logps, entropies, router.output if router else None
 
-    def _scored(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        return self._score(self.model, batch)
-
     def _entropies(self, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
-            return self._scored(batch)[1]
+            return self._score(self.model, batch)[1]
 
     @not_with_images
     def _get_per_token_logps_and_entropies(
@@ -463,7 +467,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return scoring(inputs)
         functions, metrics = self._reward_funcs, self._metrics[self._mode]
         calculate = self._calculate_rewards
-        return self._sampler.score(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
+        return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's; none of a process without prompts."""
@@ -704,6 +708,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def score(row: int) -> torch.Tensor:
             with self._scorer.without_gradients(self.model):
-                return self._scored(self._step_runner.collate(rollout, (row,)))[0][0]
+                return self._score(self.model, self._step_runner.collate(rollout, (row,)))[0][0]
 
         return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)

@@ -52,8 +52,8 @@ class RewardCall:
         """The keywords of the call, with TRL's recorders replaced by those of the call; others are the user's own."""
         found = dict(keywords)
         for name, method in _RECORDERS.items():
-            stock = getattr(trl.GRPOTrainer, method, None)
-            if stock is not None and getattr(keywords.get(name), "__func__", None) is stock:
+            trls = getattr(trl.GRPOTrainer, method, None)
+            if trls is not None and getattr(keywords.get(name), "__func__", None) is trls:
                 found[name] = getattr(self, name)
         return found
 

@@ -50,7 +50,7 @@ class ChunkedGeneration:
     """Samples the rows of one process, chunk by chunk; later turns keep the chunks of the first.
 
     Attributes:
-        identity: the rows' histories, None in the first turn.
+        histories: the rows as sampled so far, None in the first turn.
         keys_B: key of every row of this process.
         chunk_size: completions per chunk, in whole groups.
         calls: from this process's number of chunks to the number of `generate` calls it has to make.
@@ -58,7 +58,7 @@ class ChunkedGeneration:
     """
 
     request: RolloutRequest
-    identity: RowHistories | None
+    histories: RowHistories | None
     keys_B: torch.Tensor
     chunk_size: int
     calls: Callable[[int], int]
@@ -77,7 +77,7 @@ class ChunkedGeneration:
         def keyed(part: list[int]) -> list[list[int]]:
             index = torch.tensor([rows[i] for i in part])
             prompts = [prompt_ids[i] for i in part]
-            offsets = torch.zeros_like(index) if self.identity is None else self.identity.offsets(index, prompts)
+            offsets = torch.zeros_like(index) if self.histories is None else self.histories.offsets(index, prompts)
             return sample(prompts, self.keys_B[index], offsets)
 
         return self.chunk_by_chunk(keyed, prompt_ids, rows, filler)

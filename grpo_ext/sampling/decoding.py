@@ -110,8 +110,8 @@ def own_generate(model: Any) -> str | None:
     if module.split(".")[0] == "peft" and hasattr(model, "get_base_model"):
         return own_generate(model.get_base_model())
     # the name too, because a library may have replaced the method of the class
-    stock = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
-    return None if stock or name in PLAIN_GENERATE else name
+    plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
+    return None if plain or name in PLAIN_GENERATE else name
 
 
 @contextmanager

@@ -17,8 +17,6 @@ from ..batching.sizes import group_numbers
 from ..runtime.collectives import ragged_gather
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-
-
 _SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages")  # may be one value per sequence
 
 
@@ -102,7 +100,7 @@ def contributing_rows(rollout: Rollout) -> list[int]:
 
 
 def gather_rollout(scored: dict[str, Any], rows: int, num_generations: int) -> Rollout:
-    """Collect the shares of all processes into the rollout batch every process holds.
+    """Gather the rows of all processes into the rollout batch that every process holds.
 
     Args:
         scored: what `_generate_and_score_completions` returned for this process's rows, padded; tensors with one row

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,13 +94,15 @@ class ScoringCall:
         request: what this process samples.
         calls: how reward functions are called, and what they log.
         histories: the rows as sampled so far; None before the first turn.
-        rewards_BF: of all processes; empty before the rewards are known.
+        rewards_BF: of all processes; None before they are known.
+        logged: what the reward functions of all processes logged, every value.
     """
 
     request: RolloutRequest
     calls: RewardCalls
     histories: RowHistories | None = None
     rewards_BF: torch.Tensor | None = None
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
     def rows_of(self, prompt_ids: list[list[int]]) -> list[int]:
         """Which rows of this process a turn goes on with."""
@@ -129,6 +131,7 @@ class RolloutSampler:
     Attributes:
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
         call, checked: TRL's scoring, while it runs, and the reward functions as it calls them.
+        last_call: the one that ended last.
         further: prompts for dynamic sampling, once the training loader is made.
         memory: the number of completions that fit into one `generate`.
     """
@@ -139,14 +142,13 @@ class RolloutSampler:
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
         self.call: ScoringCall | None = None
+        self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
         self.further: FurtherPrompts | None = None
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
         self.memory = Halving("generation", remedy, not (self.sharded or args.bitwise_invariant))
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
-        self._logged: dict[str, list[float]] = {}  # what the reward functions logged last, every value
-        self._rewards_BF = torch.zeros(0)  # of the rollout batch that was scored last, all processes
         self._said_columns: set[tuple[str, str]] = set()
 
     def slices(self, num_generations: int) -> ProcessSlices:
@@ -187,6 +189,7 @@ class RolloutSampler:
         score: Callable[[StepRows], dict[str, Any]],
         metrics: Metrics,
         rewards: RewardSettings,
+        replaces: bool = False,
         vllm_level: str | None = None,
     ) -> Rollout:
         """Sample and score these rows of every process; the rollout batch, on every process.
@@ -194,23 +197,32 @@ class RolloutSampler:
         Args:
             score: TRL's scoring of this process's rows, with a user's overrides.
             metrics: TRL's record, which it writes to.
+            replaces: groups without variance are replaced by those of further prompts (dynamic sampling).
             vllm_level: TRL's `vllm_importance_sampling_mode` with vLLM, else None.
         """
-        found = self._score(rows, score)
-        for name, value in sampling_metrics([found.rollout], vllm_level).items():
-            metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
-        self._warn_if_unscored(found.rewards_BF, rewards.names)
-        return found.rollout
+        if replaces:
+            rollout, rewards_BF = self._sample_in_rounds(rows, score, metrics, rewards, vllm_level)
+        else:
+            only = self._round(rows, score)
+            rollout, rewards_BF = only.rollout, only.rewards_BF
+            for name, value in sampling_metrics([rollout], vllm_level).items():
+                metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
+        if torch.isnan(rewards_BF).all():
+            logger.warning(
+                f"No completion of this rollout was scored: {', '.join(rewards.names)} returned None for all of them, "
+                "so nothing is learned from it; check that the reward functions fit the data."
+            )
+        return rollout
 
-    def sample_with_variance(
+    def _sample_in_rounds(
         self,
         rows: StepRows,
         score: Callable[[StepRows], dict[str, Any]],
         metrics: Metrics,
         rewards: RewardSettings,
-        vllm_level: str | None = None,
-    ) -> Rollout:
-        """As `sample`, in which groups without variance are replaced by those of further prompts, in rounds."""
+        vllm_level: str | None,
+    ) -> tuple[Rollout, torch.Tensor]:
+        """Dynamic sampling: the rollout batch and its rewards, logged as one."""
         assert self.further is not None
         request, group, rule = rows.request, rows.request.num_generations, rewards.rule
         weights_F = rewards.weights_F
@@ -221,7 +233,7 @@ class RolloutSampler:
         free = taken = 0
         while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             with _apart(metrics) as logged:
-                rounds.append(self._score(more, score, logged))
+                rounds.append(self._round(more, score, logged))
             rewards_BF = rounds[-1].rewards_BF
             dull = groups_without_variance(rewards_BF, weights_F.to(rewards_BF.device), group, rule.aggregation)
             teaches.append([not value for value in dull.tolist()])
@@ -236,26 +248,22 @@ class RolloutSampler:
         rollout, rewards_BF = assemble(rounds, places, group)
         if len(rounds) > 1 and rule.depends_on_the_batch:
             rollout.fields["advantages"] = list(rule.advantages(rewards_BF, weights_F, group).cpu().view(-1, 1))
-        self._warn_if_unscored(rewards_BF, rewards.names)
-        return rollout
+        return rollout, rewards_BF
 
-    def _score(self, rows: StepRows, score: Callable[[StepRows], dict[str, Any]], logged: Any = None) -> Round:
-        scored = score(rows)
-        own = 0 if rows.request.empty else len(rows)
-        rollout = gather_rollout(scored, own, rows.request.num_generations)
-        values = {name: found[-1] for name, found in (logged or {}).items()}
-        return Round(rollout, self._rewards_BF, values, self._logged)
-
-    def _warn_if_unscored(self, rewards_BF: torch.Tensor, names: Sequence[str]) -> None:
-        if torch.isnan(rewards_BF).all():
-            logger.warning(
-                f"No completion of this rollout was scored: {', '.join(names)} returned None for all of them, so "
-                "nothing is learned from it; check that the reward functions fit the data."
-            )
+    def _round(
+        self, rows: StepRows, score: Callable[[StepRows], dict[str, Any]], record: Metrics | None = None
+    ) -> Round:
+        """One round, of all processes; `record` holds what TRL logs of it."""
+        scored, call = score(rows), self.last_call
+        assert call is not None
+        assert call.rewards_BF is not None
+        rollout = gather_rollout(scored, 0 if rows.request.empty else len(rows), rows.request.num_generations)
+        values = {name: found[-1] for name, found in (record or {}).items()}
+        return Round(rollout, call.rewards_BF, values, call.logged)
 
     # ---- TRL's scoring, and what it calls back ---------------------------------------------------------------------
 
-    def score(
+    def score_with_trl(
         self,
         rows: StepRows,
         trl_scoring: Any,
@@ -294,8 +302,8 @@ class RolloutSampler:
         finally:
             self.call = None
         assert call.rewards_BF is not None
-        self._rewards_BF = call.rewards_BF
-        self._log_calls(call.calls, own_logs["extra"], len(call.rewards_BF), metrics, logs)
+        self.last_call = call
+        self._log_calls(call, own_logs["extra"], len(call.rewards_BF), metrics, logs)
         weights_F = rewards.weights_F.to(call.rewards_BF.device)
         advantages = rewards.rule.advantages(call.rewards_BF, weights_F, group)
         shown = advantages if rewards.rule.estimator is not None else own_logs["advantages"]
@@ -304,12 +312,12 @@ class RolloutSampler:
         return scored
 
     def _log_calls(
-        self, calls: RewardCalls, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]
+        self, call: ScoringCall, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]
     ) -> None:
         """Put what the reward functions of all processes logged where TRL's log and table look for it."""
-        made = gather_calls(calls.made)
-        self._logged = metrics_of(made)
-        for name, values in self._logged.items():
+        made = gather_calls(call.calls.made)
+        call.logged = metrics_of(made)
+        for name, values in call.logged.items():
             metrics[name].append(exact_mean(values))
         add_columns(logs["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(logs["prompt"]))
 
@@ -396,7 +404,7 @@ class RolloutSampler:
                     def work(part: Sequence[int]) -> list[list[int]]:
                         index = torch.tensor(part)
                         chunk = ([prompts[i] for i in part], keys[index], offsets[index])
-                        return self._sample(model, how, chunked.alike, *chunk)
+                        return self._sample_chunk(model, how, chunked.alike, *chunk)
 
                     return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
 
@@ -409,7 +417,7 @@ class RolloutSampler:
             raise PrecisionError(failure)
         return found
 
-    def _sample(
+    def _sample_chunk(
         self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any
     ) -> list[list[int]]:
         config, device = how.config, self.accelerator.device

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..algorithms.exact import exact_sum
-from ..batching.micro_batches import (
-    StepSizes,
-)
+from ..batching.micro_batches import StepSizes
 from ..runtime.collectives import ragged_gather, stack_over_processes
 from .plan import MicroBatch
 
@@ -117,7 +115,7 @@ class StepWork:
         for name in ("computed", "padding"):
             metrics.add_number(f"layout/{name}", getattr(self, name))
 
-    def shares(self, values: dict[str, float], seconds: float) -> dict[str, float]:
+    def logged(self, values: dict[str, float], seconds: float) -> dict[str, float]:
         """What is logged, from the reduced values (taken out of `values`) and this process's seconds."""
         computed, padding = values.pop("layout/computed"), values.pop("layout/padding")
         spare = max(computed - padding - self.useful, 0.0)

@@ -41,15 +41,19 @@ Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
 
 @dataclass(frozen=True)
 class StepTerms:
-    """What the loss of a step is made of, as far as it decides what has to be run and counted.
+    """What the loss of a step is made of.
 
     Attributes:
+        loss_of: from a micro-batch to its part of the loss of the step.
+        score: from a micro-batch to its log-probabilities and entropies (B, T), and the router output of a MoE model.
         skip_zeros: nothing but the policy loss acts on a completion, and that is linear in the advantage.
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
     """
 
+    loss_of: Callable[[Inputs], torch.Tensor]
+    score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
     skip_zeros: bool = False
     top_entropy_quantile: float = 1.0
     router: bool = False
@@ -92,21 +96,12 @@ class OptimizerStep:
         self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self._said_oversized = False
 
-    def run(
-        self,
-        model: Any,
-        rollout: Rollout,
-        terms: StepTerms,
-        loss_of: Callable[[Inputs], torch.Tensor],
-        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
-    ) -> tuple[StepContext, StepPlan]:
+    def run(self, model: Any, rollout: Rollout, terms: StepTerms) -> tuple[StepContext, StepPlan]:
         """All forward and backward passes of a step; afterwards `.grad` is that of the step, on every process.
 
         Args:
             model: as the loop calls it.
             rollout: the completions of the step, those of all processes.
-            loss_of: a micro-batch's part of the loss of the step.
-            score: log-probabilities, entropies and router output of a micro-batch.
 
         Raises:
             MemoryShortageError: the smallest micro-batch does not fit.
@@ -117,8 +112,8 @@ class OptimizerStep:
             plan = self.plan(model, rollout, self.limits.rows, terms)
             try:
                 with self.clock.phase("window"), self.scorer.packing(model):
-                    context = self.measure(model, rollout, plan, terms, score, gradients)
-                    part_of_loss = functools.partial(self._loss, rollout, context, loss_of)
+                    context = self.measure(model, rollout, plan, terms, gradients)
+                    part_of_loss = functools.partial(self._loss, rollout, context, terms)
                     run_micro_batches(self.accelerator, model, gradients, plan.micro_batches, part_of_loss)
                 return context, plan
             except StepOutOfMemory as shortage:
@@ -127,23 +122,16 @@ class OptimizerStep:
             self._shrink(model, rollout, plan, reason, attempt)
         raise AssertionError  # the loop ends by itself
 
-    def evaluate(
-        self,
-        model: Any,
-        rollout: Rollout,
-        terms: StepTerms,
-        loss_of: Callable[[Inputs], torch.Tensor],
-        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
-    ) -> StepContext:
+    def evaluate(self, model: Any, rollout: Rollout, terms: StepTerms) -> StepContext:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `run`."""
         plan = self.plan(model, rollout, self.args.per_device_eval_batch_size, terms)
-        context = self.measure(model, rollout, plan, terms, score)
+        context = self.measure(model, rollout, plan, terms)
         for part in plan.micro_batches:
-            self._loss(rollout, context, loss_of, part)
+            self._loss(rollout, context, terms, part)
         return context
 
     def explain(
-        self, model: Any, rollout: Rollout, context: StepContext, plan: StepPlan, loss_of: Any, what: str
+        self, model: Any, rollout: Rollout, context: StepContext, plan: StepPlan, terms: StepTerms, what: str
     ) -> None:
         """Run a step again, without gradients, whose loss is not finite, to find where the number comes from.
 
@@ -154,7 +142,7 @@ class OptimizerStep:
         weight = None if self.scorer.sharded else bad_weight(policy)
         with torch.no_grad(), self.scorer.packing(model), first.watching(policy):
             for part in plan.micro_batches:
-                self._loss(rollout, context, loss_of, part)
+                self._loss(rollout, context, terms, part)
         module = first_of_all_processes(first.name)
         raise PrecisionError(f"{what}: {explanation(weight, module, self.args.fp16)}.")
 
@@ -187,7 +175,6 @@ class OptimizerStep:
         rollout: Rollout,
         plan: StepPlan,
         terms: StepTerms,
-        score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]],
         gradients: NativeGradients | None = None,
     ) -> StepContext:
         """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
@@ -195,7 +182,7 @@ class OptimizerStep:
         def measured(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
             batch = self.collate(rollout, part.rows)
             with self.scorer.without_gradients(self.accelerator.unwrap_model(model)):
-                _, entropies, router = score(batch)
+                _, entropies, router = terms.score(batch)
             return entropies, loss_mask(batch), router
 
         guard = functools.partial(out_of_memory_on_all, self.accelerator, gradients.discard if gradients else None)
@@ -217,15 +204,13 @@ class OptimizerStep:
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch
 
-    def _loss(
-        self, rollout: Rollout, context: StepContext, loss_of: Callable[[Inputs], torch.Tensor], part: MicroBatch
-    ) -> torch.Tensor:
+    def _loss(self, rollout: Rollout, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:
         inputs = self.collate(rollout, part.rows)
         keep = None
         if context.entropy_keep is not None:
             keep = context.keep_mask(part.rows, inputs["completion_mask"].size(1), self.accelerator.device)
         inputs[STEP_PART] = StepPart(context, part.weight, [rollout.groups[row] for row in part.rows], keep)
-        loss = loss_of(inputs)
+        loss = terms.loss_of(inputs)
         loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
         context.metrics.add_total("loss", loss, 1.0)
         return loss
@@ -292,7 +277,7 @@ def log_step(context: StepContext, plan: StepPlan, seconds: dict[str, float]) ->
     """
     plan.work.add_to(context.metrics)
     values = reduced(context)
-    values |= plan.work.shares(values, seconds.get("window", 0.0))
+    values |= plan.work.logged(values, seconds.get("window", 0.0))
     return values | {f"time/{name}": value for name, value in seconds.items()}
 
 

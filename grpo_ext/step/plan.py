@@ -39,7 +39,7 @@ class MicroBatchLayout:
         max_rows: completions per micro-batch.
         max_tokens: tokens per micro-batch, or None.
         packed: whether a prompt counts once for its completions (a pack) or every row has all columns of its batch.
-        cost: what a token costs, to deal groups by; None deals equal counts.
+        cost: what a token costs, to assign groups to processes by; None: equal counts.
         unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
     """
 
@@ -76,11 +76,11 @@ def plan_step(
         units = canonical_units(sizes, rows, layout.unit_rows)
         return fill_up(assign_units(sizes, units, processes, layout.cost or TokenCost())[rank], 1, filler)
     if layout.cost is None or processes == 1:
-        shares = [[rows[i] for i in even_slice(len(rows), processes, rank)] for rank in range(processes)]
+        assigned = [[rows[i] for i in even_slice(len(rows), processes, rank)] for rank in range(processes)]
     else:
-        shares = assign_rows(sizes, rows, processes, layout.cost)
-    own = _cut(sizes, shares[rank], layout)
-    most = max(len(_cut(sizes, share, layout)) for share in shares) if shards_parameters(accelerator) else 1
+        assigned = assign_rows(sizes, rows, processes, layout.cost)
+    own = _cut(sizes, assigned[rank], layout)
+    most = max(len(_cut(sizes, part, layout)) for part in assigned) if shards_parameters(accelerator) else 1
     return fill_up(own, max(most, 1), filler)
 
 

@@ -31,6 +31,8 @@ SCRIPT = Path(__file__).with_name("engine_run.py")
 CONFIGS = ROOT / "recipes" / "accelerate"
 BASE: dict[str, Any] = {
     **SETTINGS,
+    "max_completion_length": 8,
+    "max_steps": 3,
     "rollout_batch_size": 32,
     "per_device_train_batch_size": 3,
     "report_to": "none",
@@ -61,7 +63,7 @@ class Job:
 # each process writes its part of the weights (under the other engines: as ever)
 SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}
 JOBS = [
-    Job("plain", {}),
+    Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
     Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2}),
@@ -70,15 +72,14 @@ JOBS = [
     Job("few", {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}),  # one group: others have none
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("seed", {"seed": 4}),  # the control: this one has to differ
-    Job("saved", {"save_strategy": "steps", "save_steps": 1}),
-    Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-3"),
+    Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
-    Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-3"),
-    Job("lora_shards", {"save_strategy": "steps", "save_steps": 4}, lora=True, env=SHARDS),
-    Job("shards", {"save_strategy": "steps", "save_steps": 4}, env=SHARDS),  # last: the environment stays
+    Job("lora_resumed", {"save_strategy": "steps", "save_steps": 1}, lora=True, resume="lora_saved/checkpoint-1"),
+    Job("lora_shards", {"save_strategy": "steps", "save_steps": 3}, lora=True, env=SHARDS),
+    Job("shards", {"save_strategy": "steps", "save_steps": 3}, env=SHARDS),  # last: the environment stays
 ]
 # what `make test` runs under FSDP2 and ZeRO-3
-FEW = [job for job in JOBS if job.name in ("plain", "kl", "few", "seed", "saved", "resumed", "shards")]
+FEW = [job for job in JOBS if job.name in ("saved", "kl", "few", "seed", "resumed", "shards")]
 
 
 @dataclass
@@ -193,12 +194,12 @@ ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards", "lora_sh
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_the_update_is_that_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
-    assert several["plain"].engine == KIND[engine]
-    assert several["plain"].sharded == (engine in ("fsdp2", "zero3"))
+    assert several["saved"].engine == KIND[engine]
+    assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
     errors = {name: gap(one[name], several[name]) for name in ALIKE if name in one}
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
-    assert gap(one["plain"], several["seed"]) > DIFFERENT
+    assert gap(one["saved"], several["seed"]) > DIFFERENT
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -216,8 +217,8 @@ def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
     for name in [name for name in ("", "lora_") if f"{name}saved" in several]:
         saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
-        assert gap(saved, resumed) <= 1e-6, name  # one step of four is trained again
-        assert resumed.log[-2]["step"] == 4
+        assert gap(saved, resumed) <= 1e-6, name  # two steps of three are trained again
+        assert resumed.log[-2]["step"] == 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
 
 
@@ -229,7 +230,7 @@ SHARD_KINDS = {"fsdp2": "FSDP shards", "zero3": "ZeRO shards"}
 def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, processes):
     launches(engine, processes)
     run = folder / f"{engine}_{processes}"
-    final = {name: run / name / "checkpoint-4" for name in ("saved", "shards")}
+    final = {name: run / name / "checkpoint-3" for name in ("saved", "shards")}
     expected = launches(engine, processes)["saved"].state
     for name in ("saved", "shards"):
         done = export(final[name], tmp_path / name, trust_shards=True)
@@ -250,7 +251,7 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
 def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, engine, processes):
     launches(engine, processes)
     run = folder / f"{engine}_{processes}"
-    final = {name: run / name / "checkpoint-4" for name in ("lora_saved", "lora_shards")}
+    final = {name: run / name / "checkpoint-3" for name in ("lora_saved", "lora_shards")}
     merged = export(final["lora_saved"], tmp_path / "merged", merge_adapter=True, base=str(folder / "model"))
     alone = export(final["lora_saved"], tmp_path / "alone", base=str(folder / "model"))
     joined = export(final["lora_shards"], tmp_path / "joined", base=str(folder / "model"), trust_shards=True)
@@ -262,7 +263,16 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     assert max(merged.difference, alone.difference, joined.difference) < 1e-5
 
 
-FP16 = Job("fp16", {"fp16": True, "fp16_hysteresis": 1, "fp16_initial_scale": 1024.0, "per_device_train_batch_size": 4})
+FP16 = Job(
+    "fp16",
+    {
+        "fp16": True,
+        "fp16_hysteresis": 1,
+        "fp16_initial_scale": 1024.0,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+    },
+)
 
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
@@ -277,13 +287,14 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engi
     assert rates[1] == rates[2] or rates[0] == rates[1]  # the scheduler stood still once
     assert len(set(rates)) == 3
     assert all(bool(torch.isfinite(value).all()) for value in found.state.values())
-    assert gap(launches("single", 1)["plain"], found) > 0  # and it trained
+    initial = dict(tiny_model().named_parameters())
+    assert any(not torch.equal(value, initial[name]) for name, value in found.state.items() if name in initial)
 
 
 @pytest.mark.full
 def test_two_machines_are_one_run(launches, folder):
     """Two rendezvous groups on loopback, started one by one as on two machines; each has a process."""
-    jobs, run = [JOBS[0], JOBS[6]], folder / "two_machines"
+    jobs, run = [job for job in JOBS if job.name in ("large", "few")], folder / "two_machines"
     prepare(run, folder / "model", jobs)
     config = yaml.safe_load((CONFIGS / "multi_node.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -214,12 +213,11 @@ def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
     trainer.train()
     rollout, step = trainer._sampler.rollout, trainer._step_runner
-    loss_of = functools.partial(trainer._loss_of, trainer.model)
-    terms = trainer._terms()
-    context = step.measure(trainer.model, rollout, step.plan(trainer.model, rollout, 1, terms), terms, trainer._scored)
+    terms = trainer._terms(trainer.model)
+    context = step.measure(trainer.model, rollout, step.plan(trainer.model, rollout, 1, terms), terms)
     with torch.no_grad():
-        assert step._loss(rollout, context, loss_of, MicroBatch((0,))) != 0.0
-        assert step._loss(rollout, context, loss_of, MicroBatch((0,), weight=0.0)) == 0.0
+        assert step._loss(rollout, context, terms, MicroBatch((0,))) != 0.0
+        assert step._loss(rollout, context, terms, MicroBatch((0,), weight=0.0)) == 0.0
 
 
 def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):

@@ -188,13 +188,13 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
     kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
     trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
     rounds = []
-    score = trainer._sampler._score
+    score = trainer._sampler._round
 
     def remember(*args):
         rounds.append(score(*args))
         return rounds[-1]
 
-    trainer._sampler._score = remember
+    trainer._sampler._round = remember
     line = sampling_log(trainer)[0]
     assert len(rounds) > 1
     assert line == sampling_metrics([part.rollout for part in rounds], "token_truncate")
