@@ -117,17 +117,8 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     return found
 
 
-def refuse_split_dependence(model: nn.Module, neftune_noise_alpha: float | None, allow: bool) -> list[str]:
-    """Raise for split-dependent parts, or return them as warnings if they were explicitly allowed.
-
-    Raises:
-        SplitDependentError: something depends on the split and `allow` is false.
-    """
-    return refuse_sentences(split_dependence(model, neftune_noise_alpha), allow)
-
-
-def refuse_sentences(found: list[str], allow: bool) -> list[str]:
-    """Raise for what makes the update depend on the split, or return it as it is if that was explicitly allowed.
+def refuse(found: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it as it is where that is allowed.
 
     Raises:
         SplitDependentError: there is something and `allow` is false.
@@ -381,7 +372,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if trainer._takes_images:
         _check_images(config)
         return [
-            *refuse_split_dependence(policy, config.neftune_noise_alpha, allow=True),
+            *split_dependence(policy, config.neftune_noise_alpha),
             "images: trains through TRL's own code path",
         ]
     refuse_unknown_head(base_model_of(policy))
@@ -392,7 +383,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if trainer.use_vllm:
         length = len(dataset) if hasattr(dataset, "__len__") else None
         check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
-    uncovered = refuse_split_dependence(policy, config.neftune_noise_alpha, config.allow_split_dependent)
+    uncovered = refuse(split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
     sharded = shards_parameters(accelerator)
     if not sharded and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
@@ -414,7 +405,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     done, dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
     if done is not None:
         logger.warning(done)
-    return uncovered + refuse_sentences([] if dependent is None else [dependent], config.allow_split_dependent)
+    return uncovered + refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 
 def _check_images(config: GRPOConfig) -> None:

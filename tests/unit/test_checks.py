@@ -21,7 +21,7 @@ from grpo_ext.checks import (
     disable_random_parts,
     model_length_limit,
     random_parts,
-    refuse_split_dependence,
+    refuse,
     split_dependence,
 )
 from grpo_ext.errors import ConfigError, DataError, ModelError, SplitDependentError
@@ -180,23 +180,23 @@ def test_batch_normalisation_is_refused_by_name(norm):
     with pytest.raises(
         SplitDependentError, match=rf"batch normalisation \(inner\.1 \({type(norm).__name__}\), 1 in all"
     ):
-        refuse_split_dependence(Normalised(norm), None, allow=False)
+        refuse(split_dependence(Normalised(norm), None), allow=False)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4)], ids=lambda m: type(m).__name__)
 def test_layer_and_group_normalisation_pass(norm):
-    assert refuse_split_dependence(Normalised(norm), None, allow=False) == []
+    assert refuse(split_dependence(Normalised(norm), None), allow=False) == []
 
 
 def test_neftune_noise_is_refused_with_its_value():
     with pytest.raises(SplitDependentError, match=r"neftune_noise_alpha=5\.0 adds noise per micro-batch; remove it"):
-        refuse_split_dependence(llama(), 5.0, allow=False)
-    assert refuse_split_dependence(llama(), 0.0, allow=False) == []
+        refuse(split_dependence(llama(), 5.0), allow=False)
+    assert refuse(split_dependence(llama(), 0.0), allow=False) == []
 
 
 def test_dropout_is_refused_with_places_rates_and_both_remedies():
     with pytest.raises(SplitDependentError) as caught:
-        refuse_split_dependence(gpt2(), None, allow=False)
+        refuse(split_dependence(gpt2(), None), allow=False)
     message = str(caught.value)
     for part in (
         "transformer.drop (Dropout): p=0.1",
@@ -211,14 +211,14 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
     model = Normalised(nn.BatchNorm1d(4))
     model.drop = nn.Dropout(0.25)
     with pytest.raises(SplitDependentError) as caught:
-        refuse_split_dependence(model, 3.0, allow=False)
+        refuse(split_dependence(model, 3.0), allow=False)
     assert all(
         part in str(caught.value) for part in ("drop (Dropout): p=0.25", "BatchNorm1d", "neftune_noise_alpha=3.0")
     )
 
 
 def test_what_is_explicitly_allowed_comes_back_as_warnings():
-    found = refuse_split_dependence(gpt2(), 5.0, allow=True)
+    found = refuse(split_dependence(gpt2(), 5.0), allow=True)
     assert len(found) == 2
     assert "dropout is on" in found[0]
     assert "neftune" in found[1]
