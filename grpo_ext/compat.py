@@ -124,7 +124,7 @@ class View:
     def __class__(self) -> Any:  # for `super()` in the methods that run on it
         return type(self._target)
 
-    def __getattr__(self, name: str) -> Any:  # of what is not found here
+    def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
         seen = vars(self)
         if "_target" not in seen or (name.startswith("__") and name.endswith("__")):  # while it is copied or pickled
             raise AttributeError(name)
@@ -228,7 +228,7 @@ OVERRIDES: dict[str, Point] = {
         "prediction_step": "model inputs prediction_loss_only ignore_keys",
         "_compute_loss": "model inputs",
     }.items()
-} | {  # these pass on whatever follows
+} | {  # these overrides take any further parameters and pass them on
     name: Point(_GRPO, name, tuple(parameters.split()))
     for name, parameters in {
         "_init_training_state": "max_steps",

@@ -217,7 +217,7 @@ class GRPOConfig(trl.GRPOConfig):
         if self.num_generations_eval is not None:
             _require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
-            self.resolve_geometry(num_processes=1)  # raises with the remedy
+            self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
         # back afterwards.
         neutral: int = self.num_generations  # type: ignore[assignment]
@@ -444,9 +444,9 @@ class GRPOConfig(trl.GRPOConfig):
         """This class's configuration with the settings of an existing `trl.GRPOConfig`, which is left as it is."""
         values = {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(trl.GRPOConfig) if spec.init}
         if values["steps_per_generation"] is not None:
-            values["generation_batch_size"] = None  # TRL fills in both; one of them says it all
+            values["generation_batch_size"] = None  # TRL computes one from the other and refuses to be given both
         config = cls(**values)
-        for name, value in vars(args).items():  # fields of a subclass
+        for name, value in vars(args).items():  # what a subclass of TRL's configuration adds
             if not hasattr(config, name):
                 setattr(config, name, value)
         return config
@@ -511,7 +511,7 @@ _HELP = {
     "'latest' (or true) for the newest whole one of output_dir, or 'auto' for that or, where there is none, a new run.",
 }
 for _name, _text in _HELP.items():
-    _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # the base class keeps its own
+    _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
     _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
     GRPOConfig.__dataclass_fields__[_name] = _spec
 

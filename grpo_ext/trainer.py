@@ -274,7 +274,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Sample or select the completions, run their micro-batches, log; the loss of the step, on every process."""
         start = time.perf_counter()
         if self._deepspeed_scale is not None and self.state.global_step:
-            self._deepspeed_scale.after_step(self.model_wrapped)  # of the step before this one
+            # the engine has made the optimizer step before this one
+            self._deepspeed_scale.after_step(self.model_wrapped)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()

@@ -147,7 +147,7 @@ def estimated_advantages(
     check_estimator(name)
     rewards = weighted_sum(rewards_BF, weights_F)
     expected = (rewards.numel() // num_generations, num_generations)
-    found = ESTIMATORS[name](rewards.view(expected).clone())  # it may write to what it is given
+    found = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
     if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (expected, (rewards.numel(),)):
         shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
         raise ConfigError(

@@ -219,7 +219,8 @@ def cut_by_tokens(
     """
     if not packed:
         return _cut_padded(sizes, rows, max_rows, max_tokens)
-    max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)  # what is filled up stays within it
+    # padding to the multiple stays within the budget
+    max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)
     exact = replace(sizes, multiple=1)
     pieces = [part for piece in sizes.pieces(rows) for part in _cut_piece(sizes, piece, max_rows, max_tokens)]
     tokens = [exact.tokens(piece, packed) for piece in pieces]

@@ -47,7 +47,7 @@ class StepRows(list):
         self.request = request
 
     def __reduce__(self) -> Any:
-        # lists pickle without __init__'s arguments; loader workers send these between processes
+        # loader workers pickle it, and a list is pickled without the arguments of __init__
         return (StepRows, (list(self), self.request))
 
 

@@ -120,7 +120,7 @@ class ForwardChoice:
         failure: MemoryShortageError | None = None
         try:
             own = self._memory.run(range(len(some)), work)
-        except MemoryShortageError as error:  # told to the others first
+        except MemoryShortageError as error:  # raised below, once the other processes know of it
             own, failure = [Trial(difference=str(error))], error
         trials = gather_lists(own)
         difference = next((trial.difference for trial in trials if trial.difference), None)

@@ -165,7 +165,7 @@ def refuse_unknown_head(model: Any) -> None:
             f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
             "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
-    inner = getattr(head, "original_module", head)  # under PEFT's modules_to_save
+    inner = getattr(head, "original_module", head)  # PEFT's modules_to_save wraps the head
     if type(inner).forward is not torch.nn.Linear.forward:
         raise ModelError(
             f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
@@ -196,7 +196,8 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
-    below = getattr(model.forward, "__func__", None)  # not bound: a deep copy of the model runs its own weights
+    # the function, because a bound method would run these weights in a deep copy of the model
+    below = getattr(model.forward, "__func__", None)
     if below is None:
         below = functools.partial(_unbound, model.forward)
 

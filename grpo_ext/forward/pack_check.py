@@ -26,10 +26,12 @@ from .packed import score_packed
 from .padded import score_padded
 from .rows import TokenRows
 
-LIMIT = 4.0  # times the rounding; healthy models reach 1.6 (measured in 600 starts), a planted fault 8 and more
+# a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (measured in 600 starts),
+# a planted fault 8 and more
+LIMIT = 4.0
 _ROWS = 8  # completions compared at most
 _CHANNELS = 64  # of a module's output that are compared, at most
-_DRAWS = 2  # of the rounding
+_DRAWS = 2  # the rounding is estimated from this many perturbed forwards
 _ENOUGH = 32  # completion tokens; attention that is sharp hides a neighbour from a few
 
 
@@ -265,7 +267,7 @@ def _compared(
         record = _Record(torch.tensor(index, dtype=torch.long), positions)
         with _recording(places, record):
             logps = score(model, policy, rows).logps_S
-        if not record.values:  # nothing inside has one row per token
+        if not record.values:  # no module's output has one row per token
             record.values["the head", 0, 0] = logps[:, None].float()
         return record, logps
 

@@ -36,7 +36,7 @@ def covered_length(config: Any) -> int | None:
     lengths = [limit]
     for values in rope_parameters(config).values():
         if "dynamic" in str(values.get("rope_type")):
-            return None  # its frequencies follow any length
+            return None  # dynamic scaling covers any length
         factor = values.get("factor")
         if isinstance(factor, (int, float)):
             lengths.append(int(factor * (values.get("original_max_position_embeddings") or limit)))
@@ -62,7 +62,8 @@ def _angles(module: Any, kind: str | None, length: int) -> torch.Tensor:
     device = next((b.device for b in module.buffers()), torch.device("cpu"))
     positions = torch.tensor([[0, 1, length - 1]], device=device)
     extra = {} if kind is None else {"layer_type": kind}
-    found = module.forward(torch.zeros(1, 3, 1, device=device), positions, **extra)  # past the hooks of an engine
+    # `forward`, because a call would run an engine's hooks
+    found = module.forward(torch.zeros(1, 3, 1, device=device), positions, **extra)
     return torch.stack([part.float() for part in found])[..., :2, :]
 
 
@@ -70,8 +71,9 @@ def _depends(module: Any, kind: str | None, length: int) -> bool:
     """Whether the frequencies of a forward over `length` tokens are others than those of a short one."""
     try:
         far = _angles(module, kind, length)
-        return not torch.equal(far, _angles(module, kind, 2))  # the short one last: it leaves no growth behind
-    except (TypeError, ValueError, RuntimeError, IndexError):  # called in another way: what it is named says it
+        # the short length last, which resets what the long one has changed
+        return not torch.equal(far, _angles(module, kind, 2))
+    except (TypeError, ValueError, RuntimeError, IndexError):  # takes other arguments: its type is decided by its name
         return _declared(module, kind) == "longrope" or "dynamic" in _declared(module, kind)
 
 
@@ -96,7 +98,7 @@ def _pin(model: nn.Module, length: int) -> None:
         extra = {} if kind is None else {"layer_type": kind}
         frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, None, seq_len=length, **extra)
         getattr(module, f"{prefix}inv_freq").copy_(frequencies)
-        # a kind that transformers never updates
+        # transformers updates the frequencies of other kinds in every forward
         module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
 
 

@@ -152,7 +152,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: checkpointing gives them out a single time
+        saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         with ctx.whole(saved[1], saved[2]):
             found = _backward(ctx, saved, *gradients)
         return *(None if g is None else g.to(x.dtype) for g, x in zip(found, saved)), None, None, None, None

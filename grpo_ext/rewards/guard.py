@@ -35,7 +35,7 @@ from .calls import RewardCall, RewardCalls
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
-_SCORED = {"prompts", "completions"}  # what a call that scores rows names
+_SCORED = {"prompts", "completions"}  # a call with both of these keywords scores completions
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -172,7 +172,7 @@ def _in_time(function: Callable[..., Any], seconds: float | None, keywords: dict
     def work() -> None:
         try:
             results.append(_listed(context.run(function, **keywords)))
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # of any kind; the calling thread raises it
             errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True, name="reward")

@@ -67,7 +67,7 @@ _TRL_LAYOUT = [
     "log_multimodal",
 ]
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
-_BITWISE = ("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")  # in that mode
+_BITWISE = ("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads")  # compared in bitwise mode alone
 _OURS = (
     "advantage_estimator",
     "loss_aggregation",
@@ -78,7 +78,7 @@ _OURS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-COMPARED = ("data", "model", "tokenizer", "rewards")  # beside the settings
+COMPARED = ("data", "model", "tokenizer", "rewards")  # compared as well as the settings
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -143,7 +143,8 @@ def model_fingerprint(
     digest = hashlib.sha256()
     count = 0
     for name, parameter in sorted(model.named_parameters()):
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # of a ZeRO-3 shard, as a whole
+        # under ZeRO-3 a parameter is a shard and its whole shape is ds_shape
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())
         count += math.prod(shape)
     shapes = digest.hexdigest()

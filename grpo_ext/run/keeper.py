@@ -277,7 +277,8 @@ class RunKeeper(TrainerCallback):
             except CheckpointError as error:
                 return {}, str(error)
 
-        allowed, refusal = from_main_process(self.accelerator, compare)  # one answer for all
+        # every process goes by the main process's answer
+        allowed, refusal = from_main_process(self.accelerator, compare)
         if refusal is not None:
             raise CheckpointError(refusal)
         for name, (old, new) in allowed.items():

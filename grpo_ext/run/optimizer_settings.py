@@ -32,7 +32,7 @@ def settings_kept(optimizer: Any, scheduler: Any, changed: Collection[str]) -> I
         return
     chosen = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     yield
-    inner = getattr(scheduler, "scheduler", scheduler)  # of Accelerate's wrapper
+    inner = getattr(scheduler, "scheduler", scheduler)  # without Accelerate's wrapper
     for number, (group, values) in enumerate(zip(optimizer.param_groups, chosen)):
         if "initial_lr" in values:
             old, new = group["initial_lr"], values["initial_lr"]

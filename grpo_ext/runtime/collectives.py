@@ -143,7 +143,7 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # told to the others first
+    except Exception as error:  # raised below, once the other processes know of it
         failure = error
     first = first_of_all_processes(None if failure is None else f"{type(failure).__name__}: {failure}")
     if first is None:

@@ -45,7 +45,7 @@ class CheckedRollout:
     ) -> None:
         self.__wrapped__, self.sampler, self.needs_logprobs = function, sampler, needs_logprobs
 
-    def __getattr__(self, name: str) -> Any:  # of what is not found here
+    def __getattr__(self, name: str) -> Any:  # the function's own attributes
         return getattr(vars(self)["__wrapped__"], name)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class CheckedRollout:
         try:
             with sampler.outside():
                 output = self.__wrapped__(prompts, trainer)
-        except Exception as error:  # told to the other processes first
+        except Exception as error:  # raised below, once the other processes know of it
             failure, cause = f"raised {type(error).__name__}: {error}", error
         else:
             failure = _what_is_wrong(output, len(prompts))

@@ -120,7 +120,7 @@ class OptimizerStep:
                 reason = str(shortage)
             free_memory()
             self._shrink(model, rollout, plan, reason, attempt)
-        raise AssertionError  # the loop ends by itself
+        raise AssertionError  # not reached: _shrink raises where nothing smaller is left
 
     def evaluate(self, model: Any, rollout: Rollout, terms: StepTerms) -> StepContext:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `run`."""

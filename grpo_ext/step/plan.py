@@ -85,7 +85,7 @@ def plan_step(
 
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
-    """Largest first: what it frees holds all that follow, and memory that does not suffice shows at once."""
+    """Largest first: later ones fit into the memory it frees, and a shortage of memory shows at once."""
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)
     else:

@@ -76,7 +76,7 @@ class Console(RunCallback):
         self.measured: dict[int, dict[str, float]] = {}  # by step
         self._given = out is not None
         self._out = rich_console.Console() if out is None else out
-        self._logs: dict[str, Any] = {}  # the last ones of training
+        self._logs: dict[str, Any] = {}  # of the last training step
         self._unsaid: int | None = None  # a measured step whose line waits for its log
         self._rewards: deque[float] = deque(maxlen=20)
         self._bar: Progress | None = None
@@ -86,7 +86,7 @@ class Console(RunCallback):
     def install(self, trainer: Trainer) -> Trainer:
         """Add this to a trainer in place of transformers' own progress callbacks; returns the trainer. The terminal is
         put in order also where `train()` ends with an error (with another trainer, at the program's end)."""
-        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # another one in notebooks
+        from transformers.trainer import DEFAULT_PROGRESS_CALLBACK  # in notebooks transformers sets another callback
 
         changed: Any = trainer
         for other in (*changed.callback_handler.callbacks,):
@@ -108,7 +108,7 @@ class Console(RunCallback):
         self._bar = Progress(
             *_columns(self._out.width), console=self._out, expand=True, refresh_per_second=2, speed_estimate_period=3600
         )
-        self._bar.live.transient = True  # hidden without a trace while others draw
+        self._bar.live.transient = True  # leaves no line behind when it is hidden for other output
         self._task = self._bar.add_task("GRPO", total=state.max_steps, completed=state.global_step, status="")
         atexit.register(self.close)
         self._show()

@@ -143,7 +143,7 @@ class _Memory:
         if self.cuda:
             return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         now = psutil.Process().memory_info().rss / 2**20
-        try:  # reset above, which the peak of getrusage is not
+        try:  # unlike getrusage's peak, this one can be reset
             with open("/proc/self/status") as file:
                 return now, next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
         except (OSError, StopIteration):
@@ -279,7 +279,8 @@ class _Server:
 def main() -> None:
     """Read the specification from the command line, then serve steps."""
     server = _Server(os.fdopen(os.dup(1), "w"))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the plan, and whatever a library prints
+    # standard output is for answers: the plan and what libraries print go nowhere
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     import warnings
 

@@ -162,7 +162,7 @@ def run_all(
 def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     quiet = {"TOKENIZERS_PARALLELISM": "false"}
     if all(Path(run.model_path).is_dir() for run in runs):
-        quiet["HF_HUB_OFFLINE"] = "1"  # nothing to look for there
+        quiet["HF_HUB_OFFLINE"] = "1"  # everything is on the disk
     if processes > 1 and torch.cuda.device_count() < processes:
         quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
     # the same number of threads for every launch: matrix products sum in another order otherwise

@@ -65,7 +65,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+            kept[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
         return tensor
 
     half = torch.autocast("cpu", DTYPES[compute], enabled=compute != "float32")

@@ -86,7 +86,8 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     whole = model.parameters * width
     shards_weights = layout.engine in ("zero3", "fsdp2")
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
-    gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0  # one in use, one on its way
+    # one layer in use and the next one being gathered
+    gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
     casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
     tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {

@@ -189,7 +189,7 @@ def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
         part = entry.get(group)
         flat |= {f"{group}.{name}": value for name, value in part.items()} if isinstance(part, Mapping) else {}
     flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
-    for name in list(flat):  # said once
+    for name in list(flat):  # a size that is among the settings too is listed once
         group, _, rest = name.partition(".")
         if group == "geometry" and f"settings.{rest}" in flat:
             del flat[name]
