@@ -24,7 +24,7 @@ import transformers
 import trl
 from packaging.version import Version
 
-from .errors import ContractError
+from .errors import ConfigError, ContractError
 
 # what ran beside each: docs/versions.md
 TESTED_TRL = ("1.15.0", "1.16.0")
@@ -62,10 +62,20 @@ _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generat
 
 
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
-    """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it."""
+    """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
+
+    Raises:
+        ConfigError: the model is an object that does not know where it came from.
+    """
     kwargs: Any = args.model_init_kwargs or {}
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    if not name:
+        raise ConfigError(
+            "the model is an object whose configuration names no place to load a tokenizer from (_name_or_path is "
+            "empty); pass the tokenizer as processing_class."
+        )
     return transformers.AutoProcessor.from_pretrained(
-        model if isinstance(model, str) else get_config_model_id(model.config),
+        name,
         revision=kwargs.get("revision") if isinstance(model, str) else None,
         truncation_side="left",
         padding_side="left",

@@ -24,8 +24,7 @@ def build(tmp_path, model=None, dataset=None, extra=None, **settings):
         reward_funcs=letter_reward,
         args=GRPOConfig(**config_kwargs(tmp_path, **settings)),
         train_dataset=prompts() if dataset is None else dataset,
-        processing_class=tiny_tokenizer(),
-        **(extra or {}),
+        **{"processing_class": tiny_tokenizer(), **(extra or {})},
     )
 
 
@@ -134,6 +133,11 @@ def test_a_model_without_a_head_is_refused(tmp_path):
     bare = transformers.AutoModel.from_config(tiny_model().config)
     with pytest.raises(ModelError, match=r"Qwen2Model has no .*AutoModelForCausalLM"):
         build(tmp_path, model=bare)
+
+
+def test_a_model_object_without_a_name_needs_its_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match="pass the tokenizer as processing_class"):
+        build(tmp_path, extra={"processing_class": None})
 
 
 def test_something_that_is_no_model_is_refused(tmp_path):
