@@ -154,6 +154,22 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
+def half_weights(model: Any) -> str | None:
+    """What it means that trained weights are in half precision, as a sentence; None where they are not."""
+    if getattr(model, "is_quantized", False):  # TRL makes the adapters of a quantised model bfloat16
+        return None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    half = [p for p in trained if p.is_floating_point() and p.dtype.itemsize == 2]
+    if not half:
+        return None
+    kind = str(half[0].dtype).removeprefix("torch.")
+    return (
+        f"{len(half)} of {len(trained)} trained tensors are {kind}, which rounds small updates away, and rounds them "
+        "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
+        "same."
+    )
+
+
 _UNUSED_HOOKS = (
     "_get_train_sampler",
     "_get_eval_sampler",
@@ -392,8 +408,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         )
     if config.bitwise_invariant:
         check_bitwise(trainer)
-    if config.fp16 and not trainer.is_deepspeed_enabled:
-        refuse_half_weights(policy)
+    if not trainer.is_deepspeed_enabled:  # which trains float32 copies
+        if config.fp16:
+            refuse_half_weights(policy)
+        elif (sentence := half_weights(policy)) is not None:
+            logger.warning(sentence)
     if config.dynamic_sampling:
         _check_dynamic_sampling(trainer, ours)
     lengths = functools.partial(_prompt_lengths, trainer)

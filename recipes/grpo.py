@@ -245,7 +245,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
     save(trainer, {**figures, "seconds": seconds})
-    if trainer.accelerator.num_processes == 1:
+    if trainer.accelerator.num_processes == 1 and not training.resume_from_checkpoint:
         again = shlex.join(["recipes/grpo.py", *argv])
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")

@@ -246,10 +246,11 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             f"  {name}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
             for name, (old, new) in refused.items()
         )
+        names = sorted({*refused, *allowed})
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
-            f"set allow_changed_on_resume={sorted(refused)} (as an option: --allow_changed_on_resume "
-            f"{' '.join(sorted(refused))}).{advice and f' {advice}'}"
+            f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
+            f"{advice and f' {advice}'}"
         )
     return found
 

@@ -145,6 +145,19 @@ def test_something_that_is_no_model_is_refused(tmp_path):
         build(tmp_path, model={})
 
 
+def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
+    adapter = {"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}
+    for half, extra in ((False, {}), (True, adapter), (True, {})):
+        caplog.clear()
+        model = tiny_model().to(torch.bfloat16) if half else tiny_model()
+        build(tmp_path, model, extra=extra, bf16=None)
+        said = [
+            record.message for record in caplog.records if "Load the model with dtype=torch.float32" in record.message
+        ]
+        assert len(said) == (half and not extra), "PEFT's adapters are float32"
+    assert "27 of 27 trained tensors are bfloat16" in said[0]
+
+
 def test_dropout_is_refused_with_its_remedy(tmp_path):
     with pytest.raises(SplitDependentError, match=r"attention_dropout=0.1.*disable_dropout=True"):
         build(tmp_path, model=tiny_model("llama", attention_dropout=0.1))

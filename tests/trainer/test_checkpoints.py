@@ -246,7 +246,7 @@ def test_a_changed_batch_samples_anew(tmp_path, caplog):
     sizes = {"rollout_batch_size": 32, "global_batch_size": 16}
     other(tmp_path, **sizes, max_steps=1).train()
     trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, allow_changed_on_resume=["rollout_batch_size"])
-    with pytest.raises(CheckpointError, match="max_steps"):
+    with pytest.raises(CheckpointError, match=r"allow_changed_on_resume=\['max_steps', 'rollout_batch_size'\]"):
         trainer.train("latest")
     allowed = ["rollout_batch_size", "max_steps"]
     trainer = other(tmp_path, **{**sizes, "rollout_batch_size": 16}, max_steps=2, allow_changed_on_resume=allowed)
