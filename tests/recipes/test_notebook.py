@@ -45,7 +45,7 @@ def executed(cache, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:  # the kernel inherits the environment
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("GRPO_EXT_CACHE", str(cache))
-        patch.setenv("STEPS", "35")
+        patch.setenv("STEPS", "22")
         folder = tmp_path_factory.mktemp("notebook")
         NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(folder)}}).execute()
     return notebook
