@@ -1,7 +1,8 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
-case in one process with one micro-batch, and on several with a smaller one; `make test-full` takes all.
+loss and term in one process with one micro-batch, and on several with a smaller one; `make test-full` takes all cases
+(those in `FULL` have another case of their kind) under all splits.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ CASES = {
     "cut_reused": Case({"beta": 0.1, **REUSED, "global_batch_size": 6, "rollout_batch_size": 12}),
     "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
 }
+
+FULL = (
+    *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
+    *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
+)
 
 SETTINGS = {
     "global_batch_size": 16,
