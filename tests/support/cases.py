@@ -114,7 +114,7 @@ SETTINGS = {
     "rollout_chunk_size": 4,
     "num_generations": 4,
     "max_completion_length": 12,
-    "max_steps": 4,
+    "max_steps": 3,
     "learning_rate": 1e-3,
     "adam_epsilon": ADAM_EPSILON,
     "gradient_checkpointing": False,

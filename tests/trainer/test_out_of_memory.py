@@ -45,7 +45,13 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"micro_batch_tokens": 150}, {"top_entropy_quantile": 0.5}, {"loss_type": "grpo", "beta": 0.1}]
+    "settings",
+    [
+        {},
+        {"micro_batch_tokens": 150},
+        pytest.param({"top_entropy_quantile": 0.5}, marks=pytest.mark.full),
+        pytest.param({"loss_type": "grpo", "beta": 0.1}, marks=pytest.mark.full),
+    ],
 )
 def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settings):
     expected, reference = enough(tmp_path / "a", **settings)

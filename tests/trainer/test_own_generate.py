@@ -36,7 +36,7 @@ def trained(folder: Any, cls: type, model: Any, peft: Any = None, **settings: An
 
 
 @stock_scores
-@pytest.mark.parametrize("peft", [None, LORA], ids=["plain", "lora"])
+@pytest.mark.parametrize("peft", [None, pytest.param(LORA, marks=pytest.mark.full)], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind, peft, caplog):
     theirs, ours = Sampler(), Sampler()

@@ -58,7 +58,7 @@ class SecondStep(TrainerCallback):
         return highest
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
     prompt, completion, group = 128, 96, 8
     config = AutoConfig.for_model(**SMALL)
