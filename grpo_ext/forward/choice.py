@@ -47,7 +47,8 @@ class ForwardChoice:
     Args:
         forms: what may be run, the best first; padded batches run where a model can run none of them.
         score_completions_only: padded batches go through our head, else through TRL's method.
-        sharded: an engine has cut the model's weights.
+        may_cut: whether the comparison may run in smaller pieces where memory is short; not where a forward is a
+            collective.
         checkpointing_kwargs: of gradient checkpointing; None where activations are kept.
         multiple: TRL's `pad_to_multiple_of`.
     """
@@ -57,13 +58,13 @@ class ForwardChoice:
         forms: Sequence[Form],
         score_completions_only: bool,
         device: torch.device,
-        sharded: bool = False,
+        may_cut: bool = True,
         checkpointing_kwargs: dict[str, Any] | None = None,
         multiple: int | None = None,
     ) -> None:
         self.forms, self.score_completions_only, self.multiple = tuple(forms), score_completions_only, multiple or 1
-        self.device, self.sharded, self.checkpointing_kwargs = device, sharded, checkpointing_kwargs
-        self._memory = Halving("comparing two forms of the forward", "set forward='padded'", not sharded)
+        self.device, self.checkpointing_kwargs = device, checkpointing_kwargs
+        self._memory = Halving("comparing two forms of the forward", "set forward='padded'", may_cut)
         self._known: dict[int, _Known] = {}
         self._said: set[str] = set()
 
@@ -91,8 +92,6 @@ class ForwardChoice:
     def _why_not(self, form: Form, policy: Any) -> str | None:
         if form == "packed":
             return why_not_packed(policy)
-        if self.sharded:
-            return "the prefix form is for whole models, and this one is sharded"
         return why_no_prefix(policy, bool((self.checkpointing_kwargs or {}).get("use_reentrant")))
 
     def _say(self, known: _Known) -> None:

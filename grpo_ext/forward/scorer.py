@@ -50,7 +50,7 @@ class Scorer:
         self.memory = Halving("scoring", remedy, may_cut)
         checkpointing: Any = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         self.choice = ForwardChoice(
-            args.forms, args.score_completions_only, accelerator.device, self.sharded, checkpointing, multiple
+            args.forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
         )
 
     def form(self, model: Any) -> Form:

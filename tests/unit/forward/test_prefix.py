@@ -146,11 +146,10 @@ def test_a_model_that_drops_the_cache_under_checkpointing_pads(monkeypatch):
     assert not model.is_gradient_checkpointing
 
 
-def test_sharded_models_and_reentrant_checkpointing_pad(monkeypatch):
-    for options in ({"sharded": True}, {"checkpointing_kwargs": {"use_reentrant": True}}):
-        form, said = chosen_form(monkeypatch, model_of("lfm2"), **options)
-        assert form == "padded"
-        assert "sharded" in said or "use_reentrant=True" in said
+def test_reentrant_checkpointing_pads(monkeypatch):
+    form, said = chosen_form(monkeypatch, model_of("lfm2"), checkpointing_kwargs={"use_reentrant": True})
+    assert form == "padded"
+    assert "use_reentrant=True" in said
 
 
 @pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])
