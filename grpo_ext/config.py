@@ -208,6 +208,7 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         compat.verify()
         self._check_names()
+        self._check_forward()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
@@ -404,6 +405,10 @@ class GRPOConfig(trl.GRPOConfig):
         _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
+
+    def _check_forward(self) -> None:
+        if self.forward != "auto" and not self.packed_forward:
+            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
 
     @property
     def forms(self) -> tuple[Form, ...]:

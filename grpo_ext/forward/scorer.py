@@ -48,7 +48,8 @@ class Scorer:
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
         self.memory = Halving("scoring", remedy, may_cut)
-        checkpointing: Any = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
+        given: Any = args.gradient_checkpointing_kwargs or {}
+        checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
         self.choice = ForwardChoice(
             args.forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
         )
