@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import trl
@@ -20,6 +20,7 @@ import trl
 from . import compat
 from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
+from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
@@ -102,6 +103,15 @@ class GRPOConfig(trl.GRPOConfig):
         True,
         "Run the prompt of a group once and its completions after it, without padding, for policy, old "
         "and reference log-probabilities. Models that cannot take it run padded batches, and say so once.",
+    )
+    forward: str = _setting(
+        "auto",
+        "How completions run through the model, for policy, old and reference log-probabilities. 'packed': the prompt "
+        "of a group once and its completions after it, without padding. 'prefix': prompts once with a cache, and their "
+        "completions, padded, on it; for layers of other kinds (linear attention, convolutions) too. 'padded': every "
+        "completion with its prompt. A model that cannot run what is set pads, and says so. 'auto' is the first that "
+        "the model can run.",
+        choices=["auto", *get_args(Form)],
     )
     score_completions_only: bool = _setting(
         True,
@@ -198,6 +208,7 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         compat.verify()
         self._check_names()
+        self._check_forward()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
@@ -269,6 +280,7 @@ class GRPOConfig(trl.GRPOConfig):
             "importance_sampling_level": ("token", "sequence"),
             "scale_rewards": ("group", "batch", "none", True, False),
             "reward_on_failure": ("error", "none"),
+            "forward": ("auto", *get_args(Form)),
             "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         }
         for name, values in known.items():
@@ -393,6 +405,17 @@ class GRPOConfig(trl.GRPOConfig):
         _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
+
+    def _check_forward(self) -> None:
+        if self.forward != "auto" and not self.packed_forward:
+            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms of the forward that may be run, the best first; padded batches are always the last resort."""
+        if self.forward == "auto":
+            return ("packed", "prefix") if self.packed_forward else ()
+        return () if self.forward == "padded" else (cast(Form, self.forward),)
 
     @property
     def unit_rows(self) -> int | None:

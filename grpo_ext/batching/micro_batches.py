@@ -11,8 +11,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .sizes import ceil_div, even_slice
+
+# how a forward holds its rows: in a pack without padding, prompts once and completions in columns after them, or every
+# row with its prompt in columns
+Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share of it
@@ -54,16 +59,16 @@ class StepSizes:
         prompts = sum(cost.prompt(self.prompts_B[piece[0]]) for piece in pieces)
         return prompts + sum(cost.completion(self.completions_B[r], self.prompts_B[r]) for p in pieces for r in p)
 
-    def tokens(self, rows: Iterable[int], packed: bool) -> int:
-        """Tokens that one forward over these rows holds: unique ones in a pack, all columns in a padded batch."""
+    def tokens(self, rows: Iterable[int], form: Form) -> int:
+        """Tokens that one forward over these rows holds: unique ones in a pack, all columns in the other forms."""
         rows = list(rows)
         if not rows:
             return 0
-        if packed:
-            prompts = {self.groups_B[row]: self.prompts_B[row] for row in rows}
+        prompts = {self.groups_B[row]: self.prompts_B[row] for row in rows}
+        if form == "packed":
             return self.up(sum(prompts.values()) + sum(self.completions_B[row] for row in rows))
-        prompt = max(self.prompts_B[row] for row in rows)
-        return len(rows) * (self.up(prompt) + self.up(max(self.completions_B[row] for row in rows)))
+        prompt, completion = self.up(max(prompts.values())), self.up(max(self.completions_B[row] for row in rows))
+        return (len(prompts) if form == "prefix" else len(rows)) * prompt + len(rows) * completion
 
 
 @dataclass(frozen=True)
@@ -210,20 +215,18 @@ def _ends_group(sizes: StepSizes, rows: Sequence[int], stop: int) -> bool:
     return stop == len(rows) or sizes.groups_B[rows[stop - 1]] != sizes.groups_B[rows[stop]]
 
 
-def cut_by_tokens(
-    sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, packed: bool
-) -> list[list[int]]:
+def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
     """Cut rows into few and even micro-batches of at most `max_rows` rows and `max_tokens` tokens.
 
     A row that is larger than the budget on its own goes alone.
     """
-    if not packed:
-        return _cut_padded(sizes, rows, max_rows, max_tokens)
+    if form != "packed":
+        return _cut_columns(sizes, rows, max_rows, max_tokens, form)
     # padding to the multiple stays within the budget
     max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)
     exact = replace(sizes, multiple=1)
     pieces = [part for piece in sizes.pieces(rows) for part in _cut_piece(sizes, piece, max_rows, max_tokens)]
-    tokens = [exact.tokens(piece, packed) for piece in pieces]
+    tokens = [exact.tokens(piece, form) for piece in pieces]
     order = sorted(range(len(pieces)), key=lambda i: (-tokens[i], i))
     count = max(ceil_div(sum(tokens), max_tokens), ceil_div(len(rows), max_rows)) if pieces else 0
     while (bins := _fit(order, tokens, pieces, count, max_rows, max_tokens)) is None:
@@ -273,16 +276,21 @@ def _fit(
     return bins
 
 
-def _cut_padded(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """For padded batches: rows of like length together, each batch filled as far as it goes."""
+def _cut_columns(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
+    """Rows of like length together, each micro-batch filled as far as it goes; after shared prompts, whole groups."""
+    longest: dict[int, int] = {}
+    for row in rows:
+        length, group = sizes.prompts_B[row] + sizes.completions_B[row], sizes.groups_B[row]
+        longest[group] = max(length, longest.get(group, 0))
 
-    def length(row: int) -> int:
-        return sizes.prompts_B[row] + sizes.completions_B[row]
+    def order(row: int) -> tuple[int, ...]:
+        group, length = sizes.groups_B[row], sizes.prompts_B[row] + sizes.completions_B[row]
+        return (-longest[group], group, -length, row) if form == "prefix" else (-length, row)
 
     result: list[list[int]] = []
-    for row in sorted(rows, key=lambda r: (-length(r), r)):
+    for row in sorted(rows, key=order):
         grown = [*result[-1], row] if result else []
-        if result and len(grown) <= max_rows and sizes.tokens(grown, packed=False) <= max_tokens:
+        if result and len(grown) <= max_rows and sizes.tokens(grown, form) <= max_tokens:
             result[-1] = grown
         else:
             result.append([row])
@@ -295,7 +303,7 @@ def cut_in_order(
     same_prompt: Sequence[bool],
     max_rows: int,
     max_tokens: int | None,
-    packed: bool,
+    form: Form,
     multiple: int = 1,
 ) -> list[slice]:
     """Cut rows that have to keep their order into slices within the limits, for passes without gradients.
@@ -309,19 +317,20 @@ def cut_in_order(
         return ceil_div(tokens, multiple) * multiple
 
     result: list[slice] = []
-    start = tokens = prompt = completion = 0
+    start = tokens = prompt = completion = prompts = 0
     for row, (p, c) in enumerate(zip(prompts_B, completions_B)):
-        shared = packed and row > start and same_prompt[row - 1]
-        prompt, completion = max(prompt, p), max(completion, c)
-        grown = tokens + c + (0 if shared else p) if packed else (row - start + 1) * (up(prompt) + up(completion))
+        shared = form != "padded" and row > start and same_prompt[row - 1]
+        prompt, completion, prompts = max(prompt, p), max(completion, c), prompts + (not shared)
+        columns = prompts * up(prompt) + (row - start + 1) * up(completion)
+        grown = tokens + c + (0 if shared else p) if form == "packed" else columns
         if row > start and (row - start >= max_rows or (max_tokens is not None and up(grown) > max_tokens)):
             result.append(slice(start, row))
-            start, prompt, completion, grown = row, p, c, p + c
+            start, prompt, completion, prompts, grown = row, p, c, 1, p + c
         tokens = grown
     result.append(slice(start, len(prompts_B)))
     return result
 
 
-def oversized(sizes: StepSizes, max_tokens: int, packed: bool = True) -> list[int]:
+def oversized(sizes: StepSizes, max_tokens: int, form: Form = "packed") -> list[int]:
     """Rows that are larger than the budget on their own."""
-    return [row for row in range(len(sizes.completions_B)) if sizes.tokens([row], packed) > max_tokens]
+    return [row for row in range(len(sizes.completions_B)) if sizes.tokens([row], form) > max_tokens]

@@ -1,4 +1,4 @@
-"""Which forward scores a model's completions (packed, padded, TRL's own), decided once for each model and said once.
+"""Which forward scores a model's completions (packed, prefix, padded, TRL's own), decided once for each model.
 
 Differs from TRL, which always pads. Called by the trainer for the policy and the reference model.
 """
@@ -6,59 +6,102 @@ Differs from TRL, which always pads. Called by the trainer for the policy and th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
+from ..batching.micro_batches import Form
 from ..errors import MemoryShortageError, ModelError
 from ..runtime.collectives import any_process, gather_lists
 from ..runtime.out_of_memory import Halving
 from .adapters import is_prompt_learning, needs_whole_rows
 from .lm_head import Scores
-from .pack_check import Evidence, Trial, telling_rows, try_pack
+from .pack_check import Evidence, Trial, telling_rows, try_pack, try_prefix
 from .packed import score_packed, why_not_packed
 from .padded import score_padded, score_through_trl
+from .prefix import score_prefix, why_no_prefix
 from .rows import TokenRows
 
 logger = get_logger(__name__)
 
 
+@dataclass
+class _Known:
+    """What is known of a model: the forms it does not run, with the reason, and what was compared of each."""
+
+    refused: dict[Form, str] = field(default_factory=dict)
+    evidence: dict[Form, Evidence] = field(default_factory=dict)
+
+
 class ForwardChoice:
     """Chooses how a model's completions are scored.
 
-    The cost rule: a pack computes `prompt + sum of completions` tokens, a padded batch
-    `rows * (longest prompt + longest completion)`: never less. So a model that can run packs always does; inside a
-    pack, `forward.attention.split_is_cheaper` decides for each group how its attention is computed.
+    The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
+    completion`, a padded batch `rows * (longest prompt + longest completion)`: none less than the one before. So a
+    model runs packs if it can, else the prefix form if it can; inside a pack, `forward.attention.split_is_cheaper`
+    decides for each group how its attention is computed.
+
+    Args:
+        forms: what may be run, the best first; padded batches run where a model can run none of them.
+        score_completions_only: padded batches go through our head, else through TRL's method.
+        may_cut: whether the comparison may run in smaller pieces where memory is short; not where a forward is a
+            collective.
+        checkpointing_kwargs: of gradient checkpointing; None where activations are kept.
+        multiple: TRL's `pad_to_multiple_of`.
     """
 
     def __init__(
         self,
-        packed: bool,
+        forms: Sequence[Form],
         score_completions_only: bool,
         device: torch.device,
         may_cut: bool = True,
+        checkpointing_kwargs: dict[str, Any] | None = None,
         multiple: int | None = None,
     ) -> None:
-        self.packed, self.score_completions_only, self.multiple = packed, score_completions_only, multiple or 1
-        self.device = device
-        self._memory = Halving("comparing packed with padded", "set packed_forward=False", may_cut)
-        self._reasons: dict[int, str | None] = {}
-        self._evidence: dict[int, Evidence] = {}
+        self.forms, self.score_completions_only, self.multiple = tuple(forms), score_completions_only, multiple or 1
+        self.device, self.checkpointing_kwargs = device, checkpointing_kwargs
+        self._memory = Halving("comparing two forms of the forward", "set forward='padded'", may_cut)
+        self._known: dict[int, _Known] = {}
+        self._said: set[str] = set()
+
+    def form(self, policy: Any, wrapped: Any = None) -> Form:
+        """How the completions of `policy` run; says once what they do not run as, and why.
+
+        Args:
+            policy: the causal language model.
+            wrapped: it, as PEFT wraps it.
+        """
+        if id(policy) not in self._known:
+            known = self._known[id(policy)] = _Known()
+            for form in self.forms:
+                reason = needs_whole_rows(wrapped) or self._why_not(form, policy)
+                if reason is not None:
+                    known.refused[form] = reason
+            self._say(known)
+        refused = self._known[id(policy)].refused
+        return next((form for form in self.forms if form not in refused), "padded")
 
     def packs(self, policy: Any, wrapped: Any = None) -> bool:
-        """Whether `policy` runs packs; says once why not, where that was asked for."""
-        if not self.packed:
-            return False
-        if id(policy) not in self._reasons:
-            self._conclude(policy, needs_whole_rows(wrapped) or why_not_packed(policy))
-        return self._reasons[id(policy)] is None
+        """Whether `policy` runs packs."""
+        return self.form(policy, wrapped) == "packed"
 
-    def _conclude(self, policy: Any, reason: str | None) -> None:
-        if reason is not None and reason not in self._reasons.values():  # policy and reference are often of one kind
-            logger.warning(f"packed_forward is off, padded batches run instead: {reason}.")
-        self._reasons[id(policy)] = reason
+    def _why_not(self, form: Form, policy: Any) -> str | None:
+        if form == "packed":
+            return why_not_packed(policy)
+        return why_no_prefix(policy, bool((self.checkpointing_kwargs or {}).get("use_reentrant")))
+
+    def _say(self, known: _Known) -> None:
+        if len(known.refused) < len(self.forms):
+            return
+        names = {"packed": "packs", "prefix": "the prefix form"}
+        reasons = "; ".join(f"{names[form]}: {reason}" for form, reason in known.refused.items())
+        if reasons and reasons not in self._said:  # policy and reference are often of one kind
+            logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
+        self._said.add(reasons)
 
     def forward(
         self, policy: Any, wrapped: Any, trl_scorer: Callable[..., Any], recomputed_outside: bool = False
@@ -69,10 +112,11 @@ class ForwardChoice:
             policy: the causal language model.
             wrapped: it, as PEFT wraps it.
             trl_scorer: TRL's own method, for what the other forwards cannot do.
-            recomputed_outside: gradient checkpointing will run the layers again where packs are off.
+            recomputed_outside: gradient checkpointing will run the layers again outside `Scorer.running`.
         """
-        if self.packs(policy, wrapped) and not recomputed_outside:
-            return partial(score_packed, multiple=self.multiple)
+        form = self.form(policy, wrapped)
+        if form != "padded" and not recomputed_outside:
+            return partial(score_packed if form == "packed" else score_prefix, multiple=self.multiple)
         if is_prompt_learning(wrapped):
             return partial(score_through_trl, trl_scorer, multiple=self.multiple, virtual_tokens=True)
         if self.score_completions_only:
@@ -81,8 +125,15 @@ class ForwardChoice:
 
     def settled(self, policy: Any) -> bool:
         """Whether `check` has nothing left to look at."""
-        known = id(policy) in self._evidence and self._evidence[id(policy)].settled
-        return known or self._reasons.get(id(policy)) is not None or not self.packed
+        if not self.forms:
+            return True
+        known = self._known.get(id(policy))
+        form = None if known is None else self.form(policy)
+        return known is not None and form is not None and (form == "padded" or self._evidence(known, form).settled)
+
+    @staticmethod
+    def _evidence(known: _Known, form: Form) -> Evidence:
+        return known.evidence.setdefault(form, Evidence())
 
     def check(
         self,
@@ -92,7 +143,7 @@ class ForwardChoice:
         rows: TokenRows,
         everywhere: bool,
     ) -> None:
-        """Before the first pack of a model, run both forwards on real completions; every process reaches this together.
+        """Before a model's first pack or shared prefix, run it and padded on real completions; all processes together.
 
         What one process finds holds for all. Where the completions at hand cannot tell (one token each; none longer
         than the sliding window), the next ones are looked at too.
@@ -102,31 +153,42 @@ class ForwardChoice:
             everywhere: whether all processes have the same completions at hand.
 
         Raises:
-            ModelError: on every process, where the two differ by more than rounding on one of them.
+            ModelError: on every process, where packed and padded differ by more than rounding on one of them.
         """
-        evidence = self._evidence.setdefault(id(policy), Evidence())
-        if evidence.settled or not self.packs(policy, wrapped):
-            return
-        telling = telling_rows(rows.prompts_B, rows.completions_B, rows.same_prompt, evidence.longer_than)
-        if not (telling is not None if everywhere else any_process(telling is not None, self.device)):
-            return
-        # a forward may be a collective, so all processes run it
-        some = rows.part(slice(0, 1) if telling is None else telling)
+        while (form := self.form(policy, wrapped)) != "padded":
+            known = self._known[id(policy)]
+            evidence = self._evidence(known, form)
+            if evidence.settled:
+                return
+            telling = telling_rows(rows.prompts_B, rows.completions_B, rows.same_prompt, evidence.longer_than)
+            if not (telling is not None if everywhere else any_process(telling is not None, self.device)):
+                return
+            # a forward may be a collective, so all processes run it
+            some = rows.part(slice(0, 1) if telling is None else telling)
+            own, failure = self._try(form, model, policy, some, telling is not None)
+            trials = gather_lists(own)
+            difference = next((trial.difference for trial in trials if trial.difference), None)
+            reason = next((trial.refused for trial in trials if trial.refused), None)
+            if difference is not None and (failure is not None or form == "packed"):
+                raise failure or ModelError(f"{difference}. Set packed_forward=False.")
+            if difference is None and reason is None:
+                evidence.add(own if everywhere else trials)
+                return
+            known.refused[form] = str(reason or difference)
+            self._say(known)
 
+    def _try(
+        self, form: Form, model: Any, policy: Any, some: TokenRows, telling: bool
+    ) -> tuple[list[Trial], MemoryShortageError | None]:
         def work(piece: Sequence[int]) -> Trial:
-            trial = try_pack(model, policy, some.part(slice(piece[0], piece[-1] + 1)))
-            return trial if telling is not None and len(piece) > 1 else trial.untold
+            part = some.part(slice(piece[0], piece[-1] + 1))
+            if form == "packed":
+                trial = try_pack(model, policy, part)
+            else:
+                trial = try_prefix(model, policy, part, self.checkpointing_kwargs)
+            return trial if telling and len(piece) > 1 else trial.untold
 
-        failure: MemoryShortageError | None = None
         try:
-            own = self._memory.run(range(len(some)), work)
+            return self._memory.run(range(len(some)), work), None
         except MemoryShortageError as error:  # raised below, once the other processes know of it
-            own, failure = [Trial(difference=str(error))], error
-        trials = gather_lists(own)
-        difference = next((trial.difference for trial in trials if trial.difference), None)
-        if difference is not None:
-            raise failure or ModelError(f"{difference}. Set packed_forward=False.")
-        reason = next((trial.refused for trial in trials if trial.refused), None)
-        if reason is not None:
-            self._conclude(policy, reason)
-        evidence.add(own if everywhere else trials)
+            return [Trial(difference=str(error))], error

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..batching.micro_batches import StepSizes, canonical_units, cut_in_order
+from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..runtime.out_of_memory import Halving
 from .lm_head import Scores
@@ -39,8 +39,8 @@ class Chunking:
 
     Attributes:
         max_rows, max_tokens: of a chunk; None: as many as there are.
-        packed: whether the chunks are scored as packs, where a prompt counts once.
-        multiple: of which the width of a padded chunk is.
+        form: how a chunk is scored.
+        multiple: of which the widths of a chunk are.
         align: from this process's number of chunks to the number to score; further ones repeat and are thrown away.
         units: (rows per group, rows per canonical unit): cut like that whatever the sizes above say, or None.
         halving: cuts a chunk that does not fit into memory.
@@ -48,7 +48,7 @@ class Chunking:
 
     max_rows: int | None = None
     max_tokens: int | None = None
-    packed: bool = False
+    form: Form = "padded"
     multiple: int = 1
     align: Callable[[int], int] = int
     units: tuple[int, int] | None = None
@@ -58,7 +58,7 @@ class Chunking:
         """The chunks, in order."""
         if self.units is None:
             lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
-            return cut_in_order(*lengths, self.max_rows or len(rows), self.max_tokens, self.packed, self.multiple)
+            return cut_in_order(*lengths, self.max_rows or len(rows), self.max_tokens, self.form, self.multiple)
         group, unit = self.units
         sizes = StepSizes(group_numbers(len(rows), group), [], [])
         return [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]

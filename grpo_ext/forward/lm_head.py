@@ -24,9 +24,11 @@ from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
 from .architecture import experts_per_token
+from .prefix_cache import Continuation, run_after_prompts
 from .tiled_log_probs import LogitTransform, tiled_log_probs
 
-SCORE = "grpo_ext_score"  # keyword that carries a `Wanted` through the wrapped model to its forward
+# keywords that carry a `Wanted`, and a `Continuation`, through the wrapped model to its forward
+SCORE, PREFIX = "grpo_ext_score", "grpo_ext_prefix"
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -226,14 +228,19 @@ def _run(
 ) -> ScoredOutput:
     if wanted.router:
         kwargs["output_router_logits"] = True
-    output = _backbone(model)(*args, **{**kwargs, "use_cache": False, "return_dict": True})
-    if wanted.router and not getattr(output, "router_logits", None):
+    completions: Continuation | None = kwargs.pop(PREFIX, None)
+    if completions is None:
+        output = _backbone(model)(*args, **{**kwargs, "use_cache": False, "return_dict": True})
+        hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
+    else:
+        hidden, routers = run_after_prompts(_backbone(model), kwargs, completions)
+    if wanted.router and not routers:
         raise ModelError(
             f"{type(model).__name__} returned no router logits, so there is nothing that its router_aux_loss_coef "
             "could weigh; set router_aux_loss_coef=0."
         )
-    hidden, head = output.last_hidden_state, model.get_output_embeddings()  # PEFT and FSDP replace the head later
-    hidden_SH = hidden.reshape(-1, hidden.size(-1))[wanted.predictor_S.to(hidden.device)]
+    head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
+    hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
     weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
     precision: AbstractContextManager[Any] = nullcontext()
@@ -243,7 +250,7 @@ def _run(
     with precision, gathered(weight, bias):
         targets = wanted.targets_S.to(weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, targets, transform, wanted.entropy)
-    return ScoredOutput(logps, entropy, None, output.router_logits if wanted.router else None)
+    return ScoredOutput(logps, entropy, None, routers if wanted.router else None)
 
 
 def _as_trl(

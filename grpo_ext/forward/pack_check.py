@@ -1,10 +1,10 @@
-"""Whether a model takes packs, found out by trying: a few completions run packed and padded, and are compared inside.
+"""Whether a model takes a form, found out by trying: a few completions run in it and padded, and are compared inside.
 
-Differs from TRL, which always pads. Stands before the first pack of a model (forward.choice). What a pack could get
-wrong shows where tokens meet, so positions and the output of every attention layer are compared, not only what comes
-out at the end, where a deep model in half precision has multiplied rounding. How much rounding there is, is measured:
-the padded batch runs again with every module's output off by a unit in the last place. Shapes: B completions, N tokens
-of the pack, C channels.
+Differs from TRL, which always pads. Stands before the first pack, or the first shared prefix, of a model
+(forward.choice). What either could get wrong shows where tokens meet, so positions and what attends or mixes tokens in
+every layer are compared, not only what comes out at the end, where a deep model in half precision has multiplied
+rounding. How much rounding there is, is measured: the padded batch runs again with every module's output off by a unit
+in the last place. Shapes: B completions, N tokens of the pack, C channels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from typing import Any, cast
 
 import torch
 
+from ..batching.micro_batches import Form
 from ..batching.packing import PackLayout, build_pack, group_runs
 from ..runtime.out_of_memory import is_out_of_memory
 from .attention import LAYOUT, TakesNoPacks
 from .packed import score_packed
 from .padded import score_padded
+from .prefix import columns_of, score_prefix
+from .prefix_cache import windows_of
 from .rows import TokenRows
 
 # a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (measured in 600 starts),
@@ -107,10 +110,15 @@ def telling_rows(
 
 @dataclass
 class _Record:
-    """What modules have put out for some of the tokens of a forward, by name, call and place in the output."""
+    """What modules have put out for some of the tokens of a forward, by name, call and place in the output.
+
+    Attributes:
+        tokens: their places in the flattened batch.
+        shape: of the batch; what modules put out in another one is not kept.
+    """
 
     tokens: torch.Tensor
-    positions: int
+    shape: tuple[int, int]
     values: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def keep(self, name: str, output: Any) -> None:
@@ -118,10 +126,10 @@ class _Record:
         for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
                 continue
-            if value.dim() < 3 or value.size(0) * value.size(1) != self.positions:
+            if value.dim() < 3 or value.shape[:2] != self.shape:
                 continue
             real = torch.view_as_real(value) if value.is_complex() else value
-            rows = real.reshape(self.positions, -1)
+            rows = real.flatten(0, 1).flatten(1)
             thin = rows[self.tokens.to(rows.device), :: -(-rows.size(1) // _CHANNELS)]
             self.values[name, call, place] = thin.to(torch.promote_types(thin.dtype, torch.float32))
 
@@ -216,11 +224,7 @@ def compare(
     return found
 
 
-def try_pack(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-) -> Trial:
+def try_pack(model: Callable[..., Any], policy: Any, rows: TokenRows) -> Trial:
     """Run some completions as a pack, and if the model takes it, compare with the padded batch.
 
     Every process runs the same number of forwards, whatever it finds, unless the model takes no packs or memory is
@@ -230,7 +234,6 @@ def try_pack(
         model: the model as the loop calls it.
         policy: the causal language model inside it.
     """
-    name = type(policy).__name__
     with torch.no_grad():
         try:
             with _layouts(policy) as layouts:
@@ -238,18 +241,82 @@ def try_pack(
         except TakesNoPacks as error:
             return Trial(refused=str(error))
         except Exception as error:  # whatever a model does with what it does not expect
-            if is_out_of_memory(error):
-                raise
-            score_padded(model, policy, rows)  # a model that fails here too has another fault, which is its own
-            first = next(iter(str(error).splitlines()), "")
-            return Trial(refused=f"{name} fails on a pack ({type(error).__name__}: {first})")
+            return _failed(model, policy, rows, error, "a pack")
         readers = layouts[-1].readers
         places = {
             path: module
             for path, module in policy.named_modules()
             if module in readers or (path and not any(part.isdigit() for part in path.split(".")))
         }
-        return _compared(model, policy, rows, places, readers)
+        windows = tuple({window for window in readers.values() if window})
+        pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), False)
+        tokens = [t for group in pack.layout.groups for t in range(*group.answers)]
+        found = _Way("packed", score_packed, tokens, (1, pack.layout.tokens))
+        return _compared(model, policy, rows, places, windows, found, [pack.source_N[t] for t in tokens])
+
+
+def try_prefix(
+    model: Callable[..., Any], policy: Any, rows: TokenRows, checkpointing_kwargs: dict[str, Any] | None
+) -> Trial:
+    """As `try_pack`, in the prefix form.
+
+    Args:
+        checkpointing_kwargs: of gradient checkpointing, under which it is run too; None where training runs without.
+    """
+    config = policy.config.get_text_config(decoder=True)
+    try:
+        if checkpointing_kwargs is not None:
+            with torch.enable_grad(), _checkpointing(policy, checkpointing_kwargs):
+                score_prefix(model, policy, rows)
+        with torch.no_grad():
+            score_prefix(model, policy, rows)
+    except Exception as error:  # whatever a model does with what it does not expect
+        return _failed(model, policy, rows, error, "completions after a cached prompt")
+    columns = columns_of(max(rows.completions_B))
+    places = {path: module for path, module in policy.named_modules() if _is_part_of_a_layer(path)}
+    grid = [(row, t) for row, length in enumerate(rows.completions_B) for t in range(length - 1)]
+    starts = rows.starts_B
+    found = _Way("prefix", score_prefix, [row * columns + t for row, t in grid], (len(rows), columns))
+    source = [starts[row] + rows.prompts_B[row] + t for row, t in grid]
+    with torch.no_grad():
+        return _compared(model, policy, rows, places, windows_of(config), found, source)
+
+
+def _is_part_of_a_layer(path: str) -> bool:
+    """Whether a module stands directly in a layer, as what mixes tokens does, or in none."""
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return bool(path) and numbers in ([], [len(parts) - 2])
+
+
+@contextmanager
+def _checkpointing(policy: Any, kwargs: dict[str, Any]) -> Iterator[None]:
+    before = policy.is_gradient_checkpointing
+    policy.gradient_checkpointing_enable(kwargs)
+    try:
+        yield
+    finally:
+        if not before:
+            policy.gradient_checkpointing_disable()
+
+
+def _failed(model: Callable[..., Any], policy: Any, rows: TokenRows, error: Exception, what: str) -> Trial:
+    if is_out_of_memory(error):
+        raise error
+    with torch.no_grad():
+        score_padded(model, policy, rows)  # a model that fails here too has another fault, which is its own
+    first = next(iter(str(error).splitlines()), "")
+    return Trial(refused=f"{type(policy).__name__} fails on {what} ({type(error).__name__}: {first})")
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A form that is compared with the padded one: what scores, the tokens that are looked at, its batch's shape."""
+
+    form: Form
+    score: Callable[..., Any]
+    tokens: list[int]
+    shape: tuple[int, int]
 
 
 def _compared(
@@ -257,14 +324,20 @@ def _compared(
     policy: Any,
     rows: TokenRows,
     places: dict[str, torch.nn.Module],
-    readers: dict[Any, int | None],
+    windows: tuple[int, ...],
+    way: _Way,
+    source: list[int],
 ) -> Trial:
-    pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), False)
-    tokens = [t for group in pack.layout.groups for t in range(*group.answers)]
+    """Compare a form with the padded one.
+
+    Args:
+        places: the modules whose outputs are compared, by name.
+        source: where the tokens that are looked at lie among those of all rows.
+    """
     unit = rounding_unit(policy, rows.ids_N.device)
 
-    def run(score: Callable[..., Any], index: list[int], positions: int) -> tuple[_Record, torch.Tensor]:
-        record = _Record(torch.tensor(index, dtype=torch.long), positions)
+    def run(score: Callable[..., Any], index: list[int], shape: tuple[int, int]) -> tuple[_Record, torch.Tensor]:
+        record = _Record(torch.tensor(index, dtype=torch.long), shape)
         with _recording(places, record):
             logps = score(model, policy, rows).logps_S
         if not record.values:  # no module's output has one row per token
@@ -273,26 +346,26 @@ def _compared(
 
     mask = rows.padded()[1]
     column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
-    columns = [column_N[pack.source_N[t]] for t in tokens]
-    packed, ours = run(score_packed, tokens, pack.layout.tokens)
-    padded, theirs = run(score_padded, columns, mask.numel())
+    columns = [column_N[t] for t in source]
+    tried, ours = run(way.score, way.tokens, way.shape)
+    padded, theirs = run(score_padded, columns, (mask.size(0), mask.size(1)))
     others = []
     for seed in range(_DRAWS):
         with _rounded_otherwise(policy, unit, seed):
-            others.append(run(score_padded, columns, mask.numel())[0].values)
+            others.append(run(score_padded, columns, (mask.size(0), mask.size(1)))[0].values)
     if not torch.isfinite(theirs).all():
         return Trial()  # nothing to compare with; such a loss is an error of its own
-    longest, windows = max(map(sum, zip(rows.prompts_B, rows.completions_B))), tuple({w for w in readers.values() if w})
-    found = compare(packed.values, padded.values, others, unit) if tokens else []
+    longest, tokens = max(map(sum, zip(rows.prompts_B, rows.completions_B))), len(way.tokens)
+    found = compare(tried.values, padded.values, others, unit) if tokens else []
     wrong = [(place, ratio) for place, ratio in found if not ratio <= LIMIT]
     if not wrong:
-        return Trial(tokens=len(tokens), longest=longest, windows=windows)
+        return Trial(tokens=tokens, longest=longest, windows=windows)
     gap = float((ours - theirs).abs().float().mean())
     return Trial(
         difference=(
-            f"packed and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
-            f"completions, and what {wrong[0][0][0]} puts out by {wrong[0][1]:.0f} times the rounding (a pack may by "
-            f"{LIMIT:.0f}): the model does something between tokens that a pack does not keep, such as ignoring "
+            f"{way.form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
+            f"completions, and what {wrong[0][0][0]} puts out by {wrong[0][1]:.0f} times the rounding (it may by "
+            f"{LIMIT:.0f}): the model does something between tokens that this form does not keep, such as ignoring "
             "position_ids"
         )
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..batching.micro_batches import Form
 from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
@@ -21,6 +22,7 @@ from .attention import packed_attention, runs_packs
 from .choice import ForwardChoice
 from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
 from .lm_head import RouterRequest, Scores
+from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows
 
@@ -33,7 +35,7 @@ class Scorer:
     """Scores completions in TRL's layout: prompts padded on the left, completions on the right.
 
     Args:
-        args: `packed_forward`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
+        args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
         multiple: TRL's `pad_to_multiple_of`.
         trl_scorer: TRL's own method, for what the other forwards cannot do.
     """
@@ -46,19 +48,22 @@ class Scorer:
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
         self.memory = Halving("scoring", remedy, may_cut)
+        given: Any = args.gradient_checkpointing_kwargs or {}
+        checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
         self.choice = ForwardChoice(
-            args.packed_forward, args.score_completions_only, accelerator.device, not self.sharded, multiple
+            args.forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
         )
 
-    def packs(self, model: Any) -> bool:
-        """Whether the completions of `model` run packed."""
+    def form(self, model: Any) -> Form:
+        """How the completions of `model` run."""
         wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.packs(base_model_of(wrapped), wrapped)
+        return self.choice.form(base_model_of(wrapped), wrapped)
 
     @contextmanager
-    def packing(self, model: Any) -> Iterator[None]:
-        """Inside, forwards and backwards of `model` run packed where it takes packs."""
-        with packed_attention(base_model_of(self.accelerator.unwrap_model(model)), self.packs(model)):
+    def running(self, model: Any) -> Iterator[None]:
+        """Inside, forwards and backwards of `model` run in its form."""
+        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
             yield
 
     @contextmanager
@@ -69,11 +74,11 @@ class Scorer:
             yield
 
     def settled(self, model: Any) -> bool:
-        """Whether `check_packs` has nothing left to look at."""
+        """Whether `check` has nothing left to look at."""
         return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
 
-    def check_packs(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
-        """Before the first pack of a model, compare packed and padded: see `ForwardChoice.check`."""
+    def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
+        """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
         if not self.settled(model):
             wrapped = self.accelerator.unwrap_model(model)
             self.choice.check(model, base_model_of(wrapped), wrapped, rows, everywhere)
@@ -100,15 +105,15 @@ class Scorer:
 
         rows = TokenRows.of_padded(*batch)
         with self.accelerator.autocast():
-            self.check_packs(model, rows, everywhere=False)
+            self.check(model, rows, everywhere=False)
         unit = self.args.unit_rows
         units = None if unit is None else (group_size, unit)
-        chunking = Chunking(batch_size, max_tokens, self.packs(model), self.multiple, align, units, self.memory)
+        chunking = Chunking(batch_size, max_tokens, self.form(model), self.multiple, align, units, self.memory)
         return self._score(model, rows, batch[2], chunking, **options)
 
     def score_micro_batch(self, model: Any, batch: Batch, batch_size: int | None = None, **options: Any) -> TrlScores:
         """Score a micro-batch, in one forward unless `batch_size` cuts it; graphs are kept where gradients are on."""
-        chunking = Chunking(batch_size, None, self.packs(model), self.multiple)
+        chunking = Chunking(batch_size, None, self.form(model), self.multiple)
         return self._score(model, TokenRows.of_padded(*batch), batch[2], chunking, **options)
 
     def _score(
@@ -122,8 +127,9 @@ class Scorer:
     ) -> TrlScores:
         wrapped = self.accelerator.unwrap_model(model)
         policy = base_model_of(wrapped)
-        # a loss that is computed outside the step runs its backward pass where packs are off
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not runs_packs(policy)
+        # a loss that is computed outside the step runs its backward pass outside `running`
+        inside = runs_packs(policy) if self.form(model) == "packed" else keeps_caches(policy)
+        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
         forward = self.choice.forward(policy, wrapped, self.trl_scorer, again)
 
         def score(part: TokenRows) -> Scores:

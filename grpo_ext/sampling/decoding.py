@@ -8,15 +8,17 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..forward.adapters import needs_whole_rows
+from ..forward.reference import base_model_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _KEEPS_PROMPTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
@@ -63,10 +65,34 @@ class GrowingLayer(DynamicLayer):
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
 
 
+class _ChosenRows:
+    """What transformers' layers with linear-attention or convolution states lack."""
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep (or repeat) rows."""
+        self.reorder_cache(indices)  # type: ignore[attr-defined]
+
+
+class StateLayer(_ChosenRows, LinearAttentionLayer):
+    """The states of a linear-attention or convolution layer."""
+
+
+class StateAndAttentionLayer(_ChosenRows, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """The same beside attention, in one layer."""
+
+
+def _chosen(layer: Any) -> Any:
+    """A cache layer whose rows can be chosen, in the place of one that is fresh; others as they are."""
+    states = {LinearAttentionLayer: StateLayer, LinearAttentionAndFullAttentionLayer: StateAndAttentionLayer}
+    if (kind := states.get(type(layer))) is not None:
+        return kind(number_of_states=layer.number_of_states)
+    return GrowingLayer() if type(layer) is DynamicLayer else layer
+
+
 def growing_cache(model: Any) -> DynamicCache:
     """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [_chosen(layer) for layer in cache.layers]
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = GrowingLayer
     return cache
@@ -74,10 +100,10 @@ def growing_cache(model: Any) -> DynamicCache:
 
 def why_not_compact(model: Any, config: Any) -> str | None:
     """Why rows cannot leave the batch of this model, as a sentence; None if they can."""
-    if getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} keeps a recurrent state"
     if (reason := needs_whole_rows(model)) is not None:
         return reason
+    if "past_key_values" not in inspect.signature(base_model_of(model).forward).parameters:
+        return f"{type(model).__name__} takes no past_key_values"
     if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
     if config.prefill_chunk_size is not None:

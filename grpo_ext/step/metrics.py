@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..algorithms.exact import exact_sum
-from ..batching.micro_batches import StepSizes
+from ..batching.micro_batches import Form, StepSizes
 from ..runtime.collectives import ragged_gather, stack_over_processes
 from .plan import MicroBatch
 
@@ -103,12 +103,13 @@ class StepWork:
     padding: int
 
     @classmethod
-    def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], packed: bool) -> StepWork:
+    def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], form: Form) -> StepWork:
         """Count a plan: `rows` are those of the whole step that are run, `parts` this process's micro-batches."""
-        held = [(part.rows, sizes.tokens(part.rows, packed)) for part in parts if part.weight]
-        real = sum(sizes.tokens([row], packed=True) for own, _ in held for row in own)
-        computed = sum(tokens for _, tokens in held)
-        return cls(sizes.tokens(rows, packed=True), computed, 0 if packed else computed - real)
+        held = [part.rows for part in parts if part.weight]
+        computed = sum(sizes.tokens(own, form) for own in held)
+        alone = [[row] for own in held for row in own] if form == "padded" else held  # which rows repeat no prompt
+        real = computed if form == "packed" else sum(sizes.tokens(own, "packed") for own in alone)
+        return cls(sizes.tokens(rows, "packed"), computed, computed - real)
 
     def add_to(self, metrics: StepMetrics) -> None:
         """Meter this process's part."""

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..batching.micro_batches import StepSizes, TokenCost, oversized
+from ..batching.micro_batches import Form, StepSizes, TokenCost, oversized
 from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.lm_head import RouterOutput
@@ -111,7 +111,7 @@ class OptimizerStep:
         for attempt in itertools.count():
             plan = self.plan(model, rollout, self.limits.rows, terms)
             try:
-                with self.clock.phase("window"), self.scorer.packing(model):
+                with self.clock.phase("window"), self.scorer.running(model):
                     context = self.measure(model, rollout, plan, terms, gradients)
                     part_of_loss = functools.partial(self._loss, rollout, context, terms)
                     run_micro_batches(self.accelerator, model, gradients, plan.micro_batches, part_of_loss)
@@ -140,7 +140,7 @@ class OptimizerStep:
         """
         policy, first = self.accelerator.unwrap_model(model), FirstModule()
         weight = None if self.scorer.sharded else bad_weight(policy)
-        with torch.no_grad(), self.scorer.packing(model), first.watching(policy):
+        with torch.no_grad(), self.scorer.running(model), first.watching(policy):
             for part in plan.micro_batches:
                 self._loss(rollout, context, terms, part)
         module = first_of_all_processes(first.name)
@@ -154,13 +154,13 @@ class OptimizerStep:
 
         if not self.scorer.settled(model):
             with self.scorer.without_gradients(model):
-                self.scorer.check_packs(model, self._token_rows(rollout, sizes), everywhere=True)
-        packed = self.scorer.packs(model)
-        self._say_oversized(sizes, packed)
-        layout = MicroBatchLayout(max_rows, self.limits.tokens, packed, self.cost, self.args.unit_rows)
+                self.scorer.check(model, self._token_rows(rollout, sizes), everywhere=True)
+        form = self.scorer.form(model)
+        self._say_oversized(sizes, form)
+        layout = MicroBatchLayout(max_rows, self.limits.tokens, form, self.cost, self.args.unit_rows)
         rows = contributing_rows(rollout) if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(self.accelerator, sizes, rows, layout)
-        return StepPlan(micro_batches, StepWork.of(sizes, rows, micro_batches, packed))
+        return StepPlan(micro_batches, StepWork.of(sizes, rows, micro_batches, form))
 
     def _token_rows(self, rollout: Rollout, sizes: StepSizes) -> TokenRows:
         names = ("prompt_ids", "completion_ids")
@@ -226,12 +226,12 @@ class OptimizerStep:
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 
-    def _say_oversized(self, sizes: StepSizes, packed: bool) -> None:
+    def _say_oversized(self, sizes: StepSizes, form: Form) -> None:
         budget = self.limits.tokens
-        if budget is None or self._said_oversized or not (large := oversized(sizes, budget, packed)):
+        if budget is None or self._said_oversized or not (large := oversized(sizes, budget, form)):
             return
         self._said_oversized = True
-        tokens = max(sizes.tokens([row], packed) for row in large)
+        tokens = max(sizes.tokens([row], form) for row in large)
         logger.warning(
             f"{len(large)} completion(s) of this step are larger with their prompt than micro_batch_tokens={budget} "
             f"(up to {tokens} tokens) and run alone, over the budget; max_completion_length bounds them."
@@ -251,9 +251,9 @@ class OptimizerStep:
                 "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
                 "run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
-        packed = self.scorer.packs(model)
+        form = self.scorer.form(model)
         rows = max(len(part.rows) for part in plan.micro_batches)
-        tokens = max(sizes.tokens(part.rows, packed) for part in plan.micro_batches)
+        tokens = max(sizes.tokens(part.rows, form) for part in plan.micro_batches)
         rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
         if unit_rows is not None:
             self.limits.failures += 1

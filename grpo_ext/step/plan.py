@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from ..batching.micro_batches import (
+    Form,
     StepSizes,
     TokenCost,
     assign_rows,
@@ -38,14 +39,14 @@ class MicroBatchLayout:
     Attributes:
         max_rows: completions per micro-batch.
         max_tokens: tokens per micro-batch, or None.
-        packed: whether a prompt counts once for its completions (a pack) or every row has all columns of its batch.
+        form: how a forward holds its rows.
         cost: what a token costs, to assign groups to processes by; None: equal counts.
         unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
     """
 
     max_rows: int
     max_tokens: int | None = None
-    packed: bool = False
+    form: Form = "padded"
     cost: TokenCost | None = None
     unit_rows: int | None = None
 
@@ -89,5 +90,5 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
     if layout.max_tokens is None:
         parts = cut_by_count(sizes, rows, layout.max_rows)
     else:
-        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.packed)
-    return sorted(parts, key=lambda part: -sizes.tokens(part, layout.packed))
+        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.form)
+    return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))

@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
     for number, run in enumerate(job["runs"]):
         os.environ.update(run["env"])
         args = GRPOConfig(str(folder / run["name"]), **run["config"])
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(run["model"], dtype=torch.float32)
         if run["nameless"]:
             model.config._name_or_path = ""
         trainer = GRPOTrainer(
@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
             reward_funcs=letter_reward,
             args=args,
             train_dataset=prompts(run["prompts"]),
-            processing_class=AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
+            processing_class=AutoTokenizer.from_pretrained(run["model"], padding_side="left"),
             peft_config=LoraConfig(**run["lora"]) if run["lora"] else None,
         )
         if run["config"].get("fp16"):

@@ -22,6 +22,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check.runs import free_port
 from grpo_ext.tools.export import export
 from tests.support import forks
+from tests.support.architectures import architecture
 from tests.support.cases import LORA, SETTINGS
 from tests.support.launch import ROOT
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -58,11 +59,13 @@ class Job:
     resume: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     nameless: bool = False  # a model object that cannot be loaded again by name
+    model: str = "model"
 
 
 # each process writes its part of the weights (under the other engines: as ever)
 SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}
 FEW_ROWS = {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}
+MODELS = {"model": tiny_model, "hybrid": functools.partial(architecture, "lfm2")}  # attention; and convolutions
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -70,6 +73,7 @@ JOBS = [
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2}),
     Job("checkpointing", {"gradient_checkpointing": True}),
     Job("lora", {"beta": 0.1}, lora=True),
+    Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
@@ -80,7 +84,7 @@ JOBS = [
     Job("shards", {"save_strategy": "steps", "save_steps": 3}, env=SHARDS),  # last: the environment stays
 ]
 # what `make test` runs under FSDP2 and ZeRO-3
-FEW = [job for job in JOBS if job.name in ("saved", "kl", "few", "seed", "resumed", "shards")]
+FEW = [job for job in JOBS if job.name in ("saved", "kl", "hybrid", "few", "seed", "resumed", "shards")]
 
 
 @dataclass
@@ -99,8 +103,9 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
     for job in jobs:
         resume = None if job.resume is None else str(folder / job.resume)
         run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
+        run["model"] = str(model.with_name(job.model))
         runs.append({**run, "lora": LORA if job.lora else None, "env": job.env, "nameless": job.nameless})
-    (folder / "job.json").write_text(json.dumps({"model": str(model), "runs": runs}))
+    (folder / "job.json").write_text(json.dumps({"runs": runs}))
 
 
 def outcomes(folder: Path, jobs: list[Job]) -> dict[str, Outcome]:
@@ -141,8 +146,9 @@ def launch(folder: Path, model: Path, engine: str, processes: int, jobs: list[Jo
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
-    tiny_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
+    for name, model in MODELS.items():
+        model().save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
     return folder
 
 
@@ -165,9 +171,9 @@ def launches(folder, request):
     return get
 
 
-def gap(one: Outcome, other: Outcome) -> float:
+def gap(one: Outcome, other: Outcome, model: str = "model") -> float:
     """Difference of two trained states, relative to what training moved; frozen weights cancel."""
-    initial = dict(tiny_model().named_parameters())
+    initial = dict(MODELS[model]().named_parameters())
     distance = moved = 0.0
     assert one.state.keys() == other.state.keys()
     for name, value in one.state.items():
@@ -197,7 +203,8 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
     assert several["saved"].engine == KIND[engine]
     assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
-    errors = {name: gap(one[name], several[name]) for name in ALIKE if name in one}
+    models = {job.name: job.model for job in JOBS}
+    errors = {name: gap(one[name], several[name], models[name]) for name in ALIKE if name in one}
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["few"], several["seed"]) > DIFFERENT

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
+from tests.support.architectures import PREFIXED, architecture
 from tests.support.tiny import (
+    TINY,
     gathering_rollout,
     given_rollout,
     letter_reward,
@@ -89,6 +91,10 @@ CASES = {
     "token_budget": Case({"micro_batch_tokens": 40, "loss_type": "grpo"}),
     "token_budget_padded": Case({"micro_batch_tokens": 60, "packed_forward": False}, model="llama"),
     "reused_budget": Case({"micro_batch_tokens": 40, "beta": 0.1, **REUSED}),
+    "hybrid": Case({"loss_type": "grpo", **REUSED}, model="lfm2"),
+    "hybrid_kl": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
+    "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
+    "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **CUT}, model="llama"),
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
@@ -131,7 +137,8 @@ class Bench:
     def model(self, kind: str) -> str:
         path = self.folder / kind
         if not path.exists():
-            tiny_model(kind).save_pretrained(path)
+            model = architecture(kind) if kind in PREFIXED and kind not in TINY else tiny_model(kind)
+            model.save_pretrained(path)
             tiny_tokenizer().save_pretrained(path)
         return str(path)
 

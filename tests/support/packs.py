@@ -9,6 +9,8 @@ import torch
 
 from grpo_ext.forward.attention import packed_attention
 from grpo_ext.forward.packed import score_packed
+from grpo_ext.forward.prefix import score_prefix
+from grpo_ext.forward.prefix_cache import cached_under_checkpointing
 from grpo_ext.forward.rows import TokenRows
 
 
@@ -36,7 +38,7 @@ def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
 def gradient(score: Any, model: Any, batch: Any) -> torch.Tensor:
     model.zero_grad()
     loss = loss_of(score, model, batch)
-    with packed_attention(model, score is score_packed):
+    with packed_attention(model, score is score_packed), cached_under_checkpointing(model, score is score_prefix):
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     return torch.cat([part.flatten() for part in parts])

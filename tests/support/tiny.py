@@ -21,6 +21,7 @@ from transformers import (
 )
 
 LETTERS = "abcdefgh"
+TINY = ("qwen2", "llama", "gpt2", "moe")
 STOCK_SCORES = Version(version("trl")) >= Version("1.16") or torch.cuda.is_available()
 stock_scores = pytest.mark.skipif(not STOCK_SCORES, reason="stock TRL before 1.16 cannot score on a CPU")
 _VOCABULARY = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz0123456789 >:+-=|.,?!\n<>/[]{}\"'_"]

@@ -162,11 +162,27 @@ def test_a_budget_that_is_no_number_of_tokens_is_refused(tmp_path, value):
 
 
 def test_a_model_that_takes_no_packs_says_so_once_and_trains(tmp_path, caplog):
-    trainer = make(tmp_path)
+    trainer = make(tmp_path, forward="packed")
     trainer.model._supports_attention_backend = False
     trainer.train()
-    assert caplog.text.count("packed_forward is off, padded batches run instead") == 1
+    assert caplog.text.count("Padded batches run") == 1
     assert log_of(trainer, "layout/padding_share")[0] > 0
+
+
+def test_a_form_is_chosen_and_can_be_set(tmp_path):
+    shares = {}
+    for form in ("auto", "packed", "prefix", "padded"):
+        trainer = make(tmp_path, forward=form, max_steps=1)
+        trainer.train()
+        assert trainer._scorer.form(trainer.model) == ("packed" if form == "auto" else form)
+        shares[form] = [log_of(trainer, f"layout/{kind}_share")[0] for kind in ("padding", "duplicate")]
+    assert shares["auto"] == shares["packed"] == [0.0, 0.0]
+    assert shares["prefix"][0] > shares["prefix"][1] == 0.0  # prompts once, completions in columns
+    assert shares["padded"][0] > 0 < shares["padded"][1]
+    with pytest.raises(ConfigError, match="forward='fast' is unknown; use one of 'auto', 'packed', 'prefix', 'padded'"):
+        make(tmp_path, forward="fast")
+    with pytest.raises(ConfigError, match="packed_forward=False"):
+        make(tmp_path, forward="packed", packed_forward=False)
 
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -181,7 +197,8 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
     trainer = make(tmp_path, model, bf16=None, gradient_checkpointing=True, beta=0.1, max_steps=2, **no_experts)
     assert trainer.args.bf16
     trainer.train()
-    assert caplog.text.count("packed_forward is off, padded batches run instead") == 1
+    assert {trainer._scorer.form(model) for model in (trainer.model, trainer.ref_model)} == {"prefix"}
+    assert "Padded batches run" not in caplog.text
     assert all(share > 0 for share in log_of(trainer, "layout/padding_share"))
 
 

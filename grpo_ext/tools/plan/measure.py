@@ -130,7 +130,7 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
     """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
     rows = range(len(sizes.completions_B))
     loads = [sizes.load(mine, model.cost) for mine in assign_rows(sizes, rows, geometry.num_processes, model.cost)]
-    tokens = sizes.tokens(rows, packed=True) / geometry.num_processes
+    tokens = sizes.tokens(rows, "packed") / geometry.num_processes
     return tokens, max(loads) / (sum(loads) / len(loads))
 
 

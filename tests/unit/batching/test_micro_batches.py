@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import (
+    Form,
     StepSizes,
     TokenCost,
     assign_rows,
@@ -22,6 +24,7 @@ from grpo_ext.batching.micro_batches import (
 )
 from grpo_ext.batching.sizes import group_numbers
 
+FORMS = get_args(Form)
 COST = TokenCost.of_model(attention_width=8 * 512, body=24_000_000, head=4_000_000)
 
 
@@ -49,42 +52,42 @@ def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
     return max(loads) / (sum(loads) / len(loads))
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("max_rows", [3, 8, 1000])
 @pytest.mark.parametrize("max_tokens", [300, 1200, 10**6])
 @pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_tokens, max_rows, packed):
+def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_tokens, max_rows, form):
     sizes = replace(step(seed, skewed=seed % 2 == 1), multiple=multiple)
     rows = [r for r in range(48) if r % 5]
-    parts = cut_by_tokens(sizes, rows, max_rows, max_tokens, packed)
+    parts = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
     assert sorted(row for part in parts for row in part) == rows
     for part in parts:
         assert len(part) <= max_rows
-        alone = len(part) == 1 and part[0] in oversized(sizes, max_tokens, packed)
-        assert sizes.tokens(part, packed) <= max_tokens or alone
+        alone = len(part) == 1 and part[0] in oversized(sizes, max_tokens, form)
+        assert sizes.tokens(part, form) <= max_tokens or alone
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_packs_are_few_and_even(seed):
     sizes = step(seed, groups=40, skewed=True)
-    parts = cut_by_tokens(sizes, range(320), 1000, 4000, packed=True)
-    tokens = [sizes.tokens(part, packed=True) for part in parts]
+    parts = cut_by_tokens(sizes, range(320), 1000, 4000, form="packed")
+    tokens = [sizes.tokens(part, "packed") for part in parts]
     assert len(parts) <= 1.15 * sum(tokens) / 4000 + 1
     assert max(tokens) <= 1.25 * sum(tokens) / len(tokens)
 
 
 def test_a_group_larger_than_the_budget_is_cut_and_repeats_its_prompt():
     sizes = whole(4, [100], [50, 50, 50, 50])
-    parts = cut_by_tokens(sizes, range(4), 8, 200, packed=True)
-    assert [sizes.tokens(part, packed=True) for part in parts] == [200, 200]
+    parts = cut_by_tokens(sizes, range(4), 8, 200, form="packed")
+    assert [sizes.tokens(part, "packed") for part in parts] == [200, 200]
 
 
 def test_a_row_larger_than_the_budget_goes_alone():
     sizes = whole(2, [10, 10], [500, 20, 20, 20])
     assert oversized(sizes, 100) == [0]
-    for packed in (True, False):
-        parts = cut_by_tokens(sizes, range(4), 8, 100, packed)
+    for form in FORMS:
+        parts = cut_by_tokens(sizes, range(4), 8, 100, form)
         assert [0] in parts
         assert sorted(r for part in parts for r in part) == [0, 1, 2, 3]
 
@@ -146,10 +149,10 @@ def test_a_prompt_costs_once_and_attention_grows_faster_than_length():
 
 def test_passes_without_gradients_are_cut_in_order():
     prompts, completions, same = [10, 10, 10, 4], [5, 5, 5, 5], [True, True, False]
-    assert cut_in_order(prompts, completions, same, 2, None, True) == [slice(0, 2), slice(2, 4)]
-    assert cut_in_order(prompts, completions, same, 9, 25, True) == [slice(0, 3), slice(3, 4)]
-    assert cut_in_order(prompts, completions, same, 9, 30, False) == [slice(0, 2), slice(2, 4)]
-    assert cut_in_order(prompts, completions, same, 9, 3, True) == [slice(i, i + 1) for i in range(4)]
+    assert cut_in_order(prompts, completions, same, 2, None, "packed") == [slice(0, 2), slice(2, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 25, "packed") == [slice(0, 3), slice(3, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 30, "padded") == [slice(0, 2), slice(2, 4)]
+    assert cut_in_order(prompts, completions, same, 9, 3, "packed") == [slice(i, i + 1) for i in range(4)]
 
 
 # ---- Steps that cut groups ------------------------------------------------------------------------------------------
@@ -181,18 +184,20 @@ def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, da
 
 
 @PROPERTY
-@given(CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.booleans(), st.integers(1, 5), st.integers(1, 6))
-def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, max_tokens, packed, processes, unit):
+@given(
+    CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.sampled_from(FORMS), st.integers(1, 5), st.integers(1, 6)
+)
+def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, max_tokens, form, processes, unit):
     rows = list(range(len(sizes.groups_B)))
     by_count = cut_by_count(sizes, rows, max_rows)
     assert [row for part in by_count for row in part] == rows
     assert max(map(len, by_count)) <= max_rows
-    by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, packed)
+    by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
     assert sorted(row for part in by_tokens for row in part) == rows
-    alone = oversized(sizes, max_tokens, packed)
+    alone = oversized(sizes, max_tokens, form)
     for part in by_tokens:
         assert len(part) <= max_rows
-        assert sizes.tokens(part, packed) <= max_tokens or part[0] in alone
+        assert sizes.tokens(part, form) <= max_tokens or part[0] in alone
     shares = assign_rows(sizes, rows, processes, COST)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)
@@ -203,7 +208,7 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, m
 def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
     sizes = cut_step(0, 4, first=2, rows=5)  # two rows of one group, three of the next
     assert [len(piece) for piece in sizes.pieces(range(5))] == [2, 3]
-    assert sizes.tokens(range(5), packed=True) == sizes.prompts_B[0] + sizes.prompts_B[2] + sum(sizes.completions_B)
+    assert sizes.tokens(range(5), "packed") == sizes.prompts_B[0] + sizes.prompts_B[2] + sum(sizes.completions_B)
     # the negative control: groups counted from the step's first row hold two prompts each
     counted = replace(sizes, groups_B=group_numbers(5, 4))
     assert len({sizes.prompts_B[row] for row in counted.pieces(range(5))[0]}) == 2

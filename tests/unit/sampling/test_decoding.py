@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, Lfm2Config, MambaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
+from grpo_ext.sampling import decoding
 from grpo_ext.sampling.decoding import (
     PLAIN_GENERATE,
     GrowingLayer,
@@ -22,6 +23,7 @@ from grpo_ext.sampling.decoding import (
     why_not_compact,
 )
 from grpo_ext.sampling.generation import sample_chunk
+from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
 
 PAD, ENDS = 0, [1, 7, 11, 23]
@@ -44,6 +46,8 @@ def model_of(kind: str) -> Any:
             initializer_range=0.3,
         )
         return AutoModelForCausalLM.from_config(config).eval()
+    if kind in (*HYBRID, "jamba"):
+        return architecture(kind).eval()
     model = tiny_model("qwen2" if kind == "lora" else kind).eval()
     if kind == "lora":
         adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -62,7 +66,7 @@ def sample(model: Any, compact: bool, seed: int = 0, prompts: Any = PROMPTS, **o
         )
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe", "gemma3", "lora"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe", "gemma3", "lora", *HYBRID, "jamba"])
 def test_the_same_keys_give_the_same_completions(kind):
     model = model_of(kind)
     found = sample(model, compact=True)
@@ -150,7 +154,7 @@ def test_models_that_keep_their_rows_say_why():
     plain = GenerationConfig()
     assert why_not_compact(model_of("qwen2"), plain) is None
     sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
-    assert "recurrent" in str(why_not_compact(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), plain))
+    assert "past_key_values" in str(why_not_compact(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), plain))
     assert "static" in str(why_not_compact(model_of("qwen2"), GenerationConfig(cache_implementation="static")))
     learner = SimpleNamespace(active_peft_config=SimpleNamespace(is_prompt_learning=True))
     assert "prompt-learning" in str(why_not_compact(learner, plain))
@@ -161,10 +165,10 @@ def test_processors_that_keep_all_prompts_are_left_to_transformers(setting):
     assert next(iter(setting)) in str(why_not_compact(model_of("qwen2"), GenerationConfig(**setting)))
 
 
-def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers():
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-    config = Lfm2Config(**sizes, vocab_size=60, num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    assert "cannot be chosen" in str(why_not_compact(AutoModelForCausalLM.from_config(config), GenerationConfig()))
+def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers(monkeypatch):
+    assert why_not_compact(architecture("lfm2"), GenerationConfig()) is None
+    monkeypatch.setattr(decoding, "_chosen", lambda layer: layer)
+    assert "cannot be chosen" in str(why_not_compact(architecture("lfm2"), GenerationConfig()))
 
 
 def test_unique_prompts_are_numbered_by_first_sight():

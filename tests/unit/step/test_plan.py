@@ -75,7 +75,7 @@ COST = TokenCost(1e-3, 0.2)
     "layout",
     [
         MicroBatchLayout(5),
-        MicroBatchLayout(5, 80, packed=True),
+        MicroBatchLayout(5, 80, form="packed"),
         MicroBatchLayout(16, 90),
         MicroBatchLayout(3, cost=COST),
     ],
@@ -94,7 +94,7 @@ def test_sharded_processes_run_the_same_number_of_forwards():
     counts = set()
     for rank in range(3):
         one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
-        counts.add(len(plan_step(one, SIZES, range(16), MicroBatchLayout(16, 90, packed=True, cost=COST))))
+        counts.add(len(plan_step(one, SIZES, range(16), MicroBatchLayout(16, 90, form="packed", cost=COST))))
     assert len(counts) == 1
 
 

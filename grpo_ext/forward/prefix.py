@@ -1,0 +1,87 @@
+"""The prefix form: prompts run once with a cache, and their completions, padded, run on it.
+
+Differs from TRL, which repeats a prompt for each of its completions, and from a pack, which only layers that attend
+through transformers' interface can run: what a linear or convolution layer keeps of a prompt is in its cache too.
+Both passes are one call of the model, as engines that hang their work on it want.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..batching.packing import group_runs
+from .lm_head import PREFIX, SCORE, RouterOutput, Scores, Wanted
+from .positions import accepts_positions, position_ids
+from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers
+from .rows import TokenRows
+
+
+def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
+    """Why a model cannot run prompts apart from their completions, as a sentence; None if it can as far as it tells.
+
+    Args:
+        reentrant: gradient checkpointing is of the reentrant kind, through which no gradient reaches a cache.
+    """
+    name, config = type(policy).__name__, policy.config.get_text_config(decoder=True)
+    if reentrant and policy.supports_gradient_checkpointing:
+        return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
+    if "past_key_values" not in inspect.signature(policy.base_model.forward).parameters:
+        return f"{name} takes no past_key_values"
+    if not policy._supports_default_dynamic_cache():
+        return f"{name} has a cache of its own"
+    if unknown := unknown_layers(config):
+        return f"{name} has cache layers of another kind ({', '.join(unknown)})"
+    return None
+
+
+def columns_of(longest: int, with_router: bool = False) -> int:
+    """Columns of the completions' pass, where the longest has so many tokens.
+
+    The last token of a completion predicts nothing (a router's statistics count it). One column alone would be taken
+    for a step of decoding, for which some layers change their cache.
+    """
+    return max(longest if with_router else longest - 1, 2)
+
+
+def score_prefix(
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    with_router: bool = False,
+    with_entropy: bool = True,
+    multiple: int = 1,
+) -> Scores:
+    """As `forward.packed.score_packed`, in the prefix form; prompts and completions are padded to `multiple`."""
+    ids, mask, width = rows.padded(multiple)
+    prompt, device = ids.size(1) - width, ids.device
+    runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
+    first_G = torch.tensor([run.start for run in runs], device=device)
+    prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
+    columns = columns_of(width, with_router)
+    ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
+    seen, position = mask[:, : prompt + columns], position_ids(mask) if accepts_positions(policy) else None
+    inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
+    if position is not None:
+        inputs["position_ids"] = position[first_G, :prompt]
+        position = position[:, prompt : prompt + columns]
+    inputs[PREFIX] = Continuation(ids[:, prompt : prompt + columns], seen, position, prompt_B)
+    # a completion's first token is predicted by the last one of its prompt, the others by the one before
+    before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
+    before_BT += len(runs) * prompt
+    before_BT[:, 0] = prompt_B * prompt + prompt - 1
+    scored = mask[:, prompt : prompt + width].bool()
+    wanted = Wanted(before_BT[scored], rows.targets(), with_entropy, with_router)
+    with cached_under_checkpointing(policy):
+        output = model(**inputs, **{SCORE: wanted})
+    router = None
+    if with_router:  # a prompt counts once for each of its completions
+        times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
+        counts = torch.cat(
+            [(mask[first_G, :prompt] * times_G1).flatten(), mask[:, prompt : prompt + columns].flatten()]
+        )
+        router = RouterOutput(output.router_logits, counts[None])
+    return Scores(output.log_probs, output.entropy if with_entropy else None, router)

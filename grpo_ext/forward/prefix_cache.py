@@ -1,0 +1,203 @@
+"""The caches of the prefix form: one that prompts leave in a model's layers, and one that completions continue from.
+
+Differs from transformers' caches, which grow while a model runs: neither of these changes what a layer is given when it
+runs again, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.prefix,
+inside the forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_KNOWN = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,  # of a layer that keeps nothing
+)
+
+
+class Continuation:
+    """What runs after the prompts; a plain class, because FSDP copies dataclasses among a forward's arguments.
+
+    Attributes:
+        input_ids: (B, T), of the completions, padded on the right.
+        attention_mask: (B, width of the prompts + T).
+        position_ids: (B, T), or None for a model that takes none.
+        prompt_B: the row of each completion's prompt, int64 (B,).
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        prompt_B: torch.Tensor,
+    ) -> None:
+        self.input_ids, self.attention_mask = input_ids, attention_mask
+        self.position_ids, self.prompt_B = position_ids, prompt_B
+
+
+class _Recorded:
+    """A cache layer that keeps what the prompts' pass gives it, and nothing more."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        size = conv_states.size(-1) if conv_kernel_size is None else conv_kernel_size
+        full = torch.nn.functional.pad(conv_states, (max(size - conv_states.size(-1), 0), 0))
+        self.conv_states[state_idx] = full[..., -size:]  # type: ignore[attr-defined]
+        return full
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        self.recurrent_states[state_idx] = recurrent_states  # type: ignore[attr-defined]
+        return recurrent_states
+
+
+class _Frozen:
+    """A cache layer that gives what was recorded, one row per completion, before what is new, and keeps nothing."""
+
+    prompt_B: torch.Tensor
+    prompt_width: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        pairs = (self.keys, key_states), (self.values, value_states)
+        return tuple(torch.cat([kept.index_select(0, self.prompt_B), new], dim=-2) for kept, new in pairs)
+
+    def get_seq_length(self) -> int:
+        return self.prompt_width
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.prompt_width + query_length, 0
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        kept: torch.Tensor = self.conv_states[state_idx]  # type: ignore[attr-defined]
+        return torch.cat([kept, conv_states], dim=-1)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        return recurrent_states
+
+
+@functools.cache
+def _kind(behaviour: type, layer: type) -> type:
+    return type(f"{behaviour.__name__}{layer.__name__}", (behaviour, layer), {})
+
+
+def _layers(config: Any, behaviour: type) -> list[Any]:
+    made = []
+    for layer in DynamicCache(config=config).layers:
+        new: Any = object.__new__(_kind(behaviour, cast(type, type(layer))))
+        vars(new).update(vars(layer))
+        made.append(new)
+    return made
+
+
+def unknown_layers(config: Any) -> list[str]:
+    """The kinds of a model's cache layers that the prefix form does not know, or "no layers" where it names none."""
+    layers = DynamicCache(config=config).layers
+    return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN}) if layers else ["no layers"]
+
+
+def windows_of(config: Any) -> tuple[int, ...]:
+    """The sliding windows of a model's cache layers, in tokens."""
+    found = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
+    return tuple(sorted(window for window in found if window))
+
+
+def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
+    """The cache that completions continue from; it does not see what the recording one is given later."""
+    layers = _layers(config, _Frozen)
+    for layer, kept in zip(layers, recorded.layers):
+        layer.prompt_B, layer.prompt_width = prompt_B, width
+        layer.keys, layer.values = getattr(kept, "keys", None), getattr(kept, "values", None)
+        if not hasattr(kept, "conv_states"):
+            continue
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(kept, name).items()
+            chosen = {i: None if state is None else state.index_select(0, prompt_B) for i, state in states}
+            setattr(layer, name, chosen)
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+    return Cache(layers=layers)
+
+
+def _recomputing(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def keeps_caches(model: torch.nn.Module) -> bool:
+    """Whether `cached_under_checkpointing` is on."""
+    return all(layer._can_checkpoint_with_cache for layer in _recomputing(model))
+
+
+@contextmanager
+def cached_under_checkpointing(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
+    """Inside, layers that recompute their activations are given the caches all the same. May be nested.
+
+    transformers leaves a cache out there, because one that grows would grow twice; these do not. The backward pass
+    belongs inside too, because it runs layers again, with the layers inside them.
+    """
+    layers = _recomputing(model) if enabled else []
+    before = [layer._can_checkpoint_with_cache for layer in layers]
+    for layer in layers:
+        layer._can_checkpoint_with_cache = True
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before):
+            layer._can_checkpoint_with_cache = value
+
+
+def run_after_prompts(
+    backbone: Any, prompts: dict[str, Any], completions: Continuation
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Run prompts, and completions after them, through the layers of a model.
+
+    Args:
+        prompts: the backbone's arguments, (P, width), padded on the left.
+
+    Returns:
+        Hidden states (tokens of both passes, H), the prompts' first; router logits of each layer alike, where asked
+        for.
+    """
+    config = backbone.config.get_text_config(decoder=True)
+    recorded = Cache(layers=_layers(config, _Recorded))
+    passed = {**prompts, "use_cache": False, "return_dict": True}  # no cache of the model's own making
+    first = backbone(**passed, past_key_values=recorded)
+    passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask}
+    if completions.position_ids is not None:
+        passed["position_ids"] = completions.position_ids
+    cache = _continued(recorded, config, completions.prompt_B, prompts["input_ids"].size(1))
+    second = backbone(**passed, past_key_values=cache)
+    outputs = (first, second)
+    hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])
+    routers = zip(*(getattr(output, "router_logits", None) or () for output in outputs))
+    return hidden, tuple(torch.cat([part.flatten(0, -2) for part in layer]) for layer in routers)

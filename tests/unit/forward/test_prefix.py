@@ -1,0 +1,172 @@
+"""The prefix form gives the log-probabilities, entropies, router counts and gradients of the padded one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_ext.algorithms.losses import router_statistics
+from grpo_ext.forward import choice as module
+from grpo_ext.forward import prefix_cache
+from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.pack_check import try_prefix
+from grpo_ext.forward.padded import score_padded
+from grpo_ext.forward.prefix import score_prefix, why_no_prefix
+from tests.support.architectures import HYBRID, PREFIXED, architecture
+from tests.support.packs import gradient, rows_of
+from tests.tolerances import FLOAT32_SUMS
+
+SHAPES = {
+    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
+    "one": ([9], [[7]]),
+    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
+    "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
+    "long": ([20], [[30, 2, 17, 9]]),
+}
+CHECKPOINTING = {"use_reentrant": False}
+
+
+def model_of(kind: str, **overrides: Any) -> Any:
+    model = architecture(kind, **overrides)
+    install(model, 0.9)
+    return model.train()
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).detach().double().norm() / other.detach().double().norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_the_same_scores_and_gradients(kind, shape):
+    model, batch = model_of(kind), rows_of(*SHAPES[shape])
+    assert why_no_prefix(model) is None
+    ours, theirs = score_prefix(model, model, batch), score_padded(model, model, batch)
+    assert apart(ours.logps_S, theirs.logps_S) <= FLOAT32_SUMS
+    assert apart(ours.entropies_S, theirs.entropies_S) <= FLOAT32_SUMS
+    assert apart(gradient(score_prefix, model, batch), gradient(score_padded, model, batch)) <= FLOAT32_SUMS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PREFIXED if kind != "gpt2"])
+def test_the_same_gradients_under_checkpointing(kind, caplog):
+    model, batch = model_of(kind), rows_of(*SHAPES["groups"])
+    expected = gradient(score_padded, model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+    assert apart(gradient(score_prefix, model, batch), expected) <= FLOAT32_SUMS
+    assert "incompatible" not in caplog.text
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    assert layers
+    assert not any(layer._can_checkpoint_with_cache for layer in layers)  # put back
+
+
+def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
+    """The negative control: transformers' own caches copy states in place, or a detached cache loses the prompt."""
+    model, batch = model_of("lfm2"), rows_of(*SHAPES["groups"])
+    expected = gradient(score_padded, model, batch)
+    update = prefix_cache._Recorded.update
+
+    def detached(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        update(self, keys.detach(), values.detach())
+        return keys, values
+
+    monkeypatch.setattr(prefix_cache._Recorded, "update", detached)
+    assert apart(gradient(score_prefix, model, batch), expected) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss"])
+def test_the_router_counts_what_the_padded_batch_counts(kind):
+    model, batch = model_of(kind), rows_of(*SHAPES["masked_out"])
+    found = []
+    for score in (score_padded, score_prefix):
+        router = score(model, model, batch, with_router=True).router
+        found.append(router_statistics(router.logits, router.counts_BL, 2))
+    (chosen, probs, rows), (ours, our_probs, our_rows) = found
+    assert rows == our_rows
+    assert torch.equal(chosen, ours)
+    torch.testing.assert_close(our_probs, probs, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_and_widths():
+    model = model_of("falcon_h1")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "in_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped, batch = get_peft_model(model, adapter), rows_of(*SHAPES["groups"])
+    expected = gradient(score_padded, wrapped, batch)
+    assert apart(gradient(score_prefix, wrapped, batch), expected) <= FLOAT32_SUMS
+    wide = score_prefix(wrapped, model, batch, multiple=8).logps_S
+    assert apart(wide, score_padded(wrapped, model, batch).logps_S) <= FLOAT32_SUMS
+
+
+# ---- Which models run it --------------------------------------------------------------------------------------------
+
+
+def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]:
+    """The form after the check, and what was said."""
+    said: list[str] = []
+    monkeypatch.setattr(module, "any_process", lambda value, device: value)
+    monkeypatch.setattr(module, "gather_lists", list)
+    monkeypatch.setattr(module.logger, "warning", said.append)
+    chosen = ForwardChoice(("packed", "prefix"), True, torch.device("cpu"), **options)
+    with torch.no_grad():
+        chosen.check(model, model, model, rows_of(*SHAPES["long"]), everywhere=True)
+    assert chosen.settled(model)
+    return chosen.form(model, model), " ".join(said)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HYBRID)
+def test_hybrid_models_run_it_after_the_check(monkeypatch, kind, precision):
+    form, said = chosen_form(monkeypatch, model_of(kind).to(precision), checkpointing_kwargs=CHECKPOINTING)
+    assert (form, said) == ("prefix", "")
+
+
+@pytest.mark.parametrize(("kind", "words"), [("jamba", "differ"), ("minimax", "cache"), ("mamba2", "past_key_values")])
+def test_models_that_cannot_pad_and_say_why(monkeypatch, kind, words):
+    form, said = chosen_form(monkeypatch, model_of(kind))
+    assert form == "padded"
+    assert said.count("Padded batches run") == 1
+    assert words in said
+
+
+def test_what_runs_packs_still_does(monkeypatch):
+    assert chosen_form(monkeypatch, model_of("qwen2")) == ("packed", "")
+
+
+def test_a_model_that_drops_the_cache_under_checkpointing_pads(monkeypatch):
+    model = model_of("gpt2")
+    model._supports_attention_backend = False  # else it packs
+    assert chosen_form(monkeypatch, model)[0] == "prefix"
+    form, said = chosen_form(monkeypatch, model, checkpointing_kwargs=CHECKPOINTING)
+    assert form == "padded"
+    assert "fails on completions after a cached prompt" in said
+    assert not model.is_gradient_checkpointing
+
+
+def test_reentrant_checkpointing_pads(monkeypatch):
+    form, said = chosen_form(monkeypatch, model_of("lfm2"), checkpointing_kwargs={"use_reentrant": True})
+    assert form == "padded"
+    assert "use_reentrant=True" in said
+
+
+@pytest.mark.parametrize("fault", ["position", "neighbour", "padding"])
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_a_planted_fault_is_found(monkeypatch, kind, fault):
+    model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
+    made = prefix_cache.Continuation.__init__
+
+    def spoilt(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, prompt_B: Any) -> None:
+        if fault == "position":
+            position_ids = position_ids + 1
+        elif fault == "neighbour":
+            prompt_B = prompt_B.flip(0)
+        else:
+            attention_mask = torch.ones_like(attention_mask)
+        made(self, input_ids, attention_mask, position_ids, prompt_B)
+
+    assert try_prefix(model, model, batch, None).difference is None
+    monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
+    assert try_prefix(model, model, batch, None).difference is not None
