@@ -58,6 +58,8 @@ create_model_from_path = _function("trl.trainer.utils", "create_model_from_path"
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
 prepare_fsdp = _function("trl.models", "prepare_fsdp")
 SyncRefModelCallback = _function("trl", "SyncRefModelCallback")
+# of a layer that keeps nothing; older versions of transformers have none
+DummyLayer: type | None = getattr(_module("transformers.cache_utils"), "DummyLayer", None)
 _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
 
 

@@ -265,11 +265,13 @@ def try_prefix(
     """
     config = policy.config.get_text_config(decoder=True)
     try:
+        with torch.no_grad():
+            plain = score_prefix(model, policy, rows).logps_S
         if checkpointing_kwargs is not None:
             with torch.enable_grad(), _checkpointing(policy, checkpointing_kwargs):
-                score_prefix(model, policy, rows)
-        with torch.no_grad():
-            score_prefix(model, policy, rows)
+                again = score_prefix(model, policy, rows).logps_S.detach()
+            if not torch.allclose(again, plain, rtol=1e-2, atol=1e-2, equal_nan=True):
+                return Trial(refused=f"{type(policy).__name__} loses the cache under gradient checkpointing")
     except Exception as error:  # whatever a model does with what it does not expect
         return _failed(model, policy, rows, error, "completions after a cached prompt")
     columns = columns_of(max(rows.completions_B))

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -24,13 +23,15 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..compat import DummyLayer
+
 _KNOWN = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    DummyLayer,  # of a layer that keeps nothing
+    *filter(None, [DummyLayer]),
 )
 
 
