@@ -28,7 +28,12 @@ SHAPES = {
     "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
     "long": ([20], [[30, 2, 17, 9]]),
 }
+ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
 CHECKPOINTING = {"use_reentrant": False}
+
+
+def in_full_unless(always: Any, *values: Any) -> Any:
+    return pytest.param(*values, marks=[] if always else [pytest.mark.full])
 
 
 def model_of(kind: str, **overrides: Any) -> Any:
@@ -41,8 +46,10 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).detach().double().norm() / other.detach().double().norm())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", PREFIXED)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [in_full_unless(shape == "groups" or kind in ALWAYS, kind, shape) for kind in PREFIXED for shape in SHAPES],
+)
 def test_the_same_scores_and_gradients(kind, shape):
     model, batch = model_of(kind), rows_of(*SHAPES[shape])
     assert why_no_prefix(model) is None
@@ -52,7 +59,7 @@ def test_the_same_scores_and_gradients(kind, shape):
     assert apart(gradient(score_prefix, model, batch), gradient(score_padded, model, batch)) <= FLOAT32_SUMS
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PREFIXED if kind != "gpt2"])
+@pytest.mark.parametrize("kind", [in_full_unless(kind in HYBRID, kind) for kind in PREFIXED if kind != "gpt2"])
 def test_the_same_gradients_under_checkpointing(kind, caplog):
     model, batch = model_of(kind), rows_of(*SHAPES["groups"])
     expected = gradient(score_padded, model, batch)
@@ -117,7 +124,7 @@ def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]
     return chosen.form(model, model), " ".join(said)
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
 def test_hybrid_models_run_it_after_the_check(monkeypatch, kind, precision):
     form, said = chosen_form(monkeypatch, model_of(kind).to(precision), checkpointing_kwargs=CHECKPOINTING)

@@ -26,6 +26,8 @@ from grpo_ext.sampling.generation import sample_chunk
 from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
 
+FEW = ("qwen2", "llama", "gpt2", "moe", "gemma3", "lora", "lfm2", "falcon_h1")
+FURTHER = tuple(kind for kind in (*HYBRID, "jamba") if kind not in FEW)
 PAD, ENDS = 0, [1, 7, 11, 23]
 PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]
 
@@ -66,7 +68,7 @@ def sample(model: Any, compact: bool, seed: int = 0, prompts: Any = PROMPTS, **o
         )
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "gpt2", "moe", "gemma3", "lora", *HYBRID, "jamba"])
+@pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)])
 def test_the_same_keys_give_the_same_completions(kind):
     model = model_of(kind)
     found = sample(model, compact=True)
