@@ -102,7 +102,7 @@ class GRPOConfig(trl.GRPOConfig):
     packed_forward: bool = _setting(
         True,
         "Run the prompt of a group once and its completions after it, without padding, for policy, old "
-        "and reference log-probabilities. Models that cannot take it run padded batches, and say so once.",
+        "and reference log-probabilities. False means forward='padded'; `forward` has more to choose from.",
     )
     forward: str = _setting(
         "auto",
@@ -129,7 +129,7 @@ class GRPOConfig(trl.GRPOConfig):
     compact_rollouts: bool = _setting(
         True,
         "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
-        "the cache in place. Models that cannot (recurrent ones, sharded ones) sample as transformers does.",
+        "the cache in place. Models that cannot (with caches of their own, sharded ones) sample as transformers does.",
     )
 
     # The same bits.
