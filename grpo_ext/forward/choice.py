@@ -18,8 +18,8 @@ from ..errors import MemoryShortageError, ModelError
 from ..runtime.collectives import any_process, gather_lists
 from ..runtime.out_of_memory import Halving
 from .adapters import is_prompt_learning, needs_whole_rows
+from .form_check import Evidence, Trial, telling_rows, try_pack, try_prefix
 from .lm_head import Scores
-from .pack_check import Evidence, Trial, telling_rows, try_pack, try_prefix
 from .packed import score_packed, why_not_packed
 from .padded import score_padded, score_through_trl
 from .prefix import score_prefix, why_no_prefix

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
+from grpo_ext.forward.form_check import try_pack
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.pack_check import try_pack
 from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.rows import TokenRows

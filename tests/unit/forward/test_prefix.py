@@ -13,8 +13,8 @@ from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import try_prefix
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.pack_check import try_prefix
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
 from tests.support.architectures import HYBRID, PREFIXED, architecture

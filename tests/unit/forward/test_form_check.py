@@ -26,12 +26,12 @@ from transformers import (
 )
 
 from grpo_ext.errors import MemoryShortageError, ModelError
-from grpo_ext.forward import attention, pack_check
+from grpo_ext.forward import attention, form_check
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.pack_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import rows_of
 
@@ -183,7 +183,7 @@ def test_an_error_of_the_model_itself_is_no_refusal():
 @pytest.mark.parametrize("fault", [None, "all_see_each_other"])
 def test_a_model_whose_inside_cannot_be_read_is_judged_by_its_scores(monkeypatch, fault):
     model = model_of("qwen2", initializer_range=0.3)
-    monkeypatch.setattr(pack_check._Record, "keep", lambda *args: None)
+    monkeypatch.setattr(form_check._Record, "keep", lambda *args: None)
     if fault:
         FAULTS[fault](monkeypatch, model)
     assert bool(tried(model, "autocast").difference) == bool(fault)
