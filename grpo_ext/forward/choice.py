@@ -154,6 +154,7 @@ class ForwardChoice:
 
         Raises:
             ModelError: on every process, where packed and padded differ by more than rounding on one of them.
+            MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """
         while (form := self.form(policy, wrapped)) != "padded":
             known = self._known[id(policy)]
@@ -167,10 +168,12 @@ class ForwardChoice:
             some = rows.part(slice(0, 1) if telling is None else telling)
             own, failure = self._try(form, model, policy, some, telling is not None)
             trials = gather_lists(own)
+            if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
+                raise failure or MemoryShortageError(shortage)
             difference = next((trial.difference for trial in trials if trial.difference), None)
             reason = next((trial.refused for trial in trials if trial.refused), None)
-            if difference is not None and (failure is not None or form == "packed"):
-                raise failure or ModelError(f"{difference}. Set packed_forward=False.")
+            if difference is not None and form == "packed":
+                raise ModelError(f"{difference}. Set packed_forward=False.")
             if difference is None and reason is None:
                 evidence.add(own if everywhere else trials)
                 return
@@ -191,4 +194,4 @@ class ForwardChoice:
         try:
             return self._memory.run(range(len(some)), work), None
         except MemoryShortageError as error:  # raised below, once the other processes know of it
-            return [Trial(difference=str(error))], error
+            return [Trial(shortage=str(error))], error

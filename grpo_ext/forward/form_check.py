@@ -45,6 +45,7 @@ class Trial:
     Attributes:
         refused: why the model takes no packs, as a sentence without its end; None where it ran one.
         difference: how packed and padded differ by more than rounding, as a sentence; None where they do not.
+        shortage: the comparison did not fit into memory, as a sentence; None where it did.
         tokens: completion tokens that were compared.
         longest: tokens of the longest sequence that was compared.
         windows: sizes of the sliding windows that attention layers asked for.
@@ -52,6 +53,7 @@ class Trial:
 
     refused: str | None = None
     difference: str | None = None
+    shortage: str | None = None
     tokens: int = 0
     longest: int = 0
     windows: tuple[int, ...] = ()

@@ -324,6 +324,6 @@ def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
     monkeypatch.setattr(module, "try_pack", out_of_memory)
     with pytest.raises(MemoryShortageError, match="forward='padded'"):
         look(chosen, model, LONG)
-    beside, _ = checking(monkeypatch, [Trial(difference="comparing ran out of memory")])
-    with pytest.raises(ModelError, match="ran out of memory"):
+    beside, _ = checking(monkeypatch, [Trial(shortage="comparing ran out of memory")])
+    with pytest.raises(MemoryShortageError, match="ran out of memory"):
         look(beside, model, LONG)
