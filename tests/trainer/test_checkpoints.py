@@ -212,6 +212,18 @@ def test_an_adapter_or_a_frozen_model_that_changed_is_refused(tmp_path):
             other(tmp_path, **settings).train("latest")
 
 
+def test_another_form_of_the_forward_may_resume_but_not_in_bitwise_mode(tmp_path):
+    for bitwise in (False, True):
+        folder = tmp_path / str(bitwise)
+        other(folder, max_steps=1, bitwise_invariant=bitwise).train()
+        again = other(folder, max_steps=1, bitwise_invariant=bitwise, forward="padded")
+        if bitwise:
+            with pytest.raises(CheckpointError, match='forward: "auto" in the checkpoint, "padded" now'):
+                again.train("latest")
+        else:
+            again.train("latest")
+
+
 def test_a_misspelt_name_of_what_may_differ_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds 'maxsteps', .*; did you mean 'max_steps'\?"):
         other(tmp_path, allow_changed_on_resume=["maxsteps"])
