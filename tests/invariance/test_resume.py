@@ -47,7 +47,7 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
 
 # inside a rollout, between its iterations, after it, around the smaller last step and the end of an epoch, in the next
 STOPS = (1, 2, 3, 4, 11, 12, 13, 23)
-FEW_STOPS = (2, 11, 12, 23)
+FEW_STOPS = (3, 12, 23)
 full = pytest.mark.full
 
 

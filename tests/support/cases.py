@@ -113,7 +113,7 @@ CASES = {
 FULL = (
     *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
-    *("hybrid", "hybrid_moe"),
+    *("hybrid", "hybrid_moe", "quantile", "reused_budget", "few_groups", "cut_reused"),
 )
 
 SETTINGS = {

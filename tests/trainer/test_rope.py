@@ -97,7 +97,7 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((8, 1), marks=pytest.mark.full)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, packed, sizes):
     layout = {"packed_forward": packed, "beta": 0.05, "max_steps": 2}

@@ -62,7 +62,7 @@ def gradients(score: Any, inputs: tuple[Any, ...], transform: LogitTransform, en
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("with_bias", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_the_backward_pass_is_the_derivative_of_the_forward(kind, with_bias):
     hidden, weight, bias, targets = case()

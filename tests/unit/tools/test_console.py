@@ -236,6 +236,7 @@ def test_console_is_part_of_the_public_interface():
 # ---- Real runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.skipif(Version(version("rich")) < Version("15"), reason="rich before 15 makes the bar a column too wide")
 def test_nothing_tears_the_bar_of_a_real_run():
     columns = 80
