@@ -22,7 +22,7 @@ from .errors import ConfigError, DataError, ModelError, SplitDependentError
 from .forward.lm_head import refuse_unknown_head
 from .forward.positions import covered_length, longest_prompt, settle_rope
 from .forward.reference import base_model_of
-from .precision.loss_scaler import refuse_half_weights
+from .precision.loss_scaler import half_weights, refuse_half_weights
 from .runtime.collectives import shards_parameters
 from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from .sampling.decoding import own_generate
@@ -154,17 +154,16 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def half_weights(model: Any) -> str | None:
+def said_of_half_weights(model: Any) -> str | None:
     """What it means that trained weights are in half precision, as a sentence; None where they are not."""
     if getattr(model, "is_quantized", False):  # TRL makes the adapters of a quantised model bfloat16
         return None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    half = [p for p in trained if p.is_floating_point() and p.dtype.itemsize == 2]
+    half, trained = half_weights(model), sum(p.requires_grad for p in model.parameters())
     if not half:
         return None
-    kind = str(half[0].dtype).removeprefix("torch.")
+    kind = str(next(iter(half.values()))).removeprefix("torch.")
     return (
-        f"{len(half)} of {len(trained)} trained tensors are {kind}, which rounds small updates away, and rounds them "
+        f"{len(half)} of {trained} trained tensors are {kind}, which rounds small updates away, and rounds them "
         "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
         "same."
     )
@@ -411,7 +410,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies
         if config.fp16:
             refuse_half_weights(policy)
-        elif (sentence := half_weights(policy)) is not None:
+        elif (sentence := said_of_half_weights(policy)) is not None:
             logger.warning(sentence)
     if config.dynamic_sampling:
         _check_dynamic_sampling(trainer, ours)

@@ -278,17 +278,15 @@ def _fit(
 
 def _cut_columns(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
     """Rows of like length together, each micro-batch filled as far as it goes; after shared prompts, whole groups."""
-    longest: dict[int, int] = {}
-    for row in rows:
-        length, group = sizes.prompts_B[row] + sizes.completions_B[row], sizes.groups_B[row]
-        longest[group] = max(length, longest.get(group, 0))
 
-    def order(row: int) -> tuple[int, ...]:
-        group, length = sizes.groups_B[row], sizes.prompts_B[row] + sizes.completions_B[row]
-        return (-longest[group], group, -length, row) if form == "prefix" else (-length, row)
+    def lengths(piece: Sequence[int]) -> list[int]:
+        return [sizes.prompts_B[row] + sizes.completions_B[row] for row in piece]
 
+    pieces = sizes.pieces(rows) if form == "prefix" else [[row] for row in sorted(rows)]
+    pieces.sort(key=lambda piece: -max(lengths(piece)))
+    ordered = [row for piece in pieces for _, row in sorted(zip((-n for n in lengths(piece)), piece))]
     result: list[list[int]] = []
-    for row in sorted(rows, key=order):
+    for row in ordered:
         grown = [*result[-1], row] if result else []
         if result and len(grown) <= max_rows and sizes.tokens(grown, form) <= max_tokens:
             result[-1] = grown

@@ -85,10 +85,6 @@ class ForwardChoice:
         refused = self._known[id(policy)].refused
         return next((form for form in self.forms if form not in refused), "padded")
 
-    def packs(self, policy: Any, wrapped: Any = None) -> bool:
-        """Whether `policy` runs packs."""
-        return self.form(policy, wrapped) == "packed"
-
     def _why_not(self, form: Form, policy: Any) -> str | None:
         if form == "packed":
             return why_not_packed(policy)

@@ -253,8 +253,8 @@ def try_pack(model: Callable[..., Any], policy: Any, rows: TokenRows) -> Trial:
         windows = tuple({window for window in readers.values() if window})
         pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), False)
         tokens = [t for group in pack.layout.groups for t in range(*group.answers)]
-        found = _Way("packed", score_packed, tokens, (1, pack.layout.tokens))
-        return _compared(model, policy, rows, places, windows, found, [pack.source_N[t] for t in tokens])
+        source, shape = [pack.source_N[t] for t in tokens], (1, pack.layout.tokens)
+        return _compared(model, policy, rows, _Way("packed", score_packed, places, windows, tokens, source, shape))
 
 
 def try_prefix(
@@ -279,11 +279,11 @@ def try_prefix(
     columns = columns_of(max(rows.completions_B))
     places = {path: module for path, module in policy.named_modules() if _is_part_of_a_layer(path)}
     grid = [(row, t) for row, length in enumerate(rows.completions_B) for t in range(length - 1)]
-    starts = rows.starts_B
-    found = _Way("prefix", score_prefix, [row * columns + t for row, t in grid], (len(rows), columns))
-    source = [starts[row] + rows.prompts_B[row] + t for row, t in grid]
+    starts, tokens = rows.starts_B, [row * columns + t for row, t in grid]
+    source, shape = [starts[row] + rows.prompts_B[row] + t for row, t in grid], (len(rows), columns)
+    way = _Way("prefix", score_prefix, places, windows_of(config), tokens, source, shape)
     with torch.no_grad():
-        return _compared(model, policy, rows, places, windows_of(config), found, source)
+        return _compared(model, policy, rows, way)
 
 
 def _is_part_of_a_layer(path: str) -> bool:
@@ -315,34 +315,32 @@ def _failed(model: Callable[..., Any], policy: Any, rows: TokenRows, error: Exce
 
 @dataclass(frozen=True)
 class _Way:
-    """A form that is compared with the padded one: what scores, the tokens that are looked at, its batch's shape."""
+    """A form that is compared with the padded one, and what is looked at.
+
+    Attributes:
+        form, score: its name, and the function that scores in it.
+        places: the modules whose outputs are compared, by name.
+        windows: sizes of the sliding windows.
+        tokens: places of the tokens that are looked at, in the flattened batch of the form.
+        source: places of the same tokens among those of all rows.
+        shape: of the batch of the form.
+    """
 
     form: Form
     score: Callable[..., Any]
+    places: dict[str, torch.nn.Module]
+    windows: tuple[int, ...]
     tokens: list[int]
+    source: list[int]
     shape: tuple[int, int]
 
 
-def _compared(
-    model: Callable[..., Any],
-    policy: Any,
-    rows: TokenRows,
-    places: dict[str, torch.nn.Module],
-    windows: tuple[int, ...],
-    way: _Way,
-    source: list[int],
-) -> Trial:
-    """Compare a form with the padded one.
-
-    Args:
-        places: the modules whose outputs are compared, by name.
-        source: where the tokens that are looked at lie among those of all rows.
-    """
+def _compared(model: Callable[..., Any], policy: Any, rows: TokenRows, way: _Way) -> Trial:
     unit = rounding_unit(policy, rows.ids_N.device)
 
     def run(score: Callable[..., Any], index: list[int], shape: tuple[int, int]) -> tuple[_Record, torch.Tensor]:
         record = _Record(torch.tensor(index, dtype=torch.long), shape)
-        with _recording(places, record):
+        with _recording(way.places, record):
             logps = score(model, policy, rows).logps_S
         if not record.values:  # no module's output has one row per token
             record.values["the head", 0, 0] = logps[:, None].float()
@@ -350,20 +348,21 @@ def _compared(
 
     mask = rows.padded()[1]
     column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
-    columns = [column_N[t] for t in source]
+    columns = [column_N[t] for t in way.source]
     tried, ours = run(way.score, way.tokens, way.shape)
-    padded, theirs = run(score_padded, columns, (mask.size(0), mask.size(1)))
+    shape = (mask.size(0), mask.size(1))
+    padded, theirs = run(score_padded, columns, shape)
     others = []
     for seed in range(_DRAWS):
         with _rounded_otherwise(policy, unit, seed):
-            others.append(run(score_padded, columns, (mask.size(0), mask.size(1)))[0].values)
+            others.append(run(score_padded, columns, shape)[0].values)
     if not torch.isfinite(theirs).all():
         return Trial()  # nothing to compare with; such a loss is an error of its own
     longest, tokens = max(map(sum, zip(rows.prompts_B, rows.completions_B))), len(way.tokens)
     found = compare(tried.values, padded.values, others, unit) if tokens else []
     wrong = [(place, ratio) for place, ratio in found if not ratio <= LIMIT]
     if not wrong:
-        return Trial(tokens=tokens, longest=longest, windows=windows)
+        return Trial(tokens=tokens, longest=longest, windows=way.windows)
     gap = float((ours - theirs).abs().float().mean())
     return Trial(
         difference=(

@@ -14,7 +14,7 @@ import torch
 
 from ..batching.packing import build_pack, group_runs
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
-from .lm_head import SCORE, RouterOutput, Scores, Wanted
+from .lm_head import Scores, Wanted, scored
 from .positions import accepts_positions
 from .rows import TokenRows
 
@@ -75,9 +75,7 @@ def score_packed(
     predictor = torch.tensor(pack.predictor_S, dtype=torch.long, device=device)
     wanted = Wanted(predictor, rows.targets(), with_entropy, with_router)
     with packed_attention(policy):
-        output = model(**inputs, **{SCORE: wanted})
+        scores = scored(model, inputs, wanted, torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0))
     if not pack.layout.readers:
         raise TakesNoPacks(f"{type(policy).__name__} does not attend through transformers' attention interface")
-    counts = torch.tensor(pack.layout.counts_N, device=device).unsqueeze(0)
-    router = RouterOutput(output.router_logits, counts) if with_router else None
-    return Scores(output.log_probs, output.entropy if with_entropy else None, router)
+    return scores

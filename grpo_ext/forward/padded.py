@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .lm_head import SCORE, RouterOutput, Scores, Wanted
+from .lm_head import RouterOutput, Scores, Wanted, scored
 from .positions import accepts_positions, position_ids
 from .rows import TokenRows
 
@@ -29,12 +29,10 @@ def score_padded(
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     if accepts_positions(policy):
         inputs["position_ids"] = position_ids(mask)
-    scored = torch.zeros_like(mask, dtype=torch.bool)
-    scored[:, -width:] = mask[:, -width:].bool()
-    predictor = scored.reshape(-1).nonzero().squeeze(1) - 1
-    output = model(**inputs, **{SCORE: Wanted(predictor, rows.targets(), with_entropy, with_router)})
-    router = RouterOutput(output.router_logits, mask) if with_router else None
-    return Scores(output.log_probs, output.entropy if with_entropy else None, router)
+    targets = torch.zeros_like(mask, dtype=torch.bool)
+    targets[:, -width:] = mask[:, -width:].bool()
+    predictor = targets.reshape(-1).nonzero().squeeze(1) - 1
+    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), mask)
 
 
 def score_through_trl(
@@ -66,7 +64,7 @@ def score_through_trl(
         return output
 
     options = {"compute_entropy": with_entropy, "compute_aux_loss": with_router}
-    scored = mask[:, -width:].bool()
+    kept = mask[:, -width:].bool()
     if virtual_tokens:
         columns = ids.size(1)
         start_B1 = mask.argmax(1, keepdim=True)
@@ -80,4 +78,4 @@ def score_through_trl(
     else:
         logps, entropies, *_ = trl_scorer(forward, ids, mask, width, **options)
     assert logps is not None
-    return Scores(logps[scored], None if entropies is None else entropies[scored], found[0] if found else None)
+    return Scores(logps[kept], None if entropies is None else entropies[kept], found[0] if found else None)

@@ -7,16 +7,15 @@ Both passes are one call of the model, as engines that hang their work on it wan
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..batching.packing import group_runs
-from .lm_head import PREFIX, SCORE, RouterOutput, Scores, Wanted
+from .lm_head import PREFIX, Scores, Wanted, scored
 from .positions import accepts_positions, position_ids
-from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers
+from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .rows import TokenRows
 
 
@@ -26,15 +25,12 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     Args:
         reentrant: gradient checkpointing is of the reentrant kind, through which no gradient reaches a cache.
     """
-    name, config = type(policy).__name__, policy.config.get_text_config(decoder=True)
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
-    if "past_key_values" not in inspect.signature(policy.base_model.forward).parameters:
-        return f"{name} takes no past_key_values"
-    if not policy._supports_default_dynamic_cache():
-        return f"{name} has a cache of its own"
-    if unknown := unknown_layers(config):
-        return f"{name} has cache layers of another kind ({', '.join(unknown)})"
+    if (reason := why_own_cache(policy)) is not None:
+        return reason
+    if unknown := unknown_layers(policy.config.get_text_config(decoder=True)):
+        return f"{type(policy).__name__} has cache layers of another kind ({', '.join(unknown)})"
     return None
 
 
@@ -73,15 +69,10 @@ def score_prefix(
     before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
     before_BT += len(runs) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
-    scored = mask[:, prompt : prompt + width].bool()
-    wanted = Wanted(before_BT[scored], rows.targets(), with_entropy, with_router)
+    targets = mask[:, prompt : prompt + width].bool()
+    wanted = Wanted(before_BT[targets], rows.targets(), with_entropy, with_router)
+    # a prompt counts once for each of its completions
+    times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
+    counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
     with cached_under_checkpointing(policy):
-        output = model(**inputs, **{SCORE: wanted})
-    router = None
-    if with_router:  # a prompt counts once for each of its completions
-        times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
-        counts = torch.cat(
-            [(mask[first_G, :prompt] * times_G1).flatten(), mask[:, prompt : prompt + columns].flatten()]
-        )
-        router = RouterOutput(output.router_logits, counts[None])
-    return Scores(output.log_probs, output.entropy if with_entropy else None, router)
+        return scored(model, inputs, wanted, torch.cat([part.flatten() for part in counts])[None])

@@ -8,6 +8,7 @@ inside the forward of the head (forward.lm_head). Shapes: P prompts of a micro-b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -120,6 +121,13 @@ def _layers(config: Any, behaviour: type) -> list[Any]:
         vars(new).update(vars(layer))
         made.append(new)
     return made
+
+
+def why_own_cache(policy: Any) -> str | None:
+    """Why a causal language model does not run on transformers' default cache, as a sentence; None if it does."""
+    if "past_key_values" not in inspect.signature(policy.forward).parameters:
+        return f"{type(policy).__name__} takes no past_key_values"
+    return None if policy._supports_default_dynamic_cache() else f"{type(policy).__name__} has a cache of its own"
 
 
 def unknown_layers(config: Any) -> list[str]:

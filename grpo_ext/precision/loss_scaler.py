@@ -181,6 +181,11 @@ def deepspeed_minimum() -> Iterator[None]:
         ) from error
 
 
+def half_weights(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """The trained weights that are no float32 or wider, by name."""
+    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
+
+
 def refuse_half_weights(model: torch.nn.Module) -> None:
     """Refuse trainable weights in half precision: their updates are lost to rounding, and no scaler takes them.
 
@@ -189,7 +194,7 @@ def refuse_half_weights(model: torch.nn.Module) -> None:
     Raises:
         ModelError: names one.
     """
-    half = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
+    half = half_weights(model)
     for name, dtype in half.items():
         raise ModelError(
             f"fp16=True trains float32 weights and computes in float16, but {name} (one of {len(half)}) is "

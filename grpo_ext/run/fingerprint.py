@@ -66,12 +66,12 @@ _TRL_LAYOUT = [
     "trust_remote_code",
     "log_multimodal",
 ]
-# fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
 # compared in bitwise mode alone: elsewhere they change the rounding at most
 _BITWISE = (
     *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads"),
     *("forward", "packed_forward", "score_completions_only", "skip_zero_contribution", "compact_rollouts"),
 )
+# fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
 _OURS = (
     "advantage_estimator",
     "loss_aggregation",

@@ -8,7 +8,6 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..forward.adapters import needs_whole_rows
+from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
@@ -102,8 +102,8 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     """Why rows cannot leave the batch of this model, as a sentence; None if they can."""
     if (reason := needs_whole_rows(model)) is not None:
         return reason
-    if "past_key_values" not in inspect.signature(base_model_of(model).forward).parameters:
-        return f"{type(model).__name__} takes no past_key_values"
+    if (reason := why_own_cache(base_model_of(model))) is not None:
+        return reason
     if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
     if config.prefill_chunk_size is not None:
@@ -111,8 +111,6 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     for name in _KEEPS_PROMPTS:
         if any(getattr(c, name, None) not in (None, 0, 1.0) for c in (config, model.generation_config)):
             return f"{name} keeps the prompts of all rows"
-    if not model._supports_default_dynamic_cache():
-        return f"{type(model).__name__} has a cache of its own"
     if not all(hasattr(layer, "batch_select_indices") for layer in growing_cache(model).layers):
         return f"{type(model).__name__} has cache layers whose rows cannot be chosen"
     return None

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.forward.attention import packed_attention
 from grpo_ext.forward.packed import score_packed
+from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.forward.prefix_cache import cached_under_checkpointing
 from grpo_ext.forward.rows import TokenRows
@@ -33,6 +35,18 @@ def loss_of(score: Any, model: Any, batch: Any, **options: Any) -> torch.Tensor:
     logps, entropies = scores.logps_S, scores.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype).view_as(logps)
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
+
+
+def assert_same_router_counts(score: Any, model: Any, batch: Any) -> None:
+    """The router's statistics in a form are those of the padded batch."""
+    found = []
+    for one in (score_padded, score):
+        router = one(model, model, batch, with_router=True).router
+        found.append(router_statistics(router.logits, router.counts_BL, 2))
+    (chosen, probs, rows), (our_chosen, our_probs, our_rows) = found
+    assert rows == our_rows
+    assert torch.equal(chosen, our_chosen)
+    torch.testing.assert_close(our_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
 
 
 def gradient(score: Any, model: Any, batch: Any) -> torch.Tensor:

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.packing import PackedGroup, PackLayout
 from grpo_ext.forward import attention, lm_head
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
@@ -27,7 +26,7 @@ from grpo_ext.forward.lm_head import Scores, install
 from grpo_ext.forward.packed import score_packed, why_not_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.rows import TokenRows
-from tests.support.packs import gradient, rows_of
+from tests.support.packs import assert_same_router_counts, gradient, rows_of
 from tests.support.tiny import tiny_model
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
@@ -199,15 +198,7 @@ def test_lora_takes_packs():
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    model, batch = model_of("moe"), rows_of(*SHAPES["masked_out"])
-    found = []
-    for score in (score_padded, score_packed):
-        router = score(model, model, batch, with_router=True).router
-        found.append(router_statistics(router.logits, router.counts_BL, 2))
-    (chosen, probs, rows), (packed_chosen, packed_probs, packed_rows) = found
-    assert rows == packed_rows
-    assert torch.equal(chosen, packed_chosen)
-    torch.testing.assert_close(packed_probs, probs, rtol=1e-5, atol=1e-5)  # the router's softmax is float32
+    assert_same_router_counts(score_packed, model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_a_model_that_drops_the_layout_is_refused():

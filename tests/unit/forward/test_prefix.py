@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
@@ -18,7 +17,7 @@ from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
 from tests.support.architectures import HYBRID, PREFIXED, architecture
-from tests.support.packs import gradient, rows_of
+from tests.support.packs import assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS
 
 SHAPES = {
@@ -87,15 +86,7 @@ def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss"])
 def test_the_router_counts_what_the_padded_batch_counts(kind):
-    model, batch = model_of(kind), rows_of(*SHAPES["masked_out"])
-    found = []
-    for score in (score_padded, score_prefix):
-        router = score(model, model, batch, with_router=True).router
-        found.append(router_statistics(router.logits, router.counts_BL, 2))
-    (chosen, probs, rows), (ours, our_probs, our_rows) = found
-    assert rows == our_rows
-    assert torch.equal(chosen, ours)
-    torch.testing.assert_close(our_probs, probs, rtol=1e-5, atol=1e-5)
+    assert_same_router_counts(score_prefix, model_of(kind), rows_of(*SHAPES["masked_out"]))
 
 
 def test_adapters_and_widths():
