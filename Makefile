@@ -44,7 +44,7 @@ test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine
 	@$(BIN)/python -m pytest -q --full $(PARALLEL) $(ARGS)
 
 test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
-	@$(BIN)/python -m pytest -q tests/crash --kills 50 $(ARGS)
+	@$(BIN)/python -m pytest -q tests/crash --full --kills 50 $(ARGS)
 
 VLLM := .venv-vllm
 $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt

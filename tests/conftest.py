@@ -17,7 +17,7 @@ importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full matrix as well (make test-full)")
-    parser.addoption("--kills", type=int, help="processes that tests/crash kills (1, with --full 3)")
+    parser.addoption("--kills", type=int, help="processes that tests/crash kills (3, with --full)")
 
 
 # the files that take longest, so that with two workers (pytest-xdist, a file each) none of them is left to the end
@@ -36,7 +36,6 @@ LONG = (
     "unit/tools/test_forks",
     "trainer/test_layout",
     "trainer/test_drop_in",
-    "crash/test_kills",
 )
 
 

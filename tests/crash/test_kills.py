@@ -1,6 +1,7 @@
 """Runs that are killed at random, again and again, and end with the bits of the run that was left alone.
 
-`make test` kills a few; `make test-crash` kills at least 50 (`--kills`). The seed is in the output, and repeats it all.
+`make test` kills two runs at chosen moments (tests/invariance/test_resume.py), `make test-full` three of these,
+`make test-crash` 50. The seed is in the output, and repeats it all.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
     return f"process {rank} in {moment}, time {at}", dying(moment, at, rank)
 
 
+@pytest.mark.full
 def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
-    wanted = request.config.getoption("--kills") or (3 if request.config.getoption("--full") else 1)
+    wanted = request.config.getoption("--kills") or 3
     rng = random.Random(SEED)
     whole: dict[int, RunResult] = {}
     kills, chains = 0, 0

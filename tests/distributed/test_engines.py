@@ -124,22 +124,27 @@ def environment(engine: str) -> dict[str, str]:
     return {**env, **({"DS_ACCELERATOR": "cpu"} if engine.startswith("zero") else {"ACCELERATE_USE_CPU": "true"})}
 
 
-def launch(folder: Path, model: Path, engine: str, processes: int, jobs: list[Job]) -> dict[str, Outcome]:
-    """Through Accelerate's launcher; what needs no engine is forked where it can be."""
+def launch(
+    folder: Path, model: Path, engine: str, processes: int, jobs: list[Job], fork: bool = True
+) -> dict[str, Outcome]:
+    """Through Accelerate's launcher, on forked processes where that can be."""
     prepare(folder, model, jobs)
     env = environment(engine) | {"TOKENIZERS_PARALLELISM": "false"}
-    plain = engine == "single" or (engine == "ddp" and jobs == [FP16])
-    if plain and forks.serves(env):
-        status, output = forks.run_forked([str(SCRIPT), str(folder)], processes, env, 600)
+    fork, script = fork and forks.serves(env), [str(SCRIPT), str(folder)]
+    if engine == "single" and fork:
+        status, output = forks.run_forked(script, processes, env, 600)
         assert status == 0, output[-4000:]
         return outcomes(folder, jobs)
     config = yaml.safe_load((CONFIGS / f"{engine}.yaml").read_text())
     config |= {"use_cpu": True, "num_processes": processes, "main_process_port": free_port()}
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    command += [str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    if fork:
+        status, output = forks.run_forked_by(launcher, script, env, 600)
+    else:
+        done = subprocess.run([*launcher, *script], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+        status, output = done.returncode, done.stderr
+    assert status == 0, output[-4000:]
     return outcomes(folder, jobs)
 
 
@@ -154,12 +159,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def launches(folder, request):
-    jobs = JOBS if request.config.getoption("--full") else FEW
+    full = request.config.getoption("--full")
+    jobs = JOBS if full else FEW
 
     @functools.cache
     def outcome(engine: str, processes: int) -> dict[str, Outcome] | str:
         try:
-            return launch(folder / f"{engine}_{processes}", folder / "model", engine, processes, jobs)
+            name = f"{engine}_{processes}"  # with --full, of the launcher's own interpreters
+            return launch(folder / name, folder / "model", engine, processes, jobs, fork=not full)
         except AssertionError as error:  # told to every test, launched once
             return str(error)
 

@@ -1,4 +1,4 @@
-"""What a library may change behind one's back, as JSON: run with the statements to execute first."""
+"""What a library may change behind one's back, as JSON: run with statements to execute, one after the other."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def library_state() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    before = state(with_libraries=False)
-    exec(sys.argv[1])
-    print(json.dumps({"before": before, "after": state(with_libraries="torch" in sys.modules)}))
+    states = [state(with_libraries=False)]
+    for statements in sys.argv[1:]:
+        exec(statements)
+        states.append(state(with_libraries="torch" in sys.modules))
+    print(json.dumps(states))

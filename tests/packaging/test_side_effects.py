@@ -1,5 +1,5 @@
 """A library changes nothing behind one's back: not when it is imported, and nothing stays changed after a run.
-Every comparison is of whole processes; what TRL's own import changes is TRL's."""
+What TRL's own import changes is TRL's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ SCRIPT = Path(__file__).with_name("state_of_process.py")
 SEEDED = "import random, numpy, torch; [seed(0) for seed in (random.seed, numpy.random.seed, torch.manual_seed)]"
 
 
-def after(statements: str) -> tuple[dict, dict]:
-    """(state before, state after) of a process that runs the statements."""
-    found = json.loads(python("-W", "default", SCRIPT, statements, cwd=ROOT).splitlines()[-1])
-    return found["before"], found["after"]
+def states(*statements: str) -> list[dict]:
+    """The states of a process before the statements and after each of them."""
+    return json.loads(python("-W", "default", SCRIPT, *statements, cwd=ROOT).splitlines()[-1])
 
 
 def differences(one: dict, other: dict) -> dict:
@@ -37,20 +36,17 @@ def test_import_loads_no_library():
 
 
 def test_import_changes_nothing():
-    before, later = after("import grpo_ext")
-    assert differences(before, later) == {}
+    assert differences(*states("import grpo_ext")) == {}
 
 
 def test_importing_the_trainer_changes_no_more_than_trl_does():
-    _, theirs = after(f"{SEEDED}; from trl import GRPOConfig, GRPOTrainer")
-    _, ours = after(f"{SEEDED}; from grpo_ext import Console, GRPOConfig, GRPOTrainer")
-    assert differences(ours, theirs) == {}
+    theirs = f"{SEEDED}; from trl import GRPOConfig, GRPOTrainer"
+    assert differences(*states(theirs, "from grpo_ext import Console, GRPOConfig, GRPOTrainer")[1:]) == {}
 
 
 def test_a_change_would_be_found():
-    _, theirs = after(f"{SEEDED}; import transformers")
-    _, ours = after(f"{SEEDED}; import transformers, logging; torch.set_num_threads(3); logging.basicConfig()")
-    assert differences(ours, theirs).keys() == {"threads", "root logger"}
+    change = "import logging; torch.set_num_threads(3); logging.basicConfig()"
+    assert differences(*states(SEEDED, change)[1:]).keys() == {"threads", "root logger"}
 
 
 @pytest.mark.parametrize("bitwise", [False, True])

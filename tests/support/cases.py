@@ -92,7 +92,8 @@ CASES = {
     "token_budget_padded": Case({"micro_batch_tokens": 60, "packed_forward": False}, model="llama"),
     "reused_budget": Case({"micro_batch_tokens": 40, "beta": 0.1, **REUSED}),
     "hybrid": Case({"loss_type": "grpo", **REUSED}, model="lfm2"),
-    "hybrid_kl": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
+    "hybrid_kl": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="lfm2"),
+    "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
     "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **CUT}, model="llama"),
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
@@ -113,7 +114,8 @@ CASES = {
 FULL = (
     *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
-    *("hybrid", "hybrid_moe", "quantile", "reused_budget", "few_groups", "cut_reused"),
+    *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
+    *("truncated", "entropy", "moe_reused"),
 )
 
 SETTINGS = {

@@ -40,7 +40,7 @@ SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFF
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("CC", "CXX", "WANDB_SERVICE"),
+    *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR"),
 )
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 
@@ -132,6 +132,29 @@ def run_forked(
     status, output, errors = server().ask(
         command=list(command), environments=environments(environment, processes, port), timeout_s=timeout_s
     )
+    return status, output + errors
+
+
+TELL = """
+import json, os, sys
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump(dict(os.environ), file)
+"""
+
+
+def run_forked_by(
+    launcher: Sequence[str], command: Sequence[str], environment: dict[str, str], timeout_s: float
+) -> tuple[int | None, str]:
+    """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "tell.py"
+        script.write_text(TELL)
+        subprocess.run([*launcher, str(script), folder], cwd=ROOT, env=environment, check=True, capture_output=True)
+        told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    # the launcher is gone, and with it the store of its own
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | given for one in told]
+    status, output, errors = server().ask(command=list(command), environments=told, timeout_s=timeout_s)
     return status, output + errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -145,6 +146,9 @@ def test_dropping_the_window_would_show(monkeypatch, kind):
     assert difference.abs().max() > 1e-3
 
 
+FLEXED = ("qwen2", "mistral", "gemma2", "gemma3")
+
+
 def _eager_flex(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -152,8 +156,13 @@ def _eager_flex(query: Any, key: Any, value: Any, training: bool = False, **opti
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *(("qwen2", "groups"), ("mistral", "long"), ("gemma2", "masked_out"), ("gemma3", "long")),
+        *(pytest.param(kind, shape, marks=pytest.mark.full) for kind, shape in itertools.product(FLEXED, SHAPES)),
+    ],
+)
 def test_flex_attention_takes_a_pack_as_a_block_mask(monkeypatch, kind, shape):
     """Its CPU kernel has no backward pass, so torch's own uncompiled arithmetic runs here in its place."""
     monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
