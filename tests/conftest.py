@@ -50,7 +50,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
-def pytest_collection_finish(session):
-    # Accelerate collects garbage whenever a run begins; what is imported by now is none, and takes half a second
+def freeze():
+    """Accelerate collects garbage whenever a run begins; what is imported by now is none, and takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session):
+    freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    yield
+    freeze()  # models are imported when a test first builds one

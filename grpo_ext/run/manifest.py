@@ -7,6 +7,7 @@ training starts and again when it ends; for people, and for `grpo-ext`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ MANIFEST = "manifest.json"
 _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
 
 
+@functools.cache
 def versions() -> dict[str, str | None]:
     """Installed versions of what a run depends on."""
     found: dict[str, str | None] = {"python": platform.python_version()}

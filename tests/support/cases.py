@@ -28,7 +28,11 @@ from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
-CUT = {"global_batch_size": 9, "rollout_batch_size": 36}  # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
+CUT = {
+    "global_batch_size": 9,
+    "rollout_batch_size": 36,
+    "rollout_chunk_size": 12,
+}  # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
 # half precision: the next rollout could take another token, and two runs from there
 ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -104,10 +108,16 @@ CASES = {
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),
     "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
-    "cut": Case({"global_batch_size": 10, "rollout_batch_size": 20, "max_steps": 7}, prompts=8, evaluate=True),
+    "cut": Case(
+        {"global_batch_size": 10, "rollout_batch_size": 20, "rollout_chunk_size": 4, "max_steps": 7},
+        prompts=8,
+        evaluate=True,
+    ),
     "cut_prompt_mean": Case({"loss_aggregation": "prompt_mean", "mask_truncated_completions": True, **CUT}),
     "cut_moe": Case(CUT, model="moe"),
-    "cut_reused": Case({"beta": 0.1, **REUSED, "global_batch_size": 6, "rollout_batch_size": 12}),
+    "cut_reused": Case(
+        {"beta": 0.1, **REUSED, "global_batch_size": 6, "rollout_batch_size": 12, "rollout_chunk_size": 4}
+    ),
     "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
 }
 
@@ -120,7 +130,7 @@ FULL = (
 
 SETTINGS = {
     "global_batch_size": 16,
-    "rollout_chunk_size": 4,
+    "rollout_chunk_size": 8,
     "num_generations": 4,
     "max_completion_length": 12,
     "max_steps": 3,
