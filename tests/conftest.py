@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
@@ -13,6 +14,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread co
 
 # where DeepSpeed is installed, Accelerate parses its metadata whenever it unwraps a model: a tenth of a tiny run
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+
+
+# the same examples everywhere
+SAME = {"deadline": None, "derandomize": True, "print_blob": True, "database": None}
+hypothesis.settings.register_profile("some", max_examples=40, **SAME)
+hypothesis.settings.register_profile("many", max_examples=200, **SAME)
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile("many" if config.getoption("--full") else "some")
 
 
 def pytest_addoption(parser):

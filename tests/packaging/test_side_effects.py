@@ -63,7 +63,7 @@ def test_a_run_leaves_no_setting_changed(tmp_path, bitwise, ends):
     trainer = GRPOTrainer(
         model=tiny_model(),
         reward_funcs=reward,
-        args=GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=bitwise, bitwise_threads=2)),
+        args=GRPOConfig(**config_kwargs(tmp_path, bitwise_invariant=bitwise, bitwise_threads=2, max_steps=1)),
         train_dataset=prompts(),
         processing_class=tiny_tokenizer(),
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -30,7 +30,6 @@ from grpo_ext.algorithms.advantages import (
 from grpo_ext.errors import ConfigError
 from tests.support.tiny import config_kwargs
 
-PROPERTY = settings(max_examples=50, deadline=None, derandomize=True, print_blob=True, database=None)
 MODES = [
     ("group", "sum_then_normalize"),
     ("batch", "sum_then_normalize"),
@@ -100,7 +99,6 @@ def reward_batches(draw):
 
 
 @EVERY_MODE
-@PROPERTY
 @given(reward_batches())
 def test_advantages_are_trls(scale, aggregation, rewards_weights_generations):
     rewards, weights, generations = rewards_weights_generations
@@ -188,7 +186,6 @@ def test_weights_multiply_and_missing_functions_do_not_count():
 
 
 @pytest.mark.parametrize(("scale", "aggregation"), MODES)
-@PROPERTY
 @given(reward_batches())
 def test_the_scored_completions_of_a_group_have_zero_mean(scale, aggregation, rewards_weights_generations):
     rewards, weights, generations = rewards_weights_generations
@@ -203,7 +200,6 @@ def test_the_scored_completions_of_a_group_have_zero_mean(scale, aggregation, re
 
 
 @EVERY_MODE
-@PROPERTY
 @given(reward_batches(), st.sampled_from([-7.0, 0.25, 64.0]))
 def test_a_constant_added_to_every_reward_changes_nothing(scale, aggregation, rewards_weights_generations, constant):
     rewards, weights, generations = rewards_weights_generations
@@ -243,7 +239,6 @@ def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
 
 
 @EVERY_MODE
-@PROPERTY
 @given(reward_batches())
 def test_an_unscorable_completion_gets_exactly_zero_and_nothing_is_nan(scale, aggregation, rewards_weights_generations):
     rewards, weights, generations = rewards_weights_generations
@@ -329,7 +324,6 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     assert found == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
 
 
-@PROPERTY
 @given(st.integers(2, 5), st.lists(st.floats(-3, 3), min_size=5, max_size=40), st.floats(0.5, 2), st.floats(-2, 2))
 def test_every_estimator_is_centred_in_its_group_and_ignores_the_offset(group, values, scale, shift):
     values = values[: len(values) // group * group]

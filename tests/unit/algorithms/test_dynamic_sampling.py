@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.algorithms.dynamic_sampling import combine_metrics, fill_places
-
-PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, print_blob=True, database=None)
 
 
 def test_places_are_filled_in_order():
@@ -24,7 +22,6 @@ def test_what_is_not_replaced_keeps_its_group():
     assert fill_places([[True, True]]) == ([(0, 0), (0, 1)], 0)
 
 
-@PROPERTY
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.lists(st.booleans(), max_size=12), max_size=5))
 def test_nothing_that_teaches_is_lost_and_nothing_comes_twice(first, later):
     rounds, free = [first], first.count(False)

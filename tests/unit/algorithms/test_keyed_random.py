@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -23,8 +23,6 @@ from grpo_ext.algorithms.keyed_random import (
     uniform,
 )
 from tests.tolerances import P_VALUE
-
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 GOLDEN = 0x9E3779B97F4A7C15
@@ -53,7 +51,6 @@ def test_the_mixer_is_splitmix64():
     assert numbers == expected
 
 
-@PROPERTY
 @given(st.lists(INT64, min_size=1, max_size=20), st.lists(INT64, min_size=20, max_size=20), INT64)
 def test_mixing_tensors_equals_mixing_python_integers(keys, values, scalar):
     keys_B, values_B = torch.tensor(keys), torch.tensor(values[: len(keys)])
@@ -62,14 +59,12 @@ def test_mixing_tensors_equals_mixing_python_integers(keys, values, scalar):
     assert [unsigned(x) for x in mix(keys_B, scalar).tolist()] == [mix_int(unsigned(k), scalar) for k in keys]
 
 
-@PROPERTY
 @given(st.integers(0, 2**64 - 1), st.integers(-(2**200), 2**200))
 def test_a_huge_or_negative_value_counts_modulo_two_to_the_64(key, value):
     assert 0 <= mix_int(key, value) < 2**64
     assert mix_int(key, value) == mix_int(key, unsigned(value))
 
 
-@PROPERTY
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))
 def test_one_changed_bit_of_the_value_changes_many_bits_of_the_key(key, bit):
     changed = bin(mix_int(key, 0) ^ mix_int(key, 1 << bit)).count("1")
@@ -119,7 +114,6 @@ def test_keys_of_different_completions_do_not_collide():
     assert len(keys.unique()) == len(keys)
 
 
-@PROPERTY
 @given(st.integers(0, 2**31), st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 64))
 def test_a_completions_key_is_the_fold_of_its_coordinates(seed, epoch, rollout, prompt, generation):
     key = completion_keys(seed, TRAIN_STREAM, epoch, rollout, torch.tensor([prompt]), torch.tensor([generation]))
@@ -279,7 +273,6 @@ def exact_token(probabilities: np.ndarray, u: float) -> int:
     return int(np.searchsorted(cumulative, np.longdouble(u) * cumulative[-1], side="right"))
 
 
-@PROPERTY
 @given(
     st.lists(st.one_of(st.floats(-30, 30), st.just(-math.inf)), min_size=1, max_size=40).filter(
         lambda s: max(s) > -math.inf

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import (
@@ -157,8 +157,6 @@ def test_passes_without_gradients_are_cut_in_order():
 
 # ---- Steps that cut groups ------------------------------------------------------------------------------------------
 
-PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, print_blob=True, database=None)
-
 
 def cut_step(seed: int, num_generations: int, first: int, rows: int) -> StepSizes:
     """Rows `first` to `first + rows` of a rollout batch: groups may be cut at both ends."""
@@ -171,7 +169,6 @@ def cut_step(seed: int, num_generations: int, first: int, rows: int) -> StepSize
 CUT_STEPS = st.builds(cut_step, st.integers(0, 999), st.integers(2, 6), st.integers(0, 40), st.integers(1, 30))
 
 
-@PROPERTY
 @given(CUT_STEPS, st.data())
 def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, data):
     rows = data.draw(st.lists(st.sampled_from(range(len(sizes.groups_B))), unique=True)) or [0]
@@ -183,7 +180,6 @@ def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, da
     assert len(sizes.pieces(rows)) == len({sizes.groups_B[row] for row in rows})
 
 
-@PROPERTY
 @given(
     CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.sampled_from(FORMS), st.integers(1, 5), st.integers(1, 6)
 )

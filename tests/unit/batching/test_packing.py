@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.batching.packing import PackedGroup, build_pack, group_runs
 
-PROPERTY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 GROUPS = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1, max_size=4
 )
@@ -28,7 +27,6 @@ def test_a_pack_by_hand():
     assert pack.layout.counts_N == (2, 2, 1, 1)
 
 
-@PROPERTY
 @given(GROUPS, st.booleans(), st.integers(1, 8))
 def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep_last, multiple):
     prompts = [prompt for prompt, completions in groups for _ in completions]

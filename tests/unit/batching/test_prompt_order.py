@@ -10,13 +10,12 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.batching.prompt_order import ProcessSlices, StepRows, make_eval_loader, make_loader, prompt_order
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
 
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, print_blob=True, database=None)
 GENERATIONS = 3
 
 
@@ -137,7 +136,6 @@ SPLITS = st.tuples(
 )
 
 
-@PROPERTY
 @given(SPLITS)
 def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
     count, g, processes, drop_last = split
@@ -227,7 +225,6 @@ def test_the_seed_reaches_the_order(seed):
     assert first != [names(item) for item in loader(data(12), geometry(), seed=seed + 1)]
 
 
-@PROPERTY
 @given(SPLITS)
 def test_a_stream_and_a_map_style_set_agree_without_shuffling(split):
     count, g, processes, drop_last = split

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import trl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.batching.sizes import (
@@ -25,8 +25,6 @@ from grpo_ext.batching.sizes import (
 )
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
 
 
 def resolve(**sizes) -> BatchGeometry:
@@ -256,7 +254,6 @@ def test_without_a_rollout_size_a_rollout_is_one_step():
     assert (g.rollout_batch_size, g.steps_per_rollout, g.prompts_per_rollout) == (24, 1, 6)
 
 
-@PROPERTY
 @given(st.integers(2, 9), st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(1, 4))
 def test_the_derived_accumulation_is_rounded_up_never_floored(generations, prompts, micro, processes, steps):
     total = generations * prompts
@@ -274,7 +271,6 @@ def test_the_derived_accumulation_is_rounded_up_never_floored(generations, promp
     assert (g.prompts_per_rollout, g.steps_per_rollout) == (prompts * steps, steps)
 
 
-@PROPERTY
 @given(st.integers(2, 100))
 def test_the_default_chunk_is_whole_groups_and_at_least_one(generations):
     chunk = resolve(num_generations=generations, global_batch_size=generations).rollout_chunk_size
@@ -286,13 +282,11 @@ def test_the_default_chunk_is_whole_groups_and_at_least_one(generations):
 # ---- Shares and micro-batches ---------------------------------------------------------------------------------------
 
 
-@PROPERTY
 @given(st.integers(0, 10**6), st.integers(1, 10**4))
 def test_ceil_div_rounds_up(a, b):
     assert ceil_div(a, b) == math.ceil(Fraction(a, b))
 
 
-@PROPERTY
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_even_shares_tile_the_whole_in_order_and_differ_by_at_most_one(total, parts):
     shares = [even_slice(total, parts, i) for i in range(parts)]
@@ -302,7 +296,6 @@ def test_even_shares_tile_the_whole_in_order_and_differ_by_at_most_one(total, pa
     assert sizes == sorted(sizes, reverse=True)
 
 
-@PROPERTY
 @given(st.integers(2, 5), st.integers(1, 30), st.integers(1, 9), st.integers(1, 40), st.integers(0, 60))
 def test_every_process_runs_just_enough_micro_batches_and_at_least_one(generations, prompts, micro, processes, some):
     g = geometry(generations, prompts, 1, processes=processes, micro=micro)
@@ -319,7 +312,6 @@ def test_every_process_runs_just_enough_micro_batches_and_at_least_one(generatio
     assert max(g.micro_batches_per_process()) == g.accumulation_steps
 
 
-@PROPERTY
 @given(st.integers(0, 60), st.integers(2, 8), st.integers(1, 6), st.integers(1, 12))
 def test_rollout_shares_are_whole_chunks_cut_at_the_same_places_for_every_process_count(
     prompts, generations, groups, processes
@@ -381,7 +373,6 @@ def rows_of(layout: EpochLayout, step) -> list[int]:
     return [first + row for row in step.step_rows]
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_every_completion_is_in_exactly_num_iterations_steps(layout):
     counts = dict.fromkeys(range(layout.num_prompts * layout.geometry.num_generations), 0)
@@ -392,7 +383,6 @@ def test_every_completion_is_in_exactly_num_iterations_steps(layout):
     assert all(counts[row] == (expected if row < layout.trained_completions else 0) for row in counts)
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_each_iteration_visits_the_completions_in_order(layout):
     for iteration in range(layout.geometry.num_iterations):
@@ -400,7 +390,6 @@ def test_each_iteration_visits_the_completions_in_order(layout):
         assert visited == list(range(layout.trained_completions))
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
     rollouts: dict[int, list] = {}
@@ -419,7 +408,6 @@ def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
             assert 0 <= sampled - len(tiled) < (layout.geometry.num_generations if layout.drop_last else 1)
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_only_the_last_step_of_the_last_rollout_may_be_smaller(layout):
     full, steps = layout.geometry.global_batch_size, steps_of(layout)
@@ -434,7 +422,6 @@ def test_only_the_last_step_of_the_last_rollout_may_be_smaller(layout):
     assert layout.last_step_rows == (sizes[-1] if sizes else 0)
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
     kept = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
@@ -473,7 +460,6 @@ def test_a_step_outside_the_epoch_is_an_index_error(index):
         EpochLayout(geometry(prompts_per_step=2, steps_per_rollout=2), 8)[index]
 
 
-@PROPERTY
 @given(LAYOUTS)
 def test_a_stream_cut_into_rollouts_has_the_steps_of_the_map_style_epoch(layout):
     g, streamed = layout.geometry, []

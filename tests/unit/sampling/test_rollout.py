@@ -9,7 +9,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from scipy import stats
@@ -27,7 +27,6 @@ from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import measure_step
 from tests.tolerances import P_VALUE
 
-PROPERTY = settings(max_examples=80, deadline=None, derandomize=True, print_blob=True, database=None)
 VOCABULARY, PAD, EOS = 24, 0, 1
 CPU = torch.device("cpu")
 
@@ -357,7 +356,6 @@ def test_a_row_is_cut_after_its_first_end_token(tokens, expected):
     assert _until_eos(tokens, [1, 9]) == expected
 
 
-@PROPERTY
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
     parts = rows_by_chunk(rows, size)
@@ -366,7 +364,6 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
     assert [{rows[i] // size for i in part} for part in parts] == [{c} for c in sorted({row // size for row in rows})]
 
 
-@PROPERTY
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_a_later_turn_finds_the_rows_it_continues(second, third):
     prompts = [[10 + i // 2, 5] for i in range(len(second))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
@@ -21,8 +21,6 @@ from grpo_ext.step.backward import run_micro_batches
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
-
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, print_blob=True, database=None)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,6 @@ def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
 
 
-@PROPERTY
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
 def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
     planned = plan(rows, cap, at_least)
@@ -56,7 +53,6 @@ def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, ca
     assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
 
 
-@PROPERTY
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
 def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
     planned = plan(rows, cap, at_least)
@@ -275,7 +271,6 @@ def test_metrics_are_their_definitions():
     assert metered([(list(range(len(LENGTHS))), 1.0)]) == pytest.approx(expected, rel=1e-6)
 
 
-@PROPERTY
 @given(partitions(), st.lists(st.integers(0, len(LENGTHS) - 1), max_size=3))
 def test_metrics_do_not_depend_on_the_partition_and_weight_zero_adds_nothing(parts, fillers):
     whole = metered([(list(range(len(LENGTHS))), 1.0)])
