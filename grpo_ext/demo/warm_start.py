@@ -107,9 +107,8 @@ def _learning_rate(step: int) -> float:
 def train_warm_start(words: list[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The supervised run: AdamW, linear decay, cross-entropy on careless answers to `words`, a progress bar."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # these tensors are too small to split, and on busy cores waiting threads cost ten times more
+    # these tensors are too small to split, and on busy cores waiting threads cost ten times more
+    torch.set_num_threads(1)
     try:
         return _train(words, seed)
     finally:
