@@ -384,12 +384,18 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         for module in (policy, trainer.ref_model):
             if module is not None:
                 disable_random_parts(module)
-    if trainer._takes_images:
-        _check_images(config)
+    if trainer._through_trl:
+        _check_through_trl(config)
         return [
             *split_dependence(policy, config.neftune_noise_alpha),
-            "images: trains through TRL's own code path",
+            "images, with tools, an environment or a rollout_func: trains through TRL's own code path",
         ]
+    with_images = trainer._sampler.prepare is not None
+    if with_images and not hasattr(trainer.train_dataset, "__len__"):
+        raise DataError(
+            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
+            "trained on; use a data set with a length."
+        )
     refuse_unknown_head(base_model_of(policy))
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())
@@ -415,7 +421,8 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if config.dynamic_sampling:
         _check_dynamic_sampling(trainer, ours)
     lengths = functools.partial(_prompt_lengths, trainer)
-    if trainer.environment_factories is None and hasattr(dataset, "__len__"):
+    # tokens of a prompt with images are known once the images are prepared
+    if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_chat_template(dataset, trainer._tokenizer)
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest, config.micro_batch_tokens)
@@ -426,17 +433,18 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     return uncovered + refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 
-def _check_images(config: GRPOConfig) -> None:
+def _check_through_trl(config: GRPOConfig) -> None:
     ours = ("micro_batch_tokens", "advantage_estimator", "loss_aggregation", "dynamic_sampling")
     found = [name for name in ours if getattr(config, name) not in (None, False)]
     if found:
         raise ConfigError(
-            f"{', '.join(found)}: images train through TRL's own code, which does not know of it; leave it out."
+            f"{', '.join(found)}: images with tools, an environment or a rollout_func train through TRL's own code, "
+            "which does not know of it; leave it out."
         )
     if config.bitwise_invariant:
         raise ConfigError(
-            "bitwise_invariant=True needs this trainer's own step, and images train through TRL's own code. Turn one "
-            "of the two off."
+            "bitwise_invariant=True needs this trainer's own step, and images with tools, an environment or a "
+            "rollout_func train through TRL's own code. Turn one of the two off."
         )
 
 
@@ -461,7 +469,7 @@ def check_bitwise(trainer: Any) -> None:
 
 def uncovered_sampling(trainer: Any) -> list[str]:
     """What the promise does not cover of how completions are sampled, as sentences."""
-    if trainer._takes_images or (trainer._own_sampling() is None and trainer._samples_by_key()):
+    if trainer._through_trl or (trainer._own_sampling() is None and trainer._samples_by_key()):
         return []
     if (own := trainer._own_sampling()) is not None:
         sentence = f"{own} may sample in its own way; only the update is covered"
@@ -509,6 +517,7 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
     known = [data for data in (train, *others) if has_readable_prompts(data)]
     unread = all(data is not train for data in known) or trainer.environment_factories is not None
+    unread = unread or trainer._sampler.prepare is not None
     if unread or not trainer.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)

@@ -58,9 +58,24 @@ create_model_from_path = _function("trl.trainer.utils", "create_model_from_path"
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
 prepare_fsdp = _function("trl.models", "prepare_fsdp")
 SyncRefModelCallback = _function("trl", "SyncRefModelCallback")
+prepare_multimodal_messages = _function("trl.data_utils", "prepare_multimodal_messages")
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(_module("transformers.cache_utils"), "DummyLayer", None)
 _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
+
+
+# what TRL's scoring passes on to a model that takes images, by the names of the model's arguments
+_COUNTS = ("num_images", "num_tiles")
+IMAGE_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters.items()
+    if parameter.default is None and name not in ("batch_size", *_COUNTS)
+)
+
+
+def images_among(batch: dict[str, Any]) -> dict[str, Any]:
+    """What there is of images in a batch of TRL's, as arguments of its scoring."""
+    return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
@@ -226,6 +241,9 @@ OVERRIDES: dict[str, Point] = {
         "train": "resume_from_checkpoint trial ignore_keys_for_eval",
         "log": "logs start_time",
         "_save_checkpoint": "model trial",
+        "_load_from_checkpoint": "resume_from_checkpoint model",
+        "_load_best_model": "",
+        "_issue_warnings_after_load": "load_result",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_push_from_checkpoint": "checkpoint_folder",
         "_finalize_training": "trial num_train_samples start_time",
@@ -271,6 +289,7 @@ CALLED = (
     Point(_module("trl.models"), "prepare_deepspeed", ("model", "accelerator")),
     Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
     Point(trl, "SyncRefModelCallback", ("ref_model", "accelerator")),
+    Point(_module("trl.data_utils"), "prepare_multimodal_messages", ("messages", "images")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
     Point(_module("trl.trainer.utils"), "get_config_model_id", ("config",)),
     Point(_module("trl.extras.profiling"), "profiling_context", ("trainer", "name")),
@@ -361,6 +380,8 @@ ATTRIBUTES: tuple[str, ...] = (
     "args",
     "aux_loss_enabled",
     "callback_handler",
+    "chat_template",
+    "chat_template_kwargs",
     "control",
     "environment_factories",
     "eos_token_ids",

@@ -495,7 +495,7 @@ class GRPOConfig(trl.GRPOConfig):
         return args
 
     def for_trl(self) -> GRPOConfig:
-        """The copy with TRL's own layout, for models that take images.
+        """The copy with TRL's own layout, for images with tools, an environment or a `rollout_func`.
 
         Raises:
             ConfigError: TRL's path needs sizes that its micro-batches divide.

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from .batching.sizes import describe_plan
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
+from .forward.images import PromptProcessor, RowImages
 from .forward.lm_head import RouterOutput, RouterRequest, install
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
@@ -42,11 +43,12 @@ from .run.keeper import RunKeeper, RunParts
 from .run.optimizer_settings import settings_kept
 from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
+from .run.weights import load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
 from .sampling.decoding import without_router_logits
-from .sampling.rollout import Rollout
+from .sampling.rollout import ROW_NUMBER, Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
 from .step.backward import clear_cache_every
@@ -59,12 +61,12 @@ RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def not_with_images(method: Method) -> Method:
-    """An override point in whose place models that take images run TRL's own method; the one place of that choice."""
+def unless_through_trl(method: Method) -> Method:
+    """An override point in whose place TRL's own runs where images come from elsewhere than the data set."""
 
     @functools.wraps(method)
     def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._takes_images:
+        if self._through_trl:
             return getattr(super(GRPOTrainer, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -76,7 +78,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Takes the arguments of `trl.GRPOTrainer`; `args` may be a `grpo_ext.GRPOConfig` or a `trl.GRPOConfig`.
 
-    Models that take images train through TRL's own step, and a warning at the start says so.
+    A model that takes images, together with `tools`, an `environment_factory` or a `rollout_func`, which may bring
+    images of their own, trains through TRL's own step; a warning at the start says so.
 
     Example:
 
@@ -137,15 +140,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         checks.check_stream(train_dataset, config.dynamic_sampling)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
-        self._takes_images = isinstance(processing_class, ProcessorMixin)
+        with_images = isinstance(processing_class, ProcessorMixin)
+        self._through_trl = with_images and any(x is not None for x in (tools, environment_factory, rollout_func))
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
-        loop_args = config.for_trl() if self._takes_images else config.for_loop()
+        loop_args = config.for_trl() if self._through_trl else config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
-        if rollout_func is not None and not self._takes_images:
+        if rollout_func is not None and not self._through_trl:
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
         super().__init__(
             model=model,
@@ -167,7 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
-        self._build(config, args)
+        self._build(config, args, with_images)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
@@ -179,20 +183,26 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.sync_ref_model:
             self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None) -> None:
+    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool) -> None:
         """The components."""
         multiple = self.pad_to_multiple_of
-        if not self._takes_images:
+        if not self._through_trl:
             self.args.steps_per_generation = self.geometry.steps_per_rollout
             self.add_callback(self._clock)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
         self._loss_config = config.loss_config()
-        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry)
-        self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer)
+        options: Any = self.chat_template_kwargs
+        template = {"chat_template": self.chat_template, **options}
+        prepare = PromptProcessor(self.processing_class, template) if with_images else None
+        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare)
+        self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, with_images)
         pad = self._tokenizer.pad_token_id
-        self._step_runner = OptimizerStep(self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock)
+        own_loss = self._overrides("compute_loss", "_compute_loss")
+        self._step_runner = OptimizerStep(
+            self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images, own_loss
+        )
         self._keeper = RunKeeper(
             self.accelerator,
             self.args,
@@ -209,7 +219,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
-    @not_with_images
+    @unless_through_trl
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
@@ -218,12 +228,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
 
-    @not_with_images
+    @unless_through_trl
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
         return self.geometry.global_batch_size
 
-    @not_with_images
+    @unless_through_trl
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer step; see `batching.prompt_order`."""
         dataset, args = self.train_dataset, self.args
@@ -248,9 +258,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             },
         )
         self._sampler.read_from(loader.dataset, further)
+        self._sampler.prompts[True] = dataset
         return loader
 
-    @not_with_images
+    @unless_through_trl
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
         if isinstance(eval_dataset, str):
@@ -260,16 +271,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
+        self._sampler.prompts[False] = dataset
         return make_eval_loader(dataset, self._sampler.slices(self.num_generations_eval))
 
-    @not_with_images
+    @unless_through_trl
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
     # ---- One optimizer step ---------------------------------------------------------------------------------------
 
-    @not_with_images
+    @unless_through_trl
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Sample or select the completions, run their micro-batches, log; the loss of the step, on every process."""
         start = time.perf_counter()
@@ -293,7 +305,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
-    @not_with_images
+    @unless_through_trl
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
@@ -306,7 +318,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics["eval"]["loss"].append(loss)
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
-    @not_with_images
+    @unless_through_trl
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
         if not isinstance(generation_batch, StepRows):
@@ -369,7 +381,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.current_gradient_accumulation_steps = before
 
-    @not_with_images
+    @unless_through_trl
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
@@ -427,14 +439,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch["completion_ids"].size(1),
             compute_entropy=True,
             compute_aux_loss=router or False,
+            **({ROW_NUMBER: batch[ROW_NUMBER]} if ROW_NUMBER in batch else compat.images_among(batch)),
         )
         return logps, entropies, router.output if router else None
+
+    def _images(self, numbers: Sequence[int]) -> RowImages | None:
+        return self._sampler.images(numbers, self.model.training)
 
     def _entropies(self, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._score(self.model, batch)[1]
 
-    @not_with_images
+    @unless_through_trl
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -447,9 +463,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         **images: Any,
     ) -> Any:
         """TRL's: of a rollout batch while it is scored, otherwise of a micro-batch."""
-        batch = (input_ids, attention_mask, logits_to_keep)
-        options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        if self._sampler.call is None:
+        call, options = self._sampler.call, {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        numbers = images.pop(ROW_NUMBER).flatten().tolist() if ROW_NUMBER in images else None
+        if call is None and any(values is not None for values in images.values()):  # a batch of the caller's own
+            score = super()._get_per_token_logps_and_entropies
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **images)
+        numbers = numbers if call is None else call.numbers
+        seen = None if numbers is None else self._images(numbers)
+        batch = (input_ids, attention_mask, logits_to_keep, seen)
+        if call is None:
             return self._scorer.score_micro_batch(model, batch, batch_size, **options)
         with self._clock.phase("logps"):
             tokens = self._step_runner.limits.tokens
@@ -546,7 +568,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
-        if self._takes_images or self.use_transformers_continuous_batching:
+        if self._through_trl or self.use_transformers_continuous_batching:
             return False
         return self._sampler.samples_by_key(self._generation)
 
@@ -595,7 +617,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.check_bitwise(self)  # a `generate` may have been replaced since
         for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-        if not self._takes_images:
+        if not self._through_trl:
             prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
             epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
             drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
@@ -651,6 +673,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.args.save_total_limit = limit
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self.is_fsdp_enabled:
+            load_renamed(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """transformers', and the weights that it leaves out."""
+        super()._load_best_model()
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            load_renamed(self.model, str(self.state.best_model_checkpoint))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Nothing: what is missing is loaded after all, or ends the run (`run.weights`)."""
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""
         with settings_kept(self.optimizer, self.lr_scheduler, self._keeper.changed):
@@ -704,7 +741,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _record_completions(self) -> RecordedCompletions | None:
         """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
         rollout = self._sampler.rollout
-        if rollout is None:
+        if rollout is None or self._sampler.prepare is not None:  # images are not recorded
             return None
 
         def score(row: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,15 +40,18 @@ class RolloutRequest:
 
 
 class StepRows(list):
-    """The rows of one process for one rollout batch (a list of dicts, as TRL expects), with their `request`."""
+    """The rows of one process for one rollout batch (a list of dicts, as TRL expects), with their `request`.
 
-    def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest) -> None:
+    `numbers` are those of the rows in the data set; a stream has none.
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest, numbers: Sequence[int] = ()) -> None:
         super().__init__(rows)
-        self.request = request
+        self.request, self.numbers = request, numbers
 
     def __reduce__(self) -> Any:
         # loader workers pickle it, and a list is pickled without the arguments of __init__
-        return (StepRows, (list(self), self.request))
+        return (StepRows, (list(self), self.request, self.numbers))
 
 
 def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
@@ -79,13 +82,20 @@ class ProcessSlices:
         empty = len(own) == 0
         return RolloutRequest(epoch, layout, range(1) if empty else own, empty, self.num_generations, first_prompt)
 
-    def rows(self, request: RolloutRequest, fetch: Callable[[int], dict[str, Any]]) -> StepRows:
-        """Fetch the rows of a request; each completion gets one of its own, since rewards and tools may write to it."""
-        rows = []
+    def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
+        """Fetch the rows of a request; each completion gets one of its own, since rewards and tools may write to it.
+
+        Args:
+            prompts: the data set; or the prompts of the rollout batch, where they have no `number`.
+            number: from a position in the rollout batch to the row of the data set.
+        """
+        rows, numbers = [], []
         for position in request.prompts:
-            row = fetch(position)
+            place = position if number is None else number(position)
+            row = prompts[place]
             rows += [copy.deepcopy(row) for _ in range(self.num_generations)]
-        return StepRows(rows, request)
+            numbers += [place] * self.num_generations
+        return StepRows(rows, request, () if number is None else numbers)
 
 
 class EpochSteps(Sampler[list[tuple[int, int]]]):
@@ -129,7 +139,7 @@ class StepDataset(Dataset):
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, self.order(epoch))
         order = self._cached[1]
-        return self.rule.rows(request, lambda p: self.prompts[order[start + p]])
+        return self.rule.rows(request, self.prompts, lambda p: order[start + p])
 
 
 class StepStream(IterableDataset):
@@ -164,7 +174,7 @@ class StepStream(IterableDataset):
                 return
             for inside in range(ceil_div(completions, g.global_batch_size) * g.num_iterations):
                 request = self.rule.request(epoch, step_layout(g, rollout, inside, completions))
-                yield self.rule.rows(request, batch.__getitem__)
+                yield self.rule.rows(request, batch)
 
 
 class FurtherPrompts:
@@ -194,7 +204,7 @@ class FurtherPrompts:
             return None
         first = len(request.layout.rollout_prompts) + taken
         further = self.rule.part(request.epoch, request.layout, len(chosen), first)
-        return self.rule.rows(further, lambda p: self.prompts[chosen[p]])
+        return self.rule.rows(further, self.prompts, chosen.__getitem__)
 
 
 class StepLoader(DataLoader):
@@ -267,4 +277,4 @@ class _EvalSet(Dataset):
         return len(self.rows)
 
     def __getitem__(self, key: tuple[int, int]) -> StepRows:
-        return self.rule.rows(self.rule.request(0, self.layout), lambda p: self.rows[p])
+        return self.rule.rows(self.rule.request(0, self.layout), self.rows, int)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .lm_head import RouterOutput, Scores, Wanted, scored
-from .positions import accepts_positions, position_ids
+from .positions import positions_of
 from .rows import TokenRows
 
 
@@ -26,9 +26,10 @@ def score_padded(
 ) -> Scores:
     """As `forward.packed.score_packed`, through a padded batch; prompts and completions are padded to `multiple`."""
     ids, mask, width = rows.padded(multiple)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    if accepts_positions(policy):
-        inputs["position_ids"] = position_ids(mask)
+    images = rows.image_inputs(range(len(rows)), ids.size(1) - width, ids.size(1))
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images}
+    if (positions := positions_of(policy, ids, mask, images)) is not None:
+        inputs["position_ids"] = positions
     targets = torch.zeros_like(mask, dtype=torch.bool)
     targets[:, -width:] = mask[:, -width:].bool()
     predictor = targets.reshape(-1).nonzero().squeeze(1) - 1
@@ -53,11 +54,14 @@ def score_through_trl(
             and the prompt would move it, so rows begin at their first token and all padding is on the right.
     """
     ids, mask, width = rows.padded(multiple)
+    images = rows.image_inputs(range(len(rows)), ids.size(1) - width, ids.size(1))
     found: list[RouterOutput] = []
 
     def forward(**inputs: Any) -> Any:
-        if accepts_positions(policy) and not virtual_tokens:
-            inputs["position_ids"] = position_ids(inputs["attention_mask"])
+        inputs |= images
+        positions = None if virtual_tokens else positions_of(policy, ids, mask, images)
+        if positions is not None:
+            inputs["position_ids"] = positions
         output = model(**inputs)
         if with_router:  # TRL keeps only the loss made of it
             found.append(RouterOutput(output.router_logits, output.router_counts))

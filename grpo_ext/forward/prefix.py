@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..batching.packing import group_runs
+from .images import TOKEN_TYPES
 from .lm_head import PREFIX, Scores, Wanted, scored
-from .positions import accepts_positions, position_ids
+from .positions import positions_of
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .rows import TokenRows
 
@@ -59,12 +60,18 @@ def score_prefix(
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
     columns = columns_of(width, with_router)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
-    seen, position = mask[:, : prompt + columns], position_ids(mask) if accepts_positions(policy) else None
+    seen = mask[:, : prompt + columns]
+    places = rows.image_inputs(range(len(rows)), prompt, ids.size(1), pixels=False)
+    position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
+    images = rows.image_inputs([run.start for run in runs], prompt, prompt)
+    inputs |= images
     if position is not None:
-        inputs["position_ids"] = position[first_G, :prompt]
-        position = position[:, prompt : prompt + columns]
-    inputs[PREFIX] = Continuation(ids[:, prompt : prompt + columns], seen, position, prompt_B)
+        inputs["position_ids"] = position[..., first_G, :prompt]
+        position = position[..., prompt : prompt + columns]
+    after = ids[:, prompt : prompt + columns]
+    types = {name: torch.zeros_like(after) for name in TOKEN_TYPES if name in images}
+    inputs[PREFIX] = Continuation(after, seen, position, prompt_B, dict.fromkeys(images) | types)
     # a completion's first token is predicted by the last one of its prompt, the others by the one before
     before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
     before_BT += len(runs) * prompt

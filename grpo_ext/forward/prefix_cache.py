@@ -42,8 +42,9 @@ class Continuation:
     Attributes:
         input_ids: (B, T), of the completions, padded on the right.
         attention_mask: (B, width of the prompts + T).
-        position_ids: (B, T), or None for a model that takes none.
+        position_ids: (B, T), or (3, B, T) as the model has it, or None for a model that takes none.
         prompt_B: the row of each completion's prompt, int64 (B,).
+        instead: of further arguments of the prompts' pass: those of the completions', or None for what they lack.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Continuation:
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor | None,
         prompt_B: torch.Tensor,
+        instead: dict[str, torch.Tensor | None],
     ) -> None:
         self.input_ids, self.attention_mask = input_ids, attention_mask
-        self.position_ids, self.prompt_B = position_ids, prompt_B
+        self.position_ids, self.prompt_B, self.instead = position_ids, prompt_B, instead
 
 
 class _Recorded:
@@ -201,7 +203,7 @@ def run_after_prompts(
     recorded = Cache(layers=_layers(config, _Recorded))
     passed = {**prompts, "use_cache": False, "return_dict": True}  # no cache of the model's own making
     first = backbone(**passed, past_key_values=recorded)
-    passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask}
+    passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask, **completions.instead}
     if completions.position_ids is not None:
         passed["position_ids"] = completions.position_ids
     cache = _continued(recorded, config, completions.prompt_B, prompts["input_ids"].size(1))

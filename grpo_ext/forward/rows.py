@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..batching.sizes import ceil_div
+from .images import RowImages
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,32 @@ class TokenRows:
         ids_N: of all rows, one after the other.
         prompts_B, completions_B: tokens of each; 0 for a completion that is masked out.
         same_prompt: for each row but the first, whether its prompt is that of the row before.
+        images: of the prompts; None for a model that takes none.
     """
 
     ids_N: torch.Tensor
     prompts_B: Sequence[int]
     completions_B: Sequence[int]
     same_prompt: Sequence[bool]
+    images: RowImages | None = None
 
     @classmethod
-    def of_padded(cls, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> TokenRows:
+    def of_padded(
+        cls,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        completion_width: int,
+        images: RowImages | None = None,
+    ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
         prompt_width = input_ids.size(1) - completion_width
         prompt_mask = attention_mask[:, :prompt_width]
         prompts = torch.stack([input_ids[:, :prompt_width].masked_fill(prompt_mask == 0, 0), prompt_mask])
-        same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0)
+        same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
+        if images is not None:
+            same = [tokens and pixels for tokens, pixels in zip(same, images.same)]
         lengths = torch.stack([prompt_mask.sum(1), attention_mask[:, prompt_width:].sum(1)]).tolist()
-        return cls(input_ids[attention_mask.bool()], lengths[0], lengths[1], same.tolist())
+        return cls(input_ids[attention_mask.bool()], lengths[0], lengths[1], same, images)
 
     def __len__(self) -> int:
         return len(self.prompts_B)
@@ -54,7 +65,18 @@ class TokenRows:
         """Consecutive rows."""
         first, last, starts = rows.start, min(rows.stop, len(self)), self.starts_B
         lengths = self.prompts_B[first:last], self.completions_B[first:last]
-        return TokenRows(self.ids_N[starts[first] : starts[last]], *lengths, self.same_prompt[first : last - 1])
+        images = None if self.images is None else self.images.of(range(first, last))
+        same = self.same_prompt[first : last - 1]
+        return TokenRows(self.ids_N[starts[first] : starts[last]], *lengths, same, images)
+
+    def image_inputs(
+        self, rows: Sequence[int], prompt_columns: int, columns: int, pixels: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """What a model that takes images is given beside the tokens of `rows`: see `RowImages.inputs`."""
+        if self.images is None:
+            return {}
+        prompts = [self.prompts_B[row] for row in rows]
+        return self.images.of(rows).inputs(prompts, prompt_columns, columns, self.ids_N.device, pixels)
 
     def targets(self) -> torch.Tensor:
         """The completion tokens, (S,)."""

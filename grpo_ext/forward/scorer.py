@@ -21,12 +21,14 @@ from .architecture import experts_per_token
 from .attention import packed_attention, runs_packs
 from .choice import ForwardChoice
 from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
+from .images import RowImages
 from .lm_head import RouterRequest, Scores
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows
 
-Batch = tuple[torch.Tensor, torch.Tensor, int]  # input_ids (B, L), attention_mask (B, L), completion columns
+# input_ids (B, L), attention_mask (B, L), completion columns, images
+Batch = tuple[torch.Tensor, torch.Tensor, int, "RowImages | None"]
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
@@ -38,10 +40,16 @@ class Scorer:
         args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
         multiple: TRL's `pad_to_multiple_of`.
         trl_scorer: TRL's own method, for what the other forwards cannot do.
+        with_images: the model takes images, and a pack would have to hold their places.
     """
 
     def __init__(
-        self, accelerator: Accelerator, args: GRPOConfig, multiple: int | None, trl_scorer: Callable[..., Any]
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        multiple: int | None,
+        trl_scorer: Callable[..., Any],
+        with_images: bool = False,
     ) -> None:
         self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple or 1, trl_scorer
         self.sharded = shards_parameters(accelerator)
@@ -50,8 +58,9 @@ class Scorer:
         self.memory = Halving("scoring", remedy, may_cut)
         given: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
+        forms = [form for form in args.forms if form != "packed" or not with_images]
         self.choice = ForwardChoice(
-            args.forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
+            forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
         )
 
     def form(self, model: Any) -> Form:

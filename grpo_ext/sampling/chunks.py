@@ -70,15 +70,16 @@ class ChunkedGeneration:
         """New token ids of each of `rows`; those of a process without prompts are one `filler` token.
 
         Args:
-            sample: from prompts, keys and token offsets of a chunk to its new token ids.
+            sample: from prompts, keys, token offsets and row numbers of a chunk to its new token ids.
             prompt_ids: token ids so far of each of `rows`.
         """
 
         def keyed(part: list[int]) -> list[list[int]]:
-            index = torch.tensor([rows[i] for i in part])
+            own = [rows[i] for i in part]
+            index = torch.tensor(own)
             prompts = [prompt_ids[i] for i in part]
             offsets = torch.zeros_like(index) if self.histories is None else self.histories.offsets(index, prompts)
-            return sample(prompts, self.keys_B[index], offsets)
+            return sample(prompts, self.keys_B[index], offsets, own)
 
         return self.chunk_by_chunk(keyed, prompt_ids, rows, filler)
 

@@ -102,8 +102,11 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     """Why rows cannot leave the batch of this model, as a sentence; None if they can."""
     if (reason := needs_whole_rows(model)) is not None:
         return reason
-    if (reason := why_own_cache(base_model_of(model))) is not None:
+    policy = base_model_of(model)
+    if (reason := why_own_cache(policy)) is not None:
         return reason
+    if hasattr(policy.base_model, "get_rope_index"):
+        return f"{type(policy).__name__} keeps positions of its own for every row of the batch"
     if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
     if config.prefill_chunk_size is not None:
@@ -154,13 +157,19 @@ def without_router_logits(config: Any) -> Iterator[None]:
             part.output_router_logits = True
 
 
-def unique_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Index of the first row of each different prompt, and for every row the number of its prompt among them."""
+def unique_prompts(
+    prompts: Sequence[Sequence[int]], images_B: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
+    """Index of the first row of each different prompt, and for every row the number of its prompt among them.
+
+    Args:
+        images_B: what stands for the images of each row.
+    """
     numbers: dict[tuple[int, ...], int] = {}
     firsts: list[int] = []
     numbering: list[int] = []
     for row, prompt in enumerate(prompts):
-        key = tuple(prompt)
+        key = (*prompt, -1 if images_B is None else images_B[row])
         if key not in numbers:
             numbers[key] = len(firsts)
             firsts.append(row)
@@ -179,6 +188,7 @@ def compact_decode(
     *,
     rows_B: torch.Tensor,
     choice: Any,
+    of_prompts: Sequence[str] = (),
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Decode greedily (the keyed choice is the last processor), for `generate(custom_generate=...)`.
@@ -187,12 +197,14 @@ def compact_decode(
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
         choice: told which rows are left, by `keep(index)`.
+        of_prompts: arguments of the model that only its run of the prompts is given (images).
 
     Returns:
         (B, width + T): prompts and new tokens, padded after the end of a row.
     """
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     logits = outputs.logits[:, -1].float()[rows_B]
     ids = input_ids[rows_B]
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))

@@ -26,6 +26,7 @@ from transformers.generation import (
 from ..algorithms.keyed_random import choose, completion_keys, uniform
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
+from ..forward.images import TOKEN_TYPES, RowImages
 from .decoding import compact_decode, growing_cache, unique_prompts
 from .rollout import padded
 
@@ -129,6 +130,7 @@ def sample_chunk(
     device: torch.device,
     pad_to_multiple_of: int | None = None,
     compact: bool = False,
+    images: RowImages | None = None,
 ) -> list[list[int]]:
     """Sample one completion for each row with the model's `generate`.
 
@@ -138,6 +140,7 @@ def sample_chunk(
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
         compact: run each different prompt once, and let finished rows leave the batch (sampling.decoding).
+        images: of the rows' prompts, for a model that takes images.
 
     Returns:
         The new token ids of each row, without padding.
@@ -145,7 +148,9 @@ def sample_chunk(
     Raises:
         PrecisionError: the model's scores are no distribution.
     """
-    firsts, numbers = unique_prompts(prompts) if compact else (range(len(prompts)), [])
+    firsts: Sequence[int] = range(len(prompts))
+    if compact:
+        firsts, numbers = unique_prompts(prompts, None if images is None else images.numbers_B)
     ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
     input_ids = padded(ids, config.pad_token_id, "left", pad_to_multiple_of).to(device)
     attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", pad_to_multiple_of).to(device)
@@ -153,9 +158,12 @@ def sample_chunk(
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    seen = {} if images is None else images.of(firsts).inputs([len(row) for row in ids], width, width, device)
+    inputs |= seen
     if compact:
         rows = torch.tensor(numbers, device=device)
-        inputs["custom_generate"] = functools.partial(compact_decode, rows_B=rows, choice=keyed)
+        once = [name for name in seen if name not in TOKEN_TYPES]
+        inputs["custom_generate"] = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=once)
         inputs["past_key_values"] = growing_cache(model)
     processors = LogitsProcessorList([*filters, keyed])
     output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)

@@ -14,8 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
+from ..compat import IMAGE_ARGUMENTS
 from ..runtime.collectives import ragged_gather
 
+ROW_NUMBER = "row_number"  # a field: which row of the data set a completion is for; where images are read again by it
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages")  # may be one value per sequence
 
@@ -104,14 +106,14 @@ def gather_rollout(scored: dict[str, Any], rows: int, num_generations: int) -> R
 
     Args:
         scored: what `_generate_and_score_completions` returned for this process's rows, padded; tensors with one row
-            per completion are kept, (B,), (B, 1) or (B, T).
+            per completion are kept, (B,), (B, 1) or (B, T), but for those of images, which every forward makes anew.
         rows: rows of this process that count (0 without prompts), whole groups.
     """
     prompt_lengths = scored["prompt_mask"].sum(1)
     # a completion that is masked out keeps one column, because a scored width of zero is no slice
     lengths = scored["completion_mask"].sum(1).clamp(min=1)
     fields: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(scored):
+    for name in sorted(scored.keys() - {*IMAGE_ARGUMENTS}):
         value = scored[name]
         if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2) or value.size(0) != len(lengths):
             continue

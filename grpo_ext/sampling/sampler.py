@@ -23,15 +23,17 @@ from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
-from ..batching.sizes import BatchGeometry
+from ..batching.sizes import BatchGeometry, ceil_div
 from ..compat import on_view
 from ..config import GRPOConfig
-from ..errors import ConfigError, PrecisionError
+from ..errors import ConfigError, DataError, PrecisionError
 from ..forward.adapters import is_prompt_learning
+from ..forward.images import PromptProcessor, RowImages, WithoutImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
 from ..runtime.collectives import (
+    any_process,
     first_of_all_processes,
     max_over_processes,
     ragged_gather,
@@ -42,7 +44,7 @@ from ..runtime.out_of_memory import Halving
 from .chunks import ChunkedGeneration, RowHistories
 from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
-from .rollout import Rollout, gather_rollout
+from .rollout import ROW_NUMBER, Rollout, gather_rollout
 from .rounds import Round, assemble, log_values
 from .vllm_seeds import completion_seeds, sampling_metrics, seeded
 
@@ -92,6 +94,7 @@ class ScoringCall:
 
     Attributes:
         request: what this process samples.
+        numbers: of its rows in the data set.
         calls: how reward functions are called, and what they log.
         histories: the rows as sampled so far; None before the first turn.
         rewards_BF: of all processes; None before they are known.
@@ -99,6 +102,7 @@ class ScoringCall:
     """
 
     request: RolloutRequest
+    numbers: Sequence[int]
     calls: RewardCalls
     histories: RowHistories | None = None
     rewards_BF: torch.Tensor | None = None
@@ -127,8 +131,10 @@ class RolloutSampler:
     Args:
         args: the loop's configuration.
         geometry: the batch sizes.
+        prepare: makes of a row of the data set what a model that takes images is given; None for other models.
 
     Attributes:
+        prompts: the data set of the loader made last, by whether it is for training.
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
         call, checked: TRL's scoring, while it runs, and the reward functions as it calls them.
         last_call: the one that ended last.
@@ -136,8 +142,15 @@ class RolloutSampler:
         memory: the number of completions that fit into one `generate`.
     """
 
-    def __init__(self, accelerator: Accelerator, args: GRPOConfig, geometry: BatchGeometry) -> None:
-        self.accelerator, self.args, self.geometry = accelerator, args, geometry
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        geometry: BatchGeometry,
+        prepare: PromptProcessor | None = None,
+    ) -> None:
+        self.accelerator, self.args, self.geometry, self.prepare = accelerator, args, geometry, prepare
+        self.prompts: dict[bool, Any] = {}
         self.sharded = shards_parameters(accelerator)
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
@@ -150,6 +163,13 @@ class RolloutSampler:
         self.memory = Halving("generation", remedy, not (self.sharded or args.bitwise_invariant))
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
         self._said_columns: set[tuple[str, str]] = set()
+
+    def images(self, numbers_B: Sequence[int], training: bool) -> RowImages | None:
+        """The images of rows, by their numbers in the data set; None for a model that takes none."""
+        if (prepare := self.prepare) is None:
+            return None
+        prompts = self.prompts[training]
+        return RowImages(numbers_B, lambda number: prepare(prompts[number]))
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How a rollout batch is cut for the processes to sample."""
@@ -257,6 +277,8 @@ class RolloutSampler:
         scored, call = score(rows), self.last_call
         assert call is not None
         assert call.rewards_BF is not None
+        if self.prepare is not None:
+            scored[ROW_NUMBER] = torch.tensor(rows.numbers, device=self.accelerator.device)
         rollout = gather_rollout(scored, 0 if rows.request.empty else len(rows), rows.request.num_generations)
         values = {name: found[-1] for name, found in (record or {}).items()}
         return Round(rollout, call.rewards_BF, values, call.logged)
@@ -285,7 +307,8 @@ class RolloutSampler:
         first = request.prompts.start * group
         # vLLM's are as many for every process, and no whole chunks
         chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
-        self.call = call = ScoringCall(request, RewardCalls(first, chunk))
+        self._refuse_missing_images(rows)
+        self.call = call = ScoringCall(request, rows.numbers, RewardCalls(first, chunk))
 
         def remember(*args: Any) -> torch.Tensor:
             call.rewards_BF = calculate_rewards(*args)
@@ -298,7 +321,10 @@ class RolloutSampler:
                 ragged_scoring(self.accelerator, request.empty),
                 self.checking(functions, rewards.names, call.calls),
             ):
-                scored = on_view(trl_scoring, {"_calculate_rewards": remember, "_logs": own_logs}, list(rows))
+                seen = {"_calculate_rewards": remember, "_logs": own_logs}
+                if self.prepare is not None:
+                    seen["processing_class"] = WithoutImages(self.prepare.processor, {})
+                scored = on_view(trl_scoring, seen, list(rows))
         finally:
             self.call = None
         assert call.rewards_BF is not None
@@ -310,6 +336,22 @@ class RolloutSampler:
         logs["advantages"].extend(shown.tolist() if isinstance(shown, torch.Tensor) else shown)
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
+
+    def _refuse_missing_images(self, rows: StepRows) -> None:
+        """Where a forward is a collective, all run what a model has for images, or none does.
+
+        Raises:
+            DataError: on every process.
+        """
+        if self.prepare is None or not self.sharded:
+            return
+        some = {number: self.prepare(row).images > 0 for number, row in zip(rows.numbers, rows)}
+        if any_process(not all(some.values()), self.accelerator.device):
+            raise DataError(
+                "a prompt without an image is among those of a model whose weights are shared by the processes (FSDP, "
+                "ZeRO-3), and every process has to run the image tower in every forward; give each prompt an image, or "
+                "train with DDP."
+            )
 
     def _log_calls(
         self, call: ScoringCall, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]
@@ -378,11 +420,15 @@ class RolloutSampler:
         elif self.samples_by_key(how):
             completions = self.by_key(call, how, prompt_ids)
         else:
-            images, multimodal, *rest = fields
+            images, _, *rest = fields
 
             def generate(rows: list[int]) -> list[list[int]]:
-                part = {name: _rows_of(values, rows) for name, values in multimodal.items()}
-                return trl_turn([prompt_ids[i] for i in rows], images, part, *rest, **options)[0]
+                prompts, part = [prompt_ids[i] for i in rows], {}
+                if (seen := self._images(call, how, [call.rows_of(prompt_ids)[i] for i in rows])) is not None:
+                    multiple = how.pad_to_multiple_of or 1
+                    width = ceil_div(max(map(len, prompts)), multiple) * multiple
+                    part = seen.inputs([len(row) for row in prompts], width, width, self.accelerator.device)
+                return trl_turn(prompts, images, part, *rest, **options)[0]
 
             chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
             completions = chunked.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), how.filler)
@@ -400,10 +446,11 @@ class RolloutSampler:
         try:
             with how.generating() as model:
 
-                def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor) -> list[list[int]]:
+                def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor, own: list[int]) -> list[list[int]]:
                     def work(part: Sequence[int]) -> list[list[int]]:
                         index = torch.tensor(part)
-                        chunk = ([prompts[i] for i in part], keys[index], offsets[index])
+                        images = self._images(call, how, [own[i] for i in part])
+                        chunk = ([prompts[i] for i in part], keys[index], offsets[index], images)
                         return self._sample_chunk(model, how, chunked.alike, *chunk)
 
                     return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
@@ -417,15 +464,18 @@ class RolloutSampler:
             raise PrecisionError(failure)
         return found
 
+    def _images(self, call: ScoringCall, how: Generation, rows: Sequence[int]) -> RowImages | None:
+        return self.images([call.numbers[row] for row in rows], how.training) if self.prepare is not None else None
+
     def _sample_chunk(
-        self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any
+        self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any, images: RowImages | None
     ) -> list[list[int]]:
         config, device = how.config, self.accelerator.device
         assert config is not None
         compact = self.args.compact_rollouts and not self.sharded
         compact = compact and why_not_compact(model, config) is None
         multiple = None if alike else how.pad_to_multiple_of
-        chunk = (prompts, keys, offsets, config, how.eos_token_ids, device, multiple, compact)
+        chunk = (prompts, keys, offsets, config, how.eos_token_ids, device, multiple, compact, images)
         try:
             return sample_chunk(model, *chunk)
         except PrecisionError as error:
@@ -483,7 +533,3 @@ def _apart(record: Metrics) -> Iterator[Metrics]:
     finally:
         record.clear()
         record.update(kept)
-
-
-def _rows_of(values: Any, rows: list[int]) -> Any:
-    return values[rows] if isinstance(values, torch.Tensor) else [values[i] for i in rows]

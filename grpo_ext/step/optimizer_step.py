@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from accelerate.logging import get_logger
 from ..batching.micro_batches import Form, StepSizes, TokenCost, oversized
 from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
+from ..forward.images import RowImages
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows
 from ..forward.scorer import Scorer
@@ -27,7 +28,7 @@ from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import first_of_all_processes, max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
-from ..sampling.rollout import Rollout, contributing_rows
+from ..sampling.rollout import ROW_NUMBER, Rollout, contributing_rows
 from .backward import out_of_memory_on_all, run_micro_batches
 from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
@@ -76,6 +77,8 @@ class OptimizerStep:
         pad_token_id, multiple: how a micro-batch is padded (`multiple`: TRL's `pad_to_multiple_of`).
         cost: what a token costs, to assign groups to processes by; None: by count.
         clock: takes the seconds of the phase "window".
+        images: from the numbers of rows of the data set to their images.
+        images_for_trl: a micro-batch holds them too, for a loss of the user's own.
 
     Attributes:
         limits: the micro-batch size that fits.
@@ -90,8 +93,11 @@ class OptimizerStep:
         multiple: int | None,
         cost: TokenCost | None,
         clock: PhaseClock,
+        images: Callable[[Sequence[int]], RowImages | None] = lambda numbers: None,
+        images_for_trl: bool = False,
     ) -> None:
         self.accelerator, self.args, self.scorer, self.clock = accelerator, args, scorer, clock
+        self.images, self.images_for_trl = images, images_for_trl
         self.pad_token_id, self.multiple, self.cost = pad_token_id, multiple, cost
         self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self._said_oversized = False
@@ -167,7 +173,9 @@ class OptimizerStep:
         pairs = zip(*(rollout.fields[name] for name in names), sizes.prompts_B, sizes.completions_B)
         ids = torch.cat([part for p, c, n, m in pairs for part in (p[:n], c[:m])]).to(self.accelerator.device)
         same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
-        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same)
+        numbers = rollout.fields.get(ROW_NUMBER)
+        images = None if numbers is None else self.images([int(number) for number in numbers])
+        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same, images)
 
     def measure(
         self,
@@ -201,7 +209,11 @@ class OptimizerStep:
         """Completions as TRL's loss takes them: padded, on the device."""
         padded = rollout.select(rows).collate(self.pad_token_id, self.multiple)
         batch: Inputs = {name: value.to(self.accelerator.device) for name, value in padded.items()}
-        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        batch["attention_mask"] = mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        if self.images_for_trl and ROW_NUMBER in batch:
+            images, prompt_mask = self.images(batch[ROW_NUMBER].flatten().tolist()), batch["prompt_mask"]
+            if images is not None:
+                batch |= images.as_trl(prompt_mask.sum(1).tolist(), prompt_mask.size(1), mask.size(1), mask.device)
         return batch
 
     def _loss(self, rollout: Rollout, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_ext.tools.check.runs import OURS, Run
 from tests.support.architectures import PREFIXED, architecture
+from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import (
     TINY,
     gathering_rollout,
@@ -100,6 +101,8 @@ CASES = {
     "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
     "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **CUT}, model="llama"),
+    "images": Case({"beta": 0.1, "rollout_batch_size": 32}, "llava", rewards=(picture_reward,), prompts=8),
+    "images_tiled": Case({"loss_type": "grpo", **CUT}, "idefics3", rewards=(picture_reward,), prompts=9),
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
@@ -125,7 +128,7 @@ FULL = (
     *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
-    *("truncated", "entropy", "moe_reused"),
+    *("truncated", "entropy", "moe_reused", "images_tiled"),
 )
 
 SETTINGS = {
@@ -150,15 +153,20 @@ class Bench:
     def model(self, kind: str) -> str:
         path = self.folder / kind
         if not path.exists():
-            model = architecture(kind) if kind in PREFIXED and kind not in TINY else tiny_model(kind)
-            model.save_pretrained(path)
-            tiny_tokenizer().save_pretrained(path)
+            if kind in FAMILIES:
+                image_model(kind).save_pretrained(path)
+                image_processor(kind).save_pretrained(path)
+            else:
+                model = architecture(kind) if kind in PREFIXED and kind not in TINY else tiny_model(kind)
+                model.save_pretrained(path)
+                tiny_tokenizer().save_pretrained(path)
         return str(path)
 
-    def data(self, count: int) -> str:
-        path = self.folder / f"prompts_{count}"
+    def data(self, count: int, images: bool = False) -> str:
+        path = self.folder / f"{'images' if images else 'prompts'}_{count}"
         if not path.exists():
-            prompts(count).save_to_disk(str(path))
+            rows = image_rows(count, (1, 0, 2), ((8, 8), (16, 8))) if images else prompts(count)
+            rows.save_to_disk(str(path))
         return str(path)
 
     def run(self, case_name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> Run:
@@ -169,7 +177,7 @@ class Bench:
         run = Run(
             name=f"{case_name}-{trainer}-{micro_batch_size}",
             model_path=self.model(case.model),
-            data_path=self.data(case.prompts),
+            data_path=self.data(case.prompts, case.model in FAMILIES),
             rewards=case.rewards,
             config={**SETTINGS, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
             trainer=trainer,

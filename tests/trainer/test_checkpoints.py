@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.manifest import MANIFEST, read_manifest
+from tests.support.architectures import architecture
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import BASE, LORA, SAVE, make, other, parameters
 
@@ -184,6 +185,36 @@ def test_the_limit_keeps_the_newest_whole_one(tmp_path):
     damage(tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"short")
     assert checkpoint.rotate(tmp_path, 1, None) == []
+
+
+@pytest.mark.parametrize("kind", ["moe", "qwen3_next"])
+def test_experts_resume_with_the_same_bits(tmp_path, kind):
+    """Files have other names for them than the model."""
+    settings = {**SAVE, "bitwise_invariant": True}
+    whole, resumed = (
+        make(tmp_path / "out", kind if kind == "moe" else architecture(kind), **settings) for _ in range(2)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert torch.equal(parameters(whole), parameters(resumed))
+
+
+def test_the_best_experts_are_those_that_are_left_at_the_end(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    evaluate = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **best}
+    trainer = other(tmp_path, model=tiny_model("moe"), eval_dataset=prompts(4), **evaluate)
+    losses, weights = [], []
+
+    class Remember(TrainerCallback):
+        def on_evaluate(self, *args: Any, metrics: Any, **kwargs: Any) -> None:
+            losses.append(metrics["eval_loss"])
+            weights.append(parameters(trainer))
+
+    trainer.add_callback(Remember())
+    trainer.train()
+    best_step = max(range(3), key=losses.__getitem__)
+    assert torch.equal(parameters(trainer), weights[best_step])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def test_lora_resumes_with_the_same_bits(tmp_path):

@@ -1,4 +1,4 @@
-"""Models that take images train through TRL's own step, chosen once, when the trainer is built."""
+"""Models that take images: their update is that of one process and one micro-batch, and what stock TRL learns."""
 
 from __future__ import annotations
 
@@ -7,127 +7,190 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import trl
-from datasets import Dataset
-from PIL import Image
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError
-from tests.support.tiny import config_kwargs, stock_scores, tiny_tokenizer
-from tests.support.trainers import error, parameters
+from grpo_ext.errors import ConfigError, DataError
+from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
+from tests.support.tiny import config_kwargs, stock_scores
+from tests.support.trainers import error, log_of, parameters
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
-# the one that needs no torchvision, by the name that transformers gives it
-IMAGE_PROCESSOR = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+MIXED = {"per_prompt": (1, 0, 2), "shapes": ((8, 8), (16, 8))}  # prompts without an image and with several
 
 
-def processor() -> LlavaProcessor:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.chat_template = TEMPLATE
-    images = IMAGE_PROCESSOR(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, image_token="<image>", **options)
-
-
-def model() -> LlavaForConditionalGeneration:
-    tokenizer = processor().tokenizer
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=16, image_size=8, patch_size=4, **heads)
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-    text = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, **heads, **ids)
-    token = tokenizer.convert_tokens_to_ids("<image>")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlavaForConditionalGeneration(
-            LlavaConfig(vision_config=vision, text_config=text, image_token_index=token)
-        )
-
-
-def rows() -> Dataset:
-    images = [Image.new("RGB", (8, 8), (20 * i, 0, 0)) for i in range(8)]
-    prompts = [[{"role": "user", "content": f"what {letter}"}] for letter in "abcdefgh"]
-    return Dataset.from_list([{"prompt": p, "image": image} for p, image in zip(prompts, images)])
-
-
-def reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-    return [float(len(completion[0]["content"])) for completion in completions]
-
-
-def make(folder: Any, cls: Any = GRPOTrainer, reward: Any = reward, **settings: Any) -> Any:
-    kwargs = config_kwargs(folder, **{"per_device_train_batch_size": 4, "adam_epsilon": ADAM_EPSILON, **settings})
-    if not issubclass(cls, GRPOTrainer):
-        del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
-        args: Any = trl.GRPOConfig(**kwargs, gradient_accumulation_steps=4)
+def make(
+    folder: Any,
+    family: str = "llava",
+    cls: Any = GRPOTrainer,
+    rows: Any = None,
+    reward: Any = picture_reward,
+    parts: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    kwargs = config_kwargs(folder, **{"adam_epsilon": ADAM_EPSILON, **settings})
+    if issubclass(cls, GRPOTrainer):
+        args: Any = GRPOConfig(**kwargs)
     else:
-        args = GRPOConfig(**kwargs)
-    return cls(model(), reward, args, rows(), processing_class=processor())
+        args = trl.GRPOConfig(
+            **{k: v for k, v in kwargs.items() if k not in ("global_batch_size", "rollout_chunk_size")}
+        )
+    rows = image_rows(8, **MIXED) if rows is None else rows
+    return cls(image_model(family), reward, args, rows, processing_class=image_processor(family), **(parts or {}))
 
 
-def update(trainer: Any, seed: int = 3) -> torch.Tensor:
-    transformers.set_seed(seed)  # TRL's sampling draws from torch's own generator
+def update(trainer: Any) -> torch.Tensor:
     start = parameters(trainer)
     trainer.train()
     return parameters(trainer) - start
 
 
-@stock_scores
-def test_they_learn_what_stock_trl_learns_and_the_start_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        ours = make(tmp_path / "ours")
-        expected, found = update(make(tmp_path / "stock", trl.GRPOTrainer)), update(ours)
-    assert "does not cover this run: images: trains through TRL's own code path" in caplog.text
-    assert error(expected, found) <= UPDATE
-    assert error(expected, update(make(tmp_path / "seed"), seed=4)) > DIFFERENT
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, family):
+    whole = make(tmp_path / "whole", family, per_device_train_batch_size=16)
+    tower = [p for name, p in whole.model.named_parameters() if "vision" in name or "visual" in name]
+    before = [p.detach().clone() for p in tower]
+    expected = update(whole)
+    assert whole._scorer.form(whole.model) == "prefix"
+    assert any(not torch.equal(p, old) for p, old in zip(tower, before)), "the image tower has to learn"
+    for size, changes in ((5, {}), (3, {"forward": "padded"}), (1, {"gradient_checkpointing": True})):
+        name = f"{size}-{'-'.join(changes)}"
+        found = update(make(tmp_path / name, family, per_device_train_batch_size=size, **changes))
+        assert error(expected, found) <= UPDATE, name
+    others = image_rows(8, **MIXED, first=100)
+    assert error(expected, update(make(tmp_path / "others", family, rows=others))) > DIFFERENT
+
+
+def answers(cls: Any) -> Any:
+    """A trainer that samples nothing: a completion follows from the tokens of its prompt and its place in the group."""
+
+    class Answering(cls):
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = [[3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, ids in enumerate(prompt_ids)]
+            return rows, None
+
+    return Answering
 
 
 @stock_scores
-def test_a_users_overrides_of_the_step_are_around_trls_own(tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, family):
+    rows = image_rows(8, shapes=((8, 8), (16, 8)))  # TRL fails on prompts without images
+    settings: dict[str, Any] = {
+        "rows": rows,
+        "per_device_train_batch_size": 16,
+        "max_steps": 1,
+        "shuffle_dataset": False,
+    }
+    stock = update(make(tmp_path / "stock", family, answers(trl.GRPOTrainer), **settings))
+    ours = update(make(tmp_path / "ours", family, answers(GRPOTrainer), **settings))
+    assert error(stock, ours) <= UPDATE
+    others = {**settings, "rows": image_rows(8, shapes=((8, 8), (16, 8)), first=100)}
+    assert error(stock, update(make(tmp_path / "others", family, answers(GRPOTrainer), **others))) > DIFFERENT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1, "num_iterations": 2, "rollout_batch_size": 32},
+        {"dynamic_sampling": True, "micro_batch_tokens": 60},
+        {"top_entropy_quantile": 0.5, "entropy_coef": 0.05, "score_completions_only": False},
+        {"compact_rollouts": False, "max_completion_length": 6},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_terms_and_settings(tmp_path, settings):
+    def sparse(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(completion[0]["content"][:1] in "abcdefghij") for completion in completions]
+
+    reward = sparse if "dynamic_sampling" in settings else picture_reward
+    made = [make(tmp_path / f"{n}", reward=reward, per_device_train_batch_size=n, **settings) for n in (16, 3)]
+    one, other = map(update, made)
+    assert error(one, other) <= UPDATE
+    if "dynamic_sampling" in settings:
+        assert max(log_of(made[0], "dynamic_sampling/replaced_groups")) > 0
+
+
+def test_compact_decoding_samples_what_generate_samples(tmp_path):
+    """Also where prompts have the same tokens and other images."""
+    rows = image_rows(8)
+    rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
+    compact, plain = (
+        make(tmp_path / f"{on}", rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
+        for on in (True, False)
+    )
+    for trainer in (compact, plain):
+        trainer.train()
+    one, other = (trainer._sampler.rollout.fields["completion_ids"] for trainer in (compact, plain))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
+    exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
+    whole = update(make(tmp_path / "whole", per_device_train_batch_size=16, **exact))
+    assert torch.equal(whole, update(make(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
+    resumed = make(tmp_path / "parts", per_device_train_batch_size=5, **exact)
+    start = parameters(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))  # within a rollout batch
+    assert torch.equal(whole, parameters(resumed) - start)
+
+
+def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
+    def evaluated(name: str, first: int, size: int) -> float:
+        parts = {"eval_dataset": image_rows(3, first=first)}
+        trainer = make(tmp_path / name, parts=parts, per_device_eval_batch_size=size, num_generations_eval=2)
+        return trainer.evaluate()["eval_entropy"]
+
+    one = evaluated("one", 50, 6)
+    assert evaluated("two", 50, 1) == pytest.approx(one, rel=1e-5)
+    assert evaluated("three", 90, 6) != pytest.approx(one, rel=1e-5)
+
+
+@stock_scores
+def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path):
     class Own(GRPOTrainer):
-        seen: list[str]
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.seen = [*getattr(self, "seen", ()), "training_step"]
-            return super().training_step(*args, **kwargs)
-
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
-            assert "pixel_values" in inputs
-            self.seen.append("_compute_loss")
-            return super()._compute_loss(model, inputs)
+            assert inputs["pixel_values"].size(0) == sum(inputs["num_images"])
+            return trl.GRPOTrainer._compute_loss(self, model, inputs)
 
-    own = make(tmp_path / "own", Own)
-    assert torch.equal(update(make(tmp_path / "ours")), update(own))
-    assert own.seen == ["training_step", "_compute_loss"] * 8  # TRL's calls, one for each micro-batch
+    rows = image_rows(8)
+    settings: dict[str, Any] = {"rows": rows, "per_device_train_batch_size": 16, "max_steps": 1}
+    whole = update(make(tmp_path / "whole", cls=answers(GRPOTrainer), **settings))
+    assert error(whole, update(make(tmp_path / "own", cls=answers(Own), **settings))) <= UPDATE
 
 
-@stock_scores
-def test_a_run_is_kept_and_its_rewards_are_checked(tmp_path):
-    trainer = make(tmp_path, save_strategy="steps", save_steps=1)
-    trainer.train()
-    resumed = make(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, allow_changed_on_resume=["max_steps"])
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 3
-    assert (tmp_path / "manifest.json").is_file()
+def test_rewards_are_checked(tmp_path):
     with pytest.raises(ValueError, match="returned nan in row 0"):
-        make(tmp_path / "nan", reward=lambda completions, **kwargs: [float("nan")] * len(completions)).train()
+        make(tmp_path, reward=lambda completions, **kwargs: [float("nan")] * len(completions)).train()
+
+
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(DataError, match="reads the images of a row again"):
+        make(tmp_path, rows=image_rows(8).to_iterable_dataset())
+
+
+# ---- What may bring images of its own trains through TRL's step ------------------------------------------------------
+
+
+TRLS = {"rows": image_rows(8), "per_device_train_batch_size": 4, "parts": {"rollout_func": lambda prompts, trainer: {}}}
+
+
+def test_with_a_rollout_func_the_start_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = make(tmp_path, **TRLS)
+        trainer._announce()
+    assert "does not cover this run: images, with tools, an environment or a rollout_func" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"micro_batch_tokens": 64}, "micro_batch_tokens: images train through TRL's own code"),
+        ({"micro_batch_tokens": 64}, "micro_batch_tokens: images with tools, an environment or a rollout_func"),
         ({"advantage_estimator": "leave_one_out"}, "advantage_estimator: images"),
-        ({"bitwise_invariant": True}, "images train through TRL's own code. Turn one"),
+        ({"bitwise_invariant": True}, "bitwise_invariant=True needs this trainer's own step"),
         ({"per_device_train_batch_size": 5}, "is not a multiple of per_device_train_batch_size=5 .*images"),
     ],
 )
 def test_what_trls_step_does_not_know_is_refused(tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says):
-        make(tmp_path, **settings)
+        make(tmp_path, **{**TRLS, **settings})

@@ -27,8 +27,8 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
     import torch
     from datasets import load_from_disk
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ...compat import create_model_from_path, processing_class_of
     from .runs import STOCK, stock_config
 
     config: dict[str, Any] = {
@@ -49,7 +49,7 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         import grpo_ext
 
         args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
-    model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=getattr(torch, run.dtype))
+    model = create_model_from_path(run.model_path, dtype=getattr(torch, run.dtype), device_map=None)
     if run.nameless:
         model.config._name_or_path = ""
     return trainer_class(
@@ -58,7 +58,7 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         args=args,
         train_dataset=load_from_disk(run.data_path),
         eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
-        processing_class=AutoTokenizer.from_pretrained(run.model_path, padding_side="left"),
+        processing_class=processing_class_of(run.model_path, args),
         peft_config=LoraConfig(**run.peft) if run.peft else None,
         rollout_func=run.rollout_func,
     )

@@ -396,6 +396,6 @@ def test_what_a_reward_writes_into_a_row_does_not_reach_the_data():
     rule = ProcessSlices(num_generations=2, chunk_size=2, num_processes=1, rank=0)
     data = [{"prompt": "a", "x": 0}]
     layout = StepLayout(0, 0, 0, range(1), range(2))
-    rows = rule.rows(rule.request(0, layout), data.__getitem__)
+    rows = rule.rows(rule.request(0, layout), data)
     rows[0]["x"] = 9
-    assert [row["x"] for row in rule.rows(rule.request(0, layout), data.__getitem__)] == [0, 0]
+    assert [row["x"] for row in rule.rows(rule.request(0, layout), data)] == [0, 0]

@@ -156,14 +156,14 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
     model, batch = model_of(kind), rows_of([20, 11], [[30, 2, 17, 9], [4, 8, 20, 3]])
     made = prefix_cache.Continuation.__init__
 
-    def spoilt(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, prompt_B: Any) -> None:
+    def spoilt(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, prompt_B: Any, instead: Any) -> None:
         if fault == "position":
             position_ids = position_ids + 1
         elif fault == "neighbour":
             prompt_B = prompt_B.flip(0)
         else:
             attention_mask = torch.ones_like(attention_mask)
-        made(self, input_ids, attention_mask, position_ids, prompt_B)
+        made(self, input_ids, attention_mask, position_ids, prompt_B, instead)
 
     assert try_prefix(model, model, batch, None).difference is None
     monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)

@@ -1,0 +1,148 @@
+"""The images of prompts, as a model takes them: prepared one prompt at a time, when a forward wants them.
+
+Differs from TRL, which prepares those of all rows of a process at once, as often as a prompt has completions, and cuts
+the result by rules of each family of models. Used by the forwards and by sampling. Shapes: B rows, L columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+
+from ..compat import IMAGE_ARGUMENTS, View, prepare_multimodal_messages
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one for each token of a prompt
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a processor makes of one prompt, beside its token ids.
+
+    Attributes:
+        tensors: of its images, by the names of the model's arguments; empty without images.
+        types: of its tokens, 1-D, by name; empty for most models.
+        images: how many it has.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    types: dict[str, torch.Tensor]
+    images: int
+
+
+def images_of(row: dict[str, Any]) -> list[Any]:
+    """The images of a row of the data set, from the columns that TRL reads."""
+    if "images" in row:
+        return list(row["images"] or [])
+    return [] if row.get("image") is None else [row["image"]]
+
+
+class PromptProcessor:
+    """Prepares the prompts of a model that takes images.
+
+    Args:
+        processor: the model's.
+        template: the chat template and its arguments, as TRL passes them.
+    """
+
+    def __init__(self, processor: Any, template: dict[str, Any]) -> None:
+        self.processor, self.template = processor, template
+
+    def __call__(self, row: dict[str, Any]) -> Prepared:
+        """What the processor makes of the prompt of a row of the data set."""
+        prompt, count = row["prompt"], 0
+        if isinstance(prompt, str):
+            found = self.processor(text=[prompt], return_tensors="pt")
+        else:
+            prompt = prepare_multimodal_messages(prompt, images=images_of(row))
+            parts = (part for message in prompt for part in message["content"] or () if isinstance(part, dict))
+            count = sum(part.get("type") == "image" for part in parts)
+            found = self.processor.apply_chat_template(
+                conversation=[prompt],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                **self.template,
+            )
+        known = {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
+        types = {name: known.pop(name)[0] for name in TOKEN_TYPES if name in known}
+        return Prepared(known, types, count)
+
+
+class WithoutImages(View):
+    """A model's processor, seen as one that makes nothing of images: each forward here prepares its own."""
+
+    def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
+        return BatchFeature({"pixel_values": torch.zeros(len(text), 0)})
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of some rows.
+
+    Attributes:
+        numbers_B: of each row in the data set: rows with one number have one prompt.
+        prepare: from such a number to what is made of the row.
+    """
+
+    numbers_B: Sequence[int]
+    prepare: Callable[[int], Prepared]
+
+    def of(self, rows: Sequence[int]) -> RowImages:
+        """Those of some of the rows."""
+        return RowImages([self.numbers_B[row] for row in rows], self.prepare)
+
+    @property
+    def same(self) -> list[bool]:
+        """For each row but the first, whether its images are those of the row before."""
+        return [before == after for before, after in zip(self.numbers_B, self.numbers_B[1:])]
+
+    def inputs(
+        self, prompts_B: Sequence[int], prompt_columns: int, columns: int, device: torch.device, pixels: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """The model's arguments for a batch (B, L), whose prompts end at one column.
+
+        Args:
+            prompts_B: tokens of the prompts; later turns of a conversation may be among them.
+            prompt_columns: columns up to the end of the prompts.
+            columns: L.
+            pixels: with the images; else only what tells where they stand.
+        """
+        prepared = {number: self.prepare(number) for number in dict.fromkeys(self.numbers_B)}
+        rows = [prepared[number] for number in self.numbers_B]
+        names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
+        found = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
+        for name in dict.fromkeys(name for row in rows for name in row.types):
+            found[name] = torch.zeros(len(rows), columns, dtype=torch.long)
+            for values, tokens, row in zip(found[name], prompts_B, rows):
+                first = prompt_columns - tokens
+                values[first : first + len(row.types[name])] = row.types[name]
+        return {name: value.to(device) for name, value in found.items()}
+
+    def as_trl(
+        self, prompts_B: Sequence[int], prompt_columns: int, columns: int, device: torch.device
+    ) -> dict[str, Any]:
+        """As TRL has them in a batch, for a loss of the user's own that scores it."""
+        rows = [self.prepare(number) for number in self.numbers_B]
+        found: dict[str, Any] = self.inputs(prompts_B, prompt_columns, columns, device)
+        if "pixel_values" in found:
+            found["num_images"] = [row.images for row in rows]
+            tiles = [row.tensors["pixel_values"].size(0) if row.images else 0 for row in rows]
+            tiled = found["pixel_values"].dim() == 4 and tiles != found["num_images"]
+            if "spatial_shapes" in found or tiled:
+                found["num_tiles"] = tiles
+        return found
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other along their first dimension; the others are filled up with zeros to the largest."""
+    sizes = [max(part.size(d) for part in parts) for d in range(parts[0].dim())]
+    filled = []
+    for part in parts:
+        missing = [sizes[d] - part.size(d) for d in range(part.dim() - 1, 0, -1)]
+        filled.append(torch.nn.functional.pad(part, [n for more in missing for n in (0, more)]))
+    return torch.cat(filled)

@@ -1,0 +1,179 @@
+"""Tiny models that take images, one for each rule of how images meet tokens, with their processors and data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText, BatchFeature, ProcessorMixin
+
+from tests.support.tiny import tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+IMAGE = "<image>"
+_HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_key_value_heads": 2, "initializer_range": 0.2},
+    **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, **_HEADS},
+}
+FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "gemma3")
+
+
+def _image_processor(name: str, **options: Any) -> Any:
+    """The kind that needs no torchvision, by the name that transformers gives it."""
+    kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return kind(**options)
+
+
+def _tokenizer(**special: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, *special.values()]})
+    for name, token in special.items():
+        setattr(tokenizer, name, token)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class QwenProcessor(ProcessorMixin):
+    """As Qwen2.5-VL's, whose class wants torchvision for videos: a token for each merged patch of an image."""
+
+    attributes = ["image_processor", "tokenizer"]
+    image_processor_class = "AutoImageProcessor"
+    tokenizer_class = "AutoTokenizer"
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None, **kwargs: Any) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> BatchFeature:
+        texts, found = [text] if isinstance(text, str) else list(text), {}
+        if images is not None:
+            flat = [image for row in images for image in (row if isinstance(row, list) else [row])]
+            found = dict(self.image_processor(images=flat, return_tensors="pt"))
+            counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
+            pieces = [row.split(IMAGE) for row in texts]
+            texts = [
+                "".join(
+                    part + IMAGE * (next(counts) if number < len(row) - 1 else 0) for number, part in enumerate(row)
+                )
+                for row in pieces
+            ]
+        options = {name: kwargs[name] for name in ("padding", "return_tensors") if name in kwargs}
+        tokens = self.tokenizer(texts, **options)
+        image = self.tokenizer.convert_tokens_to_ids(IMAGE)
+        if "return_tensors" in options:
+            types: Any = (tokens["input_ids"] == image).long()
+        else:
+            types = [[int(token == image) for token in row] for row in tokens["input_ids"]]
+        return BatchFeature({**tokens, **found, "mm_token_type_ids": types})
+
+
+def image_processor(family: str) -> Any:
+    """The processor of a family; images are 8 x 8 pixels, or what its tiles ask for."""
+    if family == "llava":
+        images = _image_processor("CLIPImageProcessor", size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return transformers.LlavaProcessor(images, _tokenizer(), chat_template=TEMPLATE, image_token=IMAGE, **options)
+    if family == "idefics3":
+        images = _image_processor(
+            "Idefics3ImageProcessor", size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
+        )
+        return transformers.Idefics3Processor(images, _tokenizer(), image_seq_len=4, chat_template=TEMPLATE)
+    if family == "qwen2_5_vl":
+        images = _image_processor(
+            "Qwen2VLImageProcessor", patch_size=2, merge_size=2, temporal_patch_size=1, min_pixels=16, max_pixels=256
+        )
+        # between two images is a token, by which the model tells them apart
+        return QwenProcessor(images, _tokenizer(), chat_template=TEMPLATE.replace(IMAGE, f"[{IMAGE}]"))
+    if family == "gemma3":
+        images = _image_processor("Gemma3ImageProcessor", size={"height": 8, "width": 8}, do_pan_and_scan=False)
+        tokenizer = _tokenizer(boi_token="<begin>", eoi_token="<end>", image_token="<soft>")
+        tokenizer.boi_token_id, tokenizer.image_token_id = map(tokenizer.convert_tokens_to_ids, ("<begin>", "<soft>"))
+        template = TEMPLATE.replace(IMAGE, "<begin>")
+        return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    raise ValueError(family)
+
+
+def image_model(family: str, seed: int = 0) -> Any:
+    """A random model of a family, of some ten thousand parameters."""
+    tokenizer = image_processor(family).tokenizer
+    token = tokenizer.convert_tokens_to_ids("<soft>" if family == "gemma3" else IMAGE)
+    text = {"vocab_size": len(tokenizer), **_TEXT}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 4, **_HEADS}
+    config: Any
+    if family == "llava":
+        config = transformers.LlavaConfig(
+            vision_config=transformers.CLIPVisionConfig(**vision),
+            text_config=transformers.LlamaConfig(**text),
+            image_token_index=token,
+        )
+    elif family == "idefics3":
+        config = transformers.Idefics3Config(
+            vision_config={**vision, "patch_size": 2},
+            text_config=transformers.LlamaConfig(**text),
+            image_token_id=token,
+            scale_factor=2,
+            pad_token_id=0,
+        )
+    elif family == "qwen2_5_vl":
+        tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        tower |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "fullatt_block_indexes": [1]}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        config = transformers.Qwen2_5_VLConfig(
+            vision_config={**tower, "window_size": 8},
+            text_config={**text, "rope_parameters": rope},
+            image_token_id=token,
+        )
+    else:
+        config = transformers.Gemma3Config(
+            vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **vision},
+            text_config={**text, "head_dim": 16, "sliding_window": 64, "query_pre_attn_scalar": 16},
+            mm_tokens_per_image=4,
+            image_token_index=token,
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        if family == "gemma3":  # begins at zero, where the norm after it has no derivative
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+        return model
+
+
+def image(number: int, width: int = 8, height: int = 8) -> Image.Image:
+    """A picture that differs from the others in every patch."""
+    values = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(number))
+    return Image.fromarray(values.to(torch.uint8).numpy())
+
+
+def image_rows(
+    count: int = 8,
+    per_prompt: tuple[int, ...] = (1,),
+    shapes: tuple[tuple[int, int], ...] = ((8, 8),),
+    first: int = 0,
+) -> Dataset:
+    """Conversations with images before the question.
+
+    Args:
+        per_prompt: how many images prompts have, in turn.
+        shapes: of the images, in turn.
+        first: the pictures are numbered from here.
+    """
+    rows = []
+    for number in range(count):
+        wanted = per_prompt[number % len(per_prompt)]
+        pictures = [image(first + 10 * number + i, *shapes[(number + i) % len(shapes)]) for i in range(wanted)]
+        question = "what " + "abcdefgh"[: 1 + number % 5]
+        rows.append({"prompt": [{"role": "user", "content": question}], "images": pictures})
+    return Dataset.from_list(rows)
+
+
+def picture_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    """Letters that are a vowel, less a little per character: varies within every group."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [float(sum(c in "aeiou" for c in text)) - 0.05 * len(text) for text in texts]

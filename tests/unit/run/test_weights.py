@@ -1,0 +1,83 @@
+"""Every weight of a checkpoint comes back, under whatever name its file has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.trainer_utils import load_sharded_checkpoint
+
+from grpo_ext.errors import CheckpointError
+from grpo_ext.run.weights import load_renamed
+from tests.support.architectures import PREFIXED, architecture
+from tests.support.images import FAMILIES, image_model
+
+
+def model(kind: str, seed: int) -> Any:
+    return image_model(kind, seed) if kind in FAMILIES else architecture(kind, seed)
+
+
+def load(model: Any, folder: Path) -> None:
+    """As transformers' Trainer does, and what that leaves out."""
+    if (folder / "model.safetensors").is_file():
+        model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    else:
+        load_sharded_checkpoint(model, str(folder), strict=False)
+    load_renamed(model, folder)
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("kind", [*PREFIXED, *FAMILIES])
+def test_of_every_architecture(tmp_path, kind, shard):
+    saved, loaded = model(kind, 0), model(kind, 1)
+    saved.save_pretrained(tmp_path, max_shard_size=shard)
+    assert not same(saved, loaded)
+    load(loaded, tmp_path)
+    assert same(saved, loaded)
+
+
+def test_loading_by_name_would_leave_experts_out(tmp_path):
+    saved, loaded = model("qwen3_next", 0), model("qwen3_next", 1)
+    saved.save_pretrained(tmp_path)
+    loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    left = [name for name, value in saved.state_dict().items() if not torch.equal(value, loaded.state_dict()[name])]
+    assert left
+    assert all("experts" in name for name in left)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_no_digit_is_lost(tmp_path, dtype):
+    saved, loaded = (model("qwen3_next", seed).to(dtype) for seed in (0, 1))
+    saved.save_pretrained(tmp_path)
+    load(loaded, tmp_path)
+    assert same(saved, loaded)
+    assert {value.dtype for value in loaded.state_dict().values()} == {dtype}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_weight_that_is_not_there_is_an_error(tmp_path, kind):
+    saved = model(kind, 0)
+    saved.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[next(name for name in weights if "up_proj" in name)]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks .*up_proj"):
+        load_renamed(saved, tmp_path)
+
+
+def test_a_model_that_no_class_reads_back_is_refused(tmp_path):
+    model("llama", 0).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="lacks weight, bias, and nothing tells"):
+        load_renamed(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_an_adapter_is_left_alone(tmp_path):
+    load_renamed(torch.nn.Linear(2, 2), tmp_path)
