@@ -78,6 +78,15 @@ def images_among(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 
 
+def sample_no_image_tokens(trainer: Any) -> None:
+    """Never sample the token that stands for an image, which the images of the prompt would not match.
+
+    TRL does so since 1.16.
+    """
+    if not trainer.use_vllm and trainer.generation_config.suppress_tokens is None:
+        trainer.generation_config.suppress_tokens = [trainer.model.config.image_token_id]
+
+
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
 

@@ -196,6 +196,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         options: Any = self.chat_template_kwargs
         template = {"chat_template": self.chat_template, **options}
         prepare = PromptProcessor(self.processing_class, template) if with_images else None
+        if with_images:
+            compat.sample_no_image_tokens(self)
         self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare)
         self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, with_images)
         pad = self._tokenizer.pad_token_id
