@@ -391,7 +391,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "images, with tools, an environment or a rollout_func: trains through TRL's own code path",
         ]
     with_images = trainer._sampler.prepare is not None
-    if with_images and not hasattr(trainer.train_dataset, "__len__"):
+    if with_images and trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
         raise DataError(
             "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
             "trained on; use a data set with a length."

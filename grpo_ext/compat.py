@@ -66,9 +66,10 @@ _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generat
 
 # what TRL's scoring passes on to a model that takes images, by the names of the model's arguments
 _COUNTS = ("num_images", "num_tiles")
+_SCORER: Any = getattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda: None)
 IMAGE_ARGUMENTS = tuple(
     name
-    for name, parameter in inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters.items()
+    for name, parameter in inspect.signature(_SCORER).parameters.items()
     if parameter.default is None and name not in ("batch_size", *_COUNTS)
 )
 
@@ -263,6 +264,7 @@ OVERRIDES: dict[str, Point] = {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_generate_and_score_completions": "inputs",
         "_prepare_inputs": "generation_batch",
+        "_tokenize_prompts": "prompts",
         "training_step": "model inputs num_items_in_batch",
         "prediction_step": "model inputs prediction_loss_only ignore_keys",
         "_compute_loss": "model inputs",
@@ -281,7 +283,6 @@ OVERRIDES: dict[str, Point] = {
 CALLED = (
     Point(_GRPO, "compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch")),
     Point(_GRPO, "compute_loss_context_manager", ()),
-    Point(_GRPO, "_tokenize_prompts", ("prompts",)),
     Point(_GRPO, "_log_metric", ("name", "value")),
     Point(_GRPO, "_log_completion_extra", ("column", "values")),
     Point(_GRPO, "_remove_unused_columns", ("dataset", "description")),

@@ -40,6 +40,13 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def forms_of(forward: str, packed_forward: bool = True) -> tuple[Form, ...]:
+    """The forms that may be run by these settings, the best first; padded batches are always the last resort."""
+    if forward == "auto":
+        return ("packed", "prefix") if packed_forward else ()
+    return () if forward == "padded" else (cast(Form, forward),)
+
+
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
@@ -412,10 +419,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """The forms of the forward that may be run, the best first; padded batches are always the last resort."""
-        if self.forward == "auto":
-            return ("packed", "prefix") if self.packed_forward else ()
-        return () if self.forward == "padded" else (cast(Form, self.forward),)
+        """The forms of the forward that may be run: see `forms_of`."""
+        return forms_of(self.forward, self.packed_forward)
 
     @property
     def unit_rows(self) -> int | None:

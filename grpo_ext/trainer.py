@@ -273,8 +273,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        self._sampler.prompts[False] = dataset
-        return make_eval_loader(dataset, self._sampler.slices(self.num_generations_eval))
+        loader = make_eval_loader(dataset, self._sampler.slices(self.num_generations_eval))
+        self._sampler.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
+        return loader
 
     @unless_through_trl
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -494,6 +495,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         calculate = self._calculate_rewards
         return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
 
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
+        """TRL's, with the images of a prompt prepared once for all its completions."""
+        tokenize, sampler = super()._tokenize_prompts, self._sampler
+        if sampler.prepare is None or sampler.call is None or sampler.call.histories is not None or self._through_trl:
+            return tokenize(prompts)
+        different, which = sampler.once(prompts)
+        ids, images, _ = tokenize(different)  # a forward prepares what it wants of the images
+        return [ids[i] for i in which], None if images is None else [images[i] for i in which], {}
+
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's; none of a process without prompts."""
         if self._without_prompts():
@@ -623,7 +633,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
             epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
             drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
-            plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens)
+            form = self._scorer.described(self.model)
+            plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form)
             self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager

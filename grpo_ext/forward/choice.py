@@ -5,7 +5,7 @@ Differs from TRL, which always pads. Called by the trainer for the policy and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +36,14 @@ class _Known:
     evidence: dict[Form, Evidence] = field(default_factory=dict)
 
 
+_NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
+_MEANINGS: dict[Form, str] = {
+    "packed": "packs: a prompt once for its completions, without padding",
+    "prefix": "shared prefixes: a prompt once for its completions, through a cache",
+    "padded": "padded: every completion with its prompt",
+}
+
+
 class ForwardChoice:
     """Chooses how a model's completions are scored.
 
@@ -51,6 +59,7 @@ class ForwardChoice:
             collective.
         checkpointing_kwargs: of gradient checkpointing; None where activations are kept.
         multiple: TRL's `pad_to_multiple_of`.
+        refused: forms that no model of this run takes, with the reason.
     """
 
     def __init__(
@@ -61,7 +70,9 @@ class ForwardChoice:
         may_cut: bool = True,
         checkpointing_kwargs: dict[str, Any] | None = None,
         multiple: int | None = None,
+        refused: Mapping[Form, str] | None = None,
     ) -> None:
+        self.refused = refused or {}
         self.forms, self.score_completions_only, self.multiple = tuple(forms), score_completions_only, multiple or 1
         self.device, self.checkpointing_kwargs = device, checkpointing_kwargs
         self._memory = Halving("comparing two forms of the forward", "set forward='padded'", may_cut)
@@ -78,12 +89,19 @@ class ForwardChoice:
         if id(policy) not in self._known:
             known = self._known[id(policy)] = _Known()
             for form in self.forms:
-                reason = needs_whole_rows(wrapped) or self._why_not(form, policy)
+                reason = self.refused.get(form) or needs_whole_rows(wrapped) or self._why_not(form, policy)
                 if reason is not None:
                     known.refused[form] = reason
             self._say(known)
         refused = self._known[id(policy)].refused
         return next((form for form in self.forms if form not in refused), "padded")
+
+    def described(self, policy: Any, wrapped: Any = None) -> str:
+        """How the completions of `policy` run, and why not in another form, for people."""
+        form = self.form(policy, wrapped)
+        refused = self._known[id(policy)].refused
+        reasons = "; ".join(f"no {_NAMES[other]}: {reason}" for other, reason in refused.items())
+        return _MEANINGS[form] + (f" ({reasons})" if reasons else "")
 
     def _why_not(self, form: Form, policy: Any) -> str | None:
         if form == "packed":
@@ -93,8 +111,7 @@ class ForwardChoice:
     def _say(self, known: _Known) -> None:
         if len(known.refused) < len(self.forms):
             return
-        names = {"packed": "packs", "prefix": "the prefix form"}
-        reasons = "; ".join(f"{names[form]}: {reason}" for form, reason in known.refused.items())
+        reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in known.refused.items())
         if reasons and reasons not in self._said:  # policy and reference are often of one kind
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
         self._said.add(reasons)
@@ -175,6 +192,8 @@ class ForwardChoice:
                 return
             known.refused[form] = str(reason or difference)
             self._say(known)
+            if self.form(policy, wrapped) != "padded":
+                logger.warning(f"Completions do not run as planned: {self.described(policy, wrapped)}.")
 
     def _try(
         self, form: Form, model: Any, policy: Any, some: TokenRows, telling: bool

@@ -182,7 +182,7 @@ def positions_of(
     if not accepts_positions(model):
         return None
     counted_BL = position_ids(mask_BL)
-    index: Callable[..., Any] | None = getattr(model.base_model, "get_rope_index", None)
+    index: Callable[..., Any] | None = getattr(getattr(model, "base_model", model), "get_rope_index", None)
     if index is None:
         return counted_BL
     known = {name: value for name, value in images.items() if name in inspect.signature(index).parameters}

@@ -58,15 +58,19 @@ class Scorer:
         self.memory = Halving("scoring", remedy, may_cut)
         given: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
-        forms = [form for form in args.forms if form != "packed" or not with_images]
-        self.choice = ForwardChoice(
-            forms, args.score_completions_only, accelerator.device, not self.sharded, checkpointing, multiple
-        )
+        refused: dict[Form, str] = {"packed": "the model takes images"} if with_images else {}
+        own_head, device = args.score_completions_only, accelerator.device
+        self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
 
     def form(self, model: Any) -> Form:
         """How the completions of `model` run."""
         wrapped = self.accelerator.unwrap_model(model)
         return self.choice.form(base_model_of(wrapped), wrapped)
+
+    def described(self, model: Any) -> str:
+        """How the completions of `model` run, and why not in another form, for people."""
+        wrapped = self.accelerator.unwrap_model(model)
+        return self.choice.described(base_model_of(wrapped), wrapped)
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:

@@ -345,13 +345,21 @@ class RolloutSampler:
         """
         if self.prepare is None or not self.sharded:
             return
-        some = {number: self.prepare(row).images > 0 for number, row in zip(rows.numbers, rows)}
-        if any_process(not all(some.values()), self.accelerator.device):
+        device, prompts = self.accelerator.device, dict(zip(rows.numbers, rows)).values()
+        counts = [self.prepare(row).images for row in prompts]
+        if any_process(any(counts), device) and any_process(not all(counts), device):
             raise DataError(
-                "a prompt without an image is among those of a model whose weights are shared by the processes (FSDP, "
-                "ZeRO-3), and every process has to run the image tower in every forward; give each prompt an image, or "
-                "train with DDP."
+                "prompts with and without images are in one rollout batch of a model whose weights the processes share "
+                "(FSDP, ZeRO-3), where every process has to run the image tower in every forward or none; give each "
+                "prompt an image, or train with DDP."
             )
+
+    def once(self, prompts: list[Any]) -> tuple[list[Any], list[int]]:
+        """The prompts of this process, one for each row of the data set, and which of them every row has."""
+        assert self.call is not None
+        places: dict[int, int] = {}
+        which = [places.setdefault(number, len(places)) for number in self.call.numbers]
+        return [prompts[which.index(place)] for place in range(len(places))], which
 
     def _log_calls(
         self, call: ScoringCall, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]

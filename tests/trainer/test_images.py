@@ -125,6 +125,22 @@ def test_compact_decoding_samples_what_generate_samples(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_images_are_prepared_once_for_all_completions_of_a_prompt(tmp_path, monkeypatch):
+    trainer, prepared = make(tmp_path, rows=image_rows(8), max_steps=1, rollout_chunk_size=16), []
+    processor = type(trainer.processing_class.image_processor)
+    inner = processor.preprocess
+
+    def counted(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
+        found = inner(self, images, *args, **kwargs)
+        prepared.append(len(found["pixel_values"]))
+        return found
+
+    monkeypatch.setattr(processor, "preprocess", counted)
+    trainer.train()
+    # 4 prompts of 4 completions: for their tokens, for sampling, for the comparison of forms, for 4 micro-batches
+    assert sum(prepared) <= 4 * 8, prepared
+
+
 def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
     exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
     whole = update(make(tmp_path / "whole", per_device_train_batch_size=16, **exact))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, ModelError
+from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import error, log_of, make, update
 from tests.tolerances import DIFFERENT, UPDATE
@@ -190,6 +192,34 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
         make(tmp_path, forward="fast")
     with pytest.raises(ConfigError, match="packed_forward=False"):
         make(tmp_path, forward="packed", packed_forward=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("qwen2", {}, "packs: a prompt once for its completions, without padding\n"),
+        ("qwen2", {"forward": "padded"}, "padded: every completion with its prompt\n"),
+        ("lfm2", {}, r"shared prefixes: .* \(no packs: Lfm2ForCausalLM has layers of another kind \(conv\)\)\n"),
+        (
+            "mamba2",
+            {},
+            r"padded: .* \(no packs: .*; no shared prefixes: Mamba2ForCausalLM takes no past_key_values\)\n",
+        ),
+    ],
+)
+def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys, kind, settings, says):
+    trainer = make(tmp_path, kind if kind == "qwen2" else architecture(kind), max_steps=1, **settings)
+    trainer._announce()
+    assert re.search(f"  forward +{says}", capsys.readouterr().out)
+
+
+def test_a_form_that_is_found_out_not_to_work_is_said(tmp_path, caplog):
+    config = NemotronConfig(
+        **SMALL, num_key_value_heads=2, vocab_size=len(tiny_tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=1
+    )
+    make(tmp_path, AutoModelForCausalLM.from_config(config), max_steps=1).train()
+    assert caplog.text.count("Completions do not run as planned: shared prefixes: ") == 1
+    assert "(no packs: " in caplog.text
 
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from rich.table import Table
 
 from ...algorithms.keyed_random import uniform
-from ...batching.micro_batches import StepSizes, assign_rows
+from ...batching.micro_batches import Form, StepSizes, assign_rows
 from ...batching.sizes import BatchGeometry, ceil_div, group_numbers
+from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
+from ...forward.choice import ForwardChoice
 from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
@@ -75,13 +77,19 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
 
 
 def measure(
-    config: Any, *, weights: str = "float32", compute: str = "bfloat16", lora_rank: int | None = None
+    config: Any,
+    *,
+    weights: str = "float32",
+    compute: str = "bfloat16",
+    lora_rank: int | None = None,
+    forms: Sequence[Form] = ("packed", "prefix"),
 ) -> ModelSizes:
     """What counts of an architecture, without its weights.
 
     Args:
         weights: type of the weights; compute: type of a forward pass.
         lora_rank: only adapters of this rank on every linear layer are trained.
+        forms: that the settings allow, the best first.
     """
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +109,7 @@ def measure(
     long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
     grows = {n: (_saved(config, n, long, compute) - _saved(config, n, short, compute)) / (long - short) for n in (1, 2)}
-    size = DTYPES[compute].itemsize
+    size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, True, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -115,6 +123,8 @@ def measure(
         kept_bytes=text.hidden_size * DTYPES[weights].itemsize,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
+        form=choice.form(model),
+        form_in_words=choice.described(model),
     )
 
 
@@ -127,10 +137,11 @@ def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> 
 
 
 def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
-    """Tokens per device and step (a prompt once per group), and the largest load over the mean."""
+    """Tokens per device and step, and the largest load over the mean."""
     rows = range(len(sizes.completions_B))
     loads = [sizes.load(mine, model.cost) for mine in assign_rows(sizes, rows, geometry.num_processes, model.cost)]
-    tokens = sizes.tokens(rows, "packed") / geometry.num_processes
+    alone = sum(sizes.prompts_B) + sum(sizes.completions_B)
+    tokens = (alone if model.form == "padded" else sizes.tokens(rows, "packed")) / geometry.num_processes
     return tokens, max(loads) / (sum(loads) / len(loads))
 
 
@@ -167,10 +178,12 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     lora_rank = settings.get("lora_rank", settings.get("lora_r", 16) if settings.get("use_peft") else None)
     prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
     mean = settings.get("mean_completion_length") or max(longest // 2, 1)
-    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank)
+    forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
+    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompt, longest, mean), sizes)
     rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
-    largest = ceil_div(rows, geometry.num_generations) * prompt + rows * longest
+    prompts = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)
+    largest = prompts * prompt + rows * longest
     if (budget := settings.get("micro_batch_tokens")) is not None:
         largest = min(largest, max(budget, prompt + longest))
     layout = MemoryLayout(
@@ -186,6 +199,7 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     return (
         f"Model: {sizes.parameters / 1e6:,.0f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved "
         f"activations {sizes.token_bytes / 1024:.0f} KiB per token and layer\n"
+        f"Forward: {sizes.form_in_words}\n"
         f"Step: about {tokens:,.0f} tokens per device (prompts {prompt}, completions {mean} on average, up to "
         f"{longest}), slowest device {imbalance:.3f} x the mean; largest micro-batch {largest:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...batching.micro_batches import TokenCost
+from ...batching.micro_batches import Form, TokenCost
 from ...errors import ConfigError
 from ...forward.tiled_log_probs import TILE
 
@@ -29,6 +29,7 @@ class ModelSizes:
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         cost: of a token in training, for assigning groups to processes.
+        form: how its completions run; form_in_words: that, and why not in another form.
     """
 
     parameters: int
@@ -43,6 +44,8 @@ class ModelSizes:
     kept_bytes: float
     cache_bytes: float
     cost: TokenCost = field(default_factory=TokenCost)
+    form: Form = "packed"
+    form_in_words: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import resolve_geometry
+from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import balance, load_config, measure, simulated
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
 from tests.support import forks
+from tests.support.architectures import architecture
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -150,6 +152,18 @@ def test_architectures_are_measured(kind):
     assert half.token_bytes < sizes.token_bytes
     adapters = measure(model.config, compute="float32", lora_rank=2)
     assert 0 <= adapters.trained < sizes.trained
+
+
+def test_the_form_decides_how_many_tokens_there_are():
+    geometry = resolve_geometry(num_generations=8, num_processes=1, micro_batch_size=8, global_batch_size=16)
+    found = {}
+    for kind, forward in (("llama", "auto"), ("lfm2", "auto"), ("llama", "padded")):
+        sizes = measure(architecture(kind).config, compute="float32", forms=forms_of(forward))
+        found[kind, forward] = (sizes.form, round(balance(geometry, simulated(geometry, 100, 20, 10), sizes)[0]))
+    completions = found["llama", "auto"][1] - 200
+    assert found["llama", "auto"] == ("packed", 200 + completions)
+    assert found["lfm2", "auto"] == ("prefix", 200 + completions)
+    assert found["llama", "padded"] == ("padded", 1600 + completions)
 
 
 def test_a_step_is_dealt_evenly_over_a_thousand_processes():
