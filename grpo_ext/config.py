@@ -492,6 +492,8 @@ class GRPOConfig(trl.GRPOConfig):
             args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
+        if getattr(args, "ddp_static_graph", None):
+            args.ddp_static_graph = False  # it is about DDP's own sums of gradients, which the step does without
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         given = accelerator.gradient_accumulation_kwargs or {}

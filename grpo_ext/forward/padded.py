@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .images import TOKEN_TYPES
 from .lm_head import RouterOutput, Scores, Wanted, scored
 from .positions import positions_of
 from .rows import TokenRows
@@ -73,6 +74,7 @@ def score_through_trl(
         columns = ids.size(1)
         start_B1 = mask.argmax(1, keepdim=True)
         turned_BL = (torch.arange(columns, device=ids.device) + start_B1) % columns
+        images |= {name: images[name].gather(1, turned_BL) for name in TOKEN_TYPES if name in images}
         logps, entropies, *_ = trl_scorer(
             forward, ids.gather(1, turned_BL), mask.gather(1, turned_BL), columns - 1, **options
         )

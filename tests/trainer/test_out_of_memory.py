@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
+from grpo_ext.forward import prefix_cache
+from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.sampling import sampler as sampling
+from grpo_ext.step import optimizer_step
 from tests.support.trainers import error, make, parameters, update
 from tests.tolerances import UPDATE
 
@@ -49,6 +53,7 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     [
         {},
         {"micro_batch_tokens": 150},
+        {"forward": "prefix"},
         pytest.param({"top_entropy_quantile": 0.5}, marks=pytest.mark.full),
         pytest.param({"loss_type": "grpo", "beta": 0.1}, marks=pytest.mark.full),
     ],
@@ -67,6 +72,22 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settin
         if "entropy" in line:
             assert line["entropy"] == pytest.approx(other["entropy"], rel=1e-6)
             assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+def test_no_cache_of_a_failed_attempt_survives(tmp_path, monkeypatch):
+    def kept() -> int:
+        return sum("_Recorded" in type(thing).__name__ for thing in gc.get_objects())
+
+    found = []
+    monkeypatch.setattr(optimizer_step, "free_memory", lambda: (free_memory(), found.append(kept())))
+    trainer = limited(tmp_path, forward="prefix", max_steps=1)
+    trainer.most, alive = 3, []
+    inner = prefix_cache._continued
+    monkeypatch.setattr(prefix_cache, "_continued", lambda *args: (alive.append(kept()), inner(*args))[1])
+    trainer.train()
+    assert max(alive) > 0, "the caches have to be seen while there are some"
+    assert found == [0] * len(found)
+    assert found
 
 
 def test_without_throwing_the_gradients_away_the_update_would_differ(tmp_path, monkeypatch):

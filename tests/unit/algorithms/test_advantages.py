@@ -38,7 +38,8 @@ MODES = [
 ]
 EVERY_MODE = pytest.mark.parametrize(("scale", "aggregation"), MODES)
 NAN = math.nan
-TRL_ROUNDING = {"rtol": 2e-7, "atol": 1e-9}  # TRL takes Bessel's correction from a float32 quotient: 2^-24 and a bit
+# TRL takes Bessel's correction from a float32 quotient: 2^-24 and a bit, of each of the terms whose sum may cancel
+TRL_ROUNDING = {"rtol": 2e-7, "atol": 1e-7}
 
 
 def trl_lines() -> str:
