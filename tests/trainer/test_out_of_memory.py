@@ -53,7 +53,7 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     [
         {},
         {"micro_batch_tokens": 150},
-        {"forward": "prefix"},
+        pytest.param({"forward": "prefix"}, marks=pytest.mark.full),
         pytest.param({"top_entropy_quantile": 0.5}, marks=pytest.mark.full),
         pytest.param({"loss_type": "grpo", "beta": 0.1}, marks=pytest.mark.full),
     ],
