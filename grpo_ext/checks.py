@@ -346,16 +346,23 @@ def check_prompt_lengths(
     check()
 
 
-def check_stream(train: Any, dynamic_sampling: bool) -> None:
-    """Refuse dynamic sampling from a stream, which has no further prompts.
+def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
+    """Refuse a stream where rows are read that are not the next ones.
 
     Raises:
-        ConfigError: names the remedy.
+        ConfigError, DataError: names the remedy.
     """
-    if dynamic_sampling and train is not None and not hasattr(train, "__len__"):
+    if train is None or hasattr(train, "__len__"):
+        return
+    if dynamic_sampling:
         raise ConfigError(
             "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
             "use a data set with a length."
+        )
+    if with_images:
+        raise DataError(
+            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
+            "trained on; use a data set with a length."
         )
 
 
@@ -391,11 +398,6 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "images, with tools, an environment or a rollout_func: trains through TRL's own code path",
         ]
     with_images = trainer._sampler.prepare is not None
-    if with_images and trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
-        raise DataError(
-            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
-            "trained on; use a data set with a length."
-        )
     refuse_unknown_head(base_model_of(policy))
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())

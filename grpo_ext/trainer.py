@@ -47,7 +47,7 @@ from .run.weights import load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
-from .sampling.decoding import without_router_logits
+from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import ROW_NUMBER, Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
@@ -137,10 +137,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
-        checks.check_stream(train_dataset, config.dynamic_sampling)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
         with_images = isinstance(processing_class, ProcessorMixin)
+        checks.check_stream(train_dataset, config.dynamic_sampling, with_images)
         self._through_trl = with_images and any(x is not None for x in (tools, environment_factory, rollout_func))
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
@@ -259,8 +259,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
         )
-        self._sampler.read_from(loader.dataset, further)
-        self._sampler.prompts[True] = dataset
+        self._sampler.read_from(dataset, loader.dataset, further)
         return loader
 
     @unless_through_trl
@@ -500,8 +499,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         tokenize, sampler = super()._tokenize_prompts, self._sampler
         if sampler.prepare is None or sampler.call is None or sampler.call.histories is not None or self._through_trl:
             return tokenize(prompts)
-        different, which = sampler.once(prompts)
-        ids, images, _ = tokenize(different)  # a forward prepares what it wants of the images
+        firsts, which = unique(sampler.call.numbers)
+        ids, images, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
         return [ids[i] for i in which], None if images is None else [images[i] for i in which], {}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:

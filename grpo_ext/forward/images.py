@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,17 @@ def images_of(row: dict[str, Any]) -> list[Any]:
     return [] if row.get("image") is None else [row["image"]]
 
 
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row, with its images in the content of its messages."""
+    return prepare_multimodal_messages(row["prompt"], images=images_of(row))
+
+
+def count_images(messages: Sequence[dict[str, Any]]) -> int:
+    """The images in the content of messages."""
+    parts = (part for message in messages for part in message["content"] or () if isinstance(part, dict))
+    return sum(part.get("type") == "image" for part in parts)
+
+
 class PromptProcessor:
     """Prepares the prompts of a model that takes images.
 
@@ -53,15 +65,14 @@ class PromptProcessor:
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
         """What the processor makes of the prompt of a row of the data set."""
-        prompt, count = row["prompt"], 0
-        if isinstance(prompt, str):
-            found = self.processor(text=[prompt], return_tensors="pt")
+        count = 0
+        if isinstance(row["prompt"], str):
+            found = self.processor(text=[row["prompt"]], return_tensors="pt")
         else:
-            prompt = prepare_multimodal_messages(prompt, images=images_of(row))
-            parts = (part for message in prompt for part in message["content"] or () if isinstance(part, dict))
-            count = sum(part.get("type") == "image" for part in parts)
+            messages = messages_of(row)
+            count = count_images(messages)
             found = self.processor.apply_chat_template(
-                conversation=[prompt],
+                conversation=[messages],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
@@ -101,19 +112,29 @@ class RowImages:
         """For each row but the first, whether its images are those of the row before."""
         return [before == after for before, after in zip(self.numbers_B, self.numbers_B[1:])]
 
+    @cached_property
+    def _prepared(self) -> dict[int, Prepared]:
+        return {number: self.prepare(number) for number in dict.fromkeys(self.numbers_B)}
+
     def inputs(
-        self, prompts_B: Sequence[int], prompt_columns: int, columns: int, device: torch.device, pixels: bool = True
+        self,
+        chosen: Sequence[int],
+        prompts_B: Sequence[int],
+        prompt_columns: int,
+        columns: int,
+        device: torch.device,
+        pixels: bool = True,
     ) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch (B, L), whose prompts end at one column.
 
         Args:
+            chosen: the rows of the batch, among these.
             prompts_B: tokens of the prompts; later turns of a conversation may be among them.
             prompt_columns: columns up to the end of the prompts.
             columns: L.
             pixels: with the images; else only what tells where they stand.
         """
-        prepared = {number: self.prepare(number) for number in dict.fromkeys(self.numbers_B)}
-        rows = [prepared[number] for number in self.numbers_B]
+        rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
         found = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
         for name in dict.fromkeys(name for row in rows for name in row.types):
@@ -127,9 +148,9 @@ class RowImages:
         self, prompts_B: Sequence[int], prompt_columns: int, columns: int, device: torch.device
     ) -> dict[str, Any]:
         """As TRL has them in a batch, for a loss of the user's own that scores it."""
-        rows = [self.prepare(number) for number in self.numbers_B]
-        found: dict[str, Any] = self.inputs(prompts_B, prompt_columns, columns, device)
+        found: dict[str, Any] = self.inputs(range(len(self.numbers_B)), prompts_B, prompt_columns, columns, device)
         if "pixel_values" in found:
+            rows = [self._prepared[number] for number in self.numbers_B]
             found["num_images"] = [row.images for row in rows]
             tiles = [row.tensors["pixel_values"].size(0) if row.images else 0 for row in rows]
             tiled = found["pixel_values"].dim() == 4 and tiles != found["num_images"]

@@ -76,7 +76,7 @@ class TokenRows:
         if self.images is None:
             return {}
         prompts = [self.prompts_B[row] for row in rows]
-        return self.images.of(rows).inputs(prompts, prompt_columns, columns, self.ids_N.device, pixels)
+        return self.images.inputs(rows, prompts, prompt_columns, columns, self.ids_N.device, pixels)
 
     def targets(self) -> torch.Tensor:
         """The completion tokens, (S,)."""

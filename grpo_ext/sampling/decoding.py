@@ -8,7 +8,7 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,19 +157,12 @@ def without_router_logits(config: Any) -> Iterator[None]:
             part.output_router_logits = True
 
 
-def unique_prompts(
-    prompts: Sequence[Sequence[int]], images_B: Sequence[int] | None = None
-) -> tuple[list[int], list[int]]:
-    """Index of the first row of each different prompt, and for every row the number of its prompt among them.
-
-    Args:
-        images_B: what stands for the images of each row.
-    """
-    numbers: dict[tuple[int, ...], int] = {}
+def unique(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
+    """Index of the first row of each different key, and for every row the number of its key among them."""
+    numbers: dict[Hashable, int] = {}
     firsts: list[int] = []
     numbering: list[int] = []
-    for row, prompt in enumerate(prompts):
-        key = (*prompt, -1 if images_B is None else images_B[row])
+    for row, key in enumerate(keys):
         if key not in numbers:
             numbers[key] = len(firsts)
             firsts.append(row)

@@ -27,7 +27,7 @@ from ..algorithms.keyed_random import choose, completion_keys, uniform
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
-from .decoding import compact_decode, growing_cache, unique_prompts
+from .decoding import compact_decode, growing_cache, unique
 from .rollout import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -150,7 +150,8 @@ def sample_chunk(
     """
     firsts: Sequence[int] = range(len(prompts))
     if compact:
-        firsts, numbers = unique_prompts(prompts, None if images is None else images.numbers_B)
+        pictures = [None] * len(prompts) if images is None else images.numbers_B
+        firsts, numbers = unique(zip(map(tuple, prompts), pictures))
     ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
     input_ids = padded(ids, config.pad_token_id, "left", pad_to_multiple_of).to(device)
     attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", pad_to_multiple_of).to(device)
@@ -158,7 +159,7 @@ def sample_chunk(
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    seen = {} if images is None else images.of(firsts).inputs([len(row) for row in ids], width, width, device)
+    seen = {} if images is None else images.inputs(firsts, [len(row) for row in ids], width, width, device)
     inputs |= seen
     if compact:
         rows = torch.tensor(numbers, device=device)

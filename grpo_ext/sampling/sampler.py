@@ -28,7 +28,7 @@ from ..compat import on_view
 from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, PrecisionError
 from ..forward.adapters import is_prompt_learning
-from ..forward.images import PromptProcessor, RowImages, WithoutImages
+from ..forward.images import PromptProcessor, RowImages, WithoutImages, count_images, messages_of
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
@@ -182,9 +182,9 @@ class RolloutSampler:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
         self.rollout, self.rollout_name = rollout, name
 
-    def read_from(self, steps: Any, further: FurtherPrompts | None) -> None:
-        """The training loader's data set of steps, and where further prompts come from with dynamic sampling."""
-        self._fetch, self.further = getattr(steps, "rows", None), further
+    def read_from(self, prompts: Any, steps: Any, further: FurtherPrompts | None) -> None:
+        """The training data, the loader's data set of steps, and further prompts with dynamic sampling."""
+        self.prompts[True], self._fetch, self.further = prompts, getattr(steps, "rows", None), further
 
     # ---- The rollout batch ----------------------------------------------------------------------------------------
 
@@ -346,20 +346,13 @@ class RolloutSampler:
         if self.prepare is None or not self.sharded:
             return
         device, prompts = self.accelerator.device, dict(zip(rows.numbers, rows)).values()
-        counts = [self.prepare(row).images for row in prompts]
+        counts = [count_images(messages_of(row)) if isinstance(row["prompt"], list) else 0 for row in prompts]
         if any_process(any(counts), device) and any_process(not all(counts), device):
             raise DataError(
                 "prompts with and without images are in one rollout batch of a model whose weights the processes share "
                 "(FSDP, ZeRO-3), where every process has to run the image tower in every forward or none; give each "
                 "prompt an image, or train with DDP."
             )
-
-    def once(self, prompts: list[Any]) -> tuple[list[Any], list[int]]:
-        """The prompts of this process, one for each row of the data set, and which of them every row has."""
-        assert self.call is not None
-        places: dict[int, int] = {}
-        which = [places.setdefault(number, len(places)) for number in self.call.numbers]
-        return [prompts[which.index(place)] for place in range(len(places))], which
 
     def _log_calls(
         self, call: ScoringCall, columns: dict[str, list[Any]], rows: int, metrics: Metrics, logs: dict[str, Any]
@@ -429,17 +422,18 @@ class RolloutSampler:
             completions = self.by_key(call, how, prompt_ids)
         else:
             images, _, *rest = fields
+            own = call.rows_of(prompt_ids)
 
             def generate(rows: list[int]) -> list[list[int]]:
                 prompts, part = [prompt_ids[i] for i in rows], {}
-                if (seen := self._images(call, how, [call.rows_of(prompt_ids)[i] for i in rows])) is not None:
-                    multiple = how.pad_to_multiple_of or 1
-                    width = ceil_div(max(map(len, prompts)), multiple) * multiple
-                    part = seen.inputs([len(row) for row in prompts], width, width, self.accelerator.device)
+                if (seen := self._images(call, how, [own[i] for i in rows])) is not None:
+                    multiple, lengths = how.pad_to_multiple_of or 1, [len(row) for row in prompts]
+                    width = ceil_div(max(lengths), multiple) * multiple
+                    part = seen.inputs(range(len(rows)), lengths, width, width, self.accelerator.device)
                 return trl_turn(prompts, images, part, *rest, **options)[0]
 
             chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
-            completions = chunked.chunk_by_chunk(generate, prompt_ids, call.rows_of(prompt_ids), how.filler)
+            completions = chunked.chunk_by_chunk(generate, prompt_ids, own, how.filler)
         call.remember(prompt_ids, completions)
         return completions, logps
 

@@ -31,11 +31,8 @@ from tests.tolerances import ADAM_EPSILON
 
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 5}  # 22 prompts: rollouts of 8, 8 and 6 prompts
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 6}
-CUT = {
-    "global_batch_size": 9,
-    "rollout_batch_size": 36,
-    "rollout_chunk_size": 12,
-}  # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
+# steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
+CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12}
 # a setting of DDP that older versions of transformers do not have
 STATIC = {name: True for name in ("ddp_static_graph",) if name in TrainingArguments.__dataclass_fields__}
 # half precision: the next rollout could take another token, and two runs from there

@@ -19,7 +19,7 @@ from grpo_ext.sampling.decoding import (
     GrowingLayer,
     growing_cache,
     own_generate,
-    unique_prompts,
+    unique,
     why_not_compact,
 )
 from grpo_ext.sampling.generation import sample_chunk
@@ -173,8 +173,8 @@ def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers(monke
     assert "cannot be chosen" in str(why_not_compact(architecture("lfm2"), GenerationConfig()))
 
 
-def test_unique_prompts_are_numbered_by_first_sight():
-    assert unique_prompts([[1], [2, 3], [1], [2, 3], [4]]) == ([0, 1, 4], [0, 1, 0, 1, 2])
+def test_different_keys_are_numbered_by_first_sight():
+    assert unique([(1,), (2, 3), (1,), (2, 3), (4,)]) == ([0, 1, 4], [0, 1, 0, 1, 2])
 
 
 # ---- Architectures with a `generate` of their own -------------------------------------------------------------------
