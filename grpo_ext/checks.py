@@ -391,13 +391,12 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         for module in (policy, trainer.ref_model):
             if module is not None:
                 disable_random_parts(module)
-    if trainer._through_trl:
-        _check_through_trl(config)
-        return [
-            *split_dependence(policy, config.neftune_noise_alpha),
-            "images, with tools, an environment or a rollout_func: trains through TRL's own code path",
-        ]
     with_images = trainer._sampler.prepare is not None
+    if trainer._sampler.travelling and shards_parameters(accelerator):
+        raise ConfigError(
+            "images with tools or an environment under FSDP or ZeRO-3: every process has to run the image tower in "
+            "every forward or none, and tools may show an image to one alone; train with DDP."
+        )
     refuse_unknown_head(base_model_of(policy))
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())
@@ -435,21 +434,6 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     return uncovered + refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 
-def _check_through_trl(config: GRPOConfig) -> None:
-    ours = ("micro_batch_tokens", "advantage_estimator", "loss_aggregation", "dynamic_sampling")
-    found = [name for name in ours if getattr(config, name) not in (None, False)]
-    if found:
-        raise ConfigError(
-            f"{', '.join(found)}: images with tools, an environment or a rollout_func train through TRL's own code, "
-            "which does not know of it; leave it out."
-        )
-    if config.bitwise_invariant:
-        raise ConfigError(
-            "bitwise_invariant=True needs this trainer's own step, and images with tools, an environment or a "
-            "rollout_func train through TRL's own code. Turn one of the two off."
-        )
-
-
 def check_bitwise(trainer: Any) -> None:
     """Refuse what the same bits cannot be promised for.
 
@@ -471,7 +455,7 @@ def check_bitwise(trainer: Any) -> None:
 
 def uncovered_sampling(trainer: Any) -> list[str]:
     """What the promise does not cover of how completions are sampled, as sentences."""
-    if trainer._through_trl or (trainer._own_sampling() is None and trainer._samples_by_key()):
+    if trainer._own_sampling() is None and trainer._samples_by_key():
         return []
     if (own := trainer._own_sampling()) is not None:
         sentence = f"{own} may sample in its own way; only the update is covered"

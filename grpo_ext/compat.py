@@ -264,6 +264,7 @@ OVERRIDES: dict[str, Point] = {
         "_calculate_rewards": "inputs prompts completions completion_ids_list",
         "_generate_and_score_completions": "inputs",
         "_prepare_inputs": "generation_batch",
+        "_generate": "prompts",
         "_tokenize_prompts": "prompts",
         "training_step": "model inputs num_items_in_batch",
         "prediction_step": "model inputs prediction_loss_only ignore_keys",
@@ -334,6 +335,11 @@ BODIES = (
     # what is seen otherwise on a view of the trainer (`on_view`) is read from it there
     Body(_GRPO, _SCORING, ("self._calculate_rewards(", 'self._logs["advantages"]', 'self._logs["extra"]')),
     Body(_GRPO, "_generate_single_turn", ("self.vllm_generation.generate(",)),
+    Body(
+        _GRPO,
+        "_generate",
+        ("return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images",),
+    ),
     Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
     Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
     # a checkpoint is written below the folder that is asked for

@@ -501,31 +501,6 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
-    def for_trl(self) -> GRPOConfig:
-        """The copy with TRL's own layout, for images with tools, an environment or a `rollout_func`.
-
-        Raises:
-            ConfigError: TRL's path needs sizes that its micro-batches divide.
-        """
-        g = self.geometry
-        unit = g.micro_batch_size * g.num_processes
-        if g.global_batch_size % unit:
-            raise ConfigError(
-                f"global_batch_size={g.global_batch_size} is not a multiple of per_device_train_batch_size="
-                f"{g.micro_batch_size} * {g.num_processes} process(es); images train through TRL's own "
-                "code, which needs that; change per_device_train_batch_size."
-            )
-        if self.auto_find_batch_size:
-            raise ConfigError(
-                "auto_find_batch_size=True: images train through TRL's own code, which cannot run a step "
-                "again; lower per_device_train_batch_size instead."
-            )
-        args = copy.copy(self)
-        args.gradient_accumulation_steps = g.global_batch_size // unit
-        args.generation_batch_size = g.rollout_batch_size
-        args.steps_per_generation = g.rollout_batch_size // unit
-        return args
-
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

@@ -12,9 +12,9 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import trl
@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from . import checks, compat
 from .algorithms.advantages import AdvantageRule
 from .algorithms.losses import adapted_entropy_coefficient
+from .batching.micro_batches import Form
 from .batching.prompt_order import FurtherPrompts, PromptOrder, StepRows, make_eval_loader, make_loader
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
@@ -48,7 +49,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
 from .sampling.decoding import unique, without_router_logits
-from .sampling.rollout import ROW_NUMBER, Rollout
+from .sampling.rollout import ROW_IMAGES, ROW_NUMBER, Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
 from .step.backward import clear_cache_every
@@ -58,28 +59,15 @@ from .step.statistics import STEP_PART, StepPart, whole_step
 
 logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def unless_through_trl(method: Method) -> Method:
-    """An override point in whose place TRL's own runs where images come from elsewhere than the data set."""
-
-    @functools.wraps(method)
-    def chosen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._through_trl:
-            return getattr(super(GRPOTrainer, self), method.__name__)(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return chosen  # type: ignore[return-value]
+# why a model that takes images does not run in a form: always, and where tools or environments may bring some
+_PLACES: dict[Form, str] = {"packed": "the model takes images"}
+_LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 
 
 class GRPOTrainer(trl.GRPOTrainer):
     """Drop-in replacement for `trl.GRPOTrainer` whose update is the same for every hardware split.
 
     Takes the arguments of `trl.GRPOTrainer`; `args` may be a `grpo_ext.GRPOConfig` or a `trl.GRPOConfig`.
-
-    A model that takes images, together with `tools`, an `environment_factory` or a `rollout_func`, which may bring
-    images of their own, trains through TRL's own step; a warning at the start says so.
 
     Example:
 
@@ -140,16 +128,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
         with_images = isinstance(processing_class, ProcessorMixin)
-        checks.check_stream(train_dataset, config.dynamic_sampling, with_images)
-        self._through_trl = with_images and any(x is not None for x in (tools, environment_factory, rollout_func))
+        travelling = with_images and bool(tools or environment_factory)
+        checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
-        loop_args = config.for_trl() if self._through_trl else config.for_loop()
+        loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
-        if rollout_func is not None and not self._through_trl:
+        if rollout_func is not None:
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
         super().__init__(
             model=model,
@@ -171,7 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
-        self._build(config, args, with_images)
+        self._build(config, args, with_images, travelling)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
@@ -183,23 +171,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.sync_ref_model:
             self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool) -> None:
+    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool, images_travel: bool) -> None:
         """The components."""
         multiple = self.pad_to_multiple_of
-        if not self._through_trl:
-            self.args.steps_per_generation = self.geometry.steps_per_rollout
-            self.add_callback(self._clock)
+        self.args.steps_per_generation = self.geometry.steps_per_rollout
+        self.add_callback(self._clock)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
         self._loss_config = config.loss_config()
-        options: Any = self.chat_template_kwargs
-        template = {"chat_template": self.chat_template, **options}
-        prepare = PromptProcessor(self.processing_class, template) if with_images else None
+        prepare = None
         if with_images:
+            options: Any = self.chat_template_kwargs
+            template = {"chat_template": self.chat_template, **options}
+            prepare = PromptProcessor(self.processing_class, template, self.model.config.image_token_id)
             compat.sample_no_image_tokens(self)
-        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare)
-        self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, with_images)
+        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare, images_travel)
+        refused = (_PLACES if with_images else {}) | (_LATER if images_travel else {})
+        self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, refused)
         pad = self._tokenizer.pad_token_id
         own_loss = self._overrides("compute_loss", "_compute_loss")
         self._step_runner = OptimizerStep(
@@ -221,7 +210,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
-    @unless_through_trl
     def create_accelerator_and_postprocess(self) -> None:
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
@@ -230,12 +218,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
 
-    @unless_through_trl
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
         return self.geometry.global_batch_size
 
-    @unless_through_trl
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer step; see `batching.prompt_order`."""
         dataset, args = self.train_dataset, self.args
@@ -262,7 +248,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._sampler.read_from(dataset, loader.dataset, further)
         return loader
 
-    @unless_through_trl
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
         if isinstance(eval_dataset, str):
@@ -276,14 +261,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._sampler.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
         return loader
 
-    @unless_through_trl
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """As for evaluation; used by `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
     # ---- One optimizer step ---------------------------------------------------------------------------------------
 
-    @unless_through_trl
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Sample or select the completions, run their micro-batches, log; the loss of the step, on every process."""
         start = time.perf_counter()
@@ -307,7 +290,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
-    @unless_through_trl
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
@@ -320,7 +302,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics["eval"]["loss"].append(loss)
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
-    @unless_through_trl
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
         if not isinstance(generation_batch, StepRows):
@@ -383,7 +364,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.current_gradient_accumulation_steps = before
 
-    @unless_through_trl
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
@@ -441,18 +421,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch["completion_ids"].size(1),
             compute_entropy=True,
             compute_aux_loss=router or False,
-            **({ROW_NUMBER: batch[ROW_NUMBER]} if ROW_NUMBER in batch else compat.images_among(batch)),
+            **(_own_images(batch) or compat.images_among(batch)),
         )
         return logps, entropies, router.output if router else None
 
-    def _images(self, numbers: Sequence[int]) -> RowImages | None:
-        return self._sampler.images(numbers, self.model.training)
+    def _images(self, fields: Mapping[str, Any]) -> RowImages | None:
+        return self._sampler.images(fields, self.model.training)
 
     def _entropies(self, batch: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._score(self.model, batch)[1]
 
-    @unless_through_trl
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -466,12 +445,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """TRL's: of a rollout batch while it is scored, otherwise of a micro-batch."""
         call, options = self._sampler.call, {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        numbers = images.pop(ROW_NUMBER).flatten().tolist() if ROW_NUMBER in images else None
-        if call is None and any(values is not None for values in images.values()):  # a batch of the caller's own
+        own = _own_images(images)
+        if call is None and not own and any(values is not None for values in images.values()):  # the caller's own
             score = super()._get_per_token_logps_and_entropies
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **images)
-        numbers = numbers if call is None else call.numbers
-        seen = None if numbers is None else self._images(numbers)
+        seen = self._images(own) if call is None else call.images
         batch = (input_ids, attention_mask, logits_to_keep, seen)
         if call is None:
             return self._scorer.score_micro_batch(model, batch, batch_size, **options)
@@ -494,12 +472,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         calculate = self._calculate_rewards
         return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        """TRL's, after which it is known what images its rows show."""
+        found = super()._generate(prompts)
+        self._sampler.show(found[6], found[1], [*self.eos_token_ids, self._tokenizer.pad_token_id])
+        return found
+
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
         """TRL's, with the images of a prompt prepared once for all its completions."""
-        tokenize, sampler = super()._tokenize_prompts, self._sampler
-        if sampler.prepare is None or sampler.call is None or sampler.call.histories is not None or self._through_trl:
+        tokenize, call = super()._tokenize_prompts, self._sampler.call
+        if call is None or call.images is None or call.histories is not None:
             return tokenize(prompts)
-        firsts, which = unique(sampler.call.numbers)
+        firsts, which = unique(call.images.numbers_B)
         ids, images, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
         return [ids[i] for i in which], None if images is None else [images[i] for i in which], {}
 
@@ -579,7 +563,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
-        if self._through_trl or self.use_transformers_continuous_batching:
+        if self.use_transformers_continuous_batching:
             return False
         return self._sampler.samples_by_key(self._generation)
 
@@ -628,13 +612,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.check_bitwise(self)  # a `generate` may have been replaced since
         for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-        if not self._through_trl:
-            prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-            epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
-            drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
-            form = self._scorer.described(self.model)
-            plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form)
-            self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
+        prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
+        drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
+        form = self._scorer.described(self.model)
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form)
+        self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager
     def _telling_callbacks(self) -> Iterator[None]:
@@ -761,3 +744,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return self._score(self.model, self._step_runner.collate(rollout, (row,)))[0][0]
 
         return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)
+
+
+def _own_images(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: fields[name] for name in (ROW_NUMBER, ROW_IMAGES) if name in fields}

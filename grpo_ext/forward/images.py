@@ -1,18 +1,24 @@
-"""The images of prompts, as a model takes them: prepared one prompt at a time, when a forward wants them.
+"""The images of rows, as a model takes them: prepared one row at a time, when a forward wants them.
 
-Differs from TRL, which prepares those of all rows of a process at once, as often as a prompt has completions, and cuts
-the result by rules of each family of models. Used by the forwards and by sampling. Shapes: B rows, L columns.
+Those of the data set are read again by the number of the row; those that tools or environments bring travel with their
+row, packed. Differs from TRL, which prepares those of all rows of a process at once, as often as a prompt has
+completions, and cuts the result by rules of each family of models. Used by the forwards and by sampling. Shapes: B
+rows, L columns.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image, ImageSequence
 from transformers import BatchFeature
+from transformers.image_utils import load_image
 
 from ..compat import IMAGE_ARGUMENTS, View, prepare_multimodal_messages
 
@@ -21,11 +27,11 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one for each token of a
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a processor makes of one prompt, beside its token ids.
+    """What a processor makes of one row, beside its token ids.
 
     Attributes:
         tensors: of its images, by the names of the model's arguments; empty without images.
-        types: of its tokens, 1-D, by name; empty for most models.
+        types: of its prompt's tokens, 1-D, by name; empty for most models.
         images: how many it has.
     """
 
@@ -53,15 +59,16 @@ def count_images(messages: Sequence[dict[str, Any]]) -> int:
 
 
 class PromptProcessor:
-    """Prepares the prompts of a model that takes images.
+    """Prepares the rows of a model that takes images.
 
     Args:
         processor: the model's.
         template: the chat template and its arguments, as TRL passes them.
+        image_token: id of the token that stands for an image, or for a part of one.
     """
 
-    def __init__(self, processor: Any, template: dict[str, Any]) -> None:
-        self.processor, self.template = processor, template
+    def __init__(self, processor: Any, template: dict[str, Any], image_token: int) -> None:
+        self.processor, self.template, self.image_token = processor, template, image_token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
         """What the processor makes of the prompt of a row of the data set."""
@@ -79,16 +86,41 @@ class PromptProcessor:
                 return_tensors="pt",
                 **self.template,
             )
-        known = {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
+        known = arguments_among(found)
         types = {name: known.pop(name)[0] for name in TOKEN_TYPES if name in known}
         return Prepared(known, types, count)
+
+    def of(self, images: Sequence[Any]) -> Prepared:
+        """What the processor makes of images alone, as TRL has it do for those of tools."""
+        if not images:
+            return Prepared({}, {}, 0)
+        found = self.processor.image_processor(images=list(images), return_tensors="pt")
+        return Prepared(arguments_among(found), {}, len(images))
+
+    @cached_property
+    def _type_names(self) -> list[str]:
+        found = self.processor(text=["."], return_tensors="pt")
+        return [name for name in TOKEN_TYPES if name in found]
+
+    def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The types of tokens among which images stand anywhere, where the model takes them."""
+        return dict.fromkeys(self._type_names, (ids_BL == self.image_token).long())
+
+
+def arguments_among(found: Any) -> dict[str, torch.Tensor]:
+    """What a model takes of a processor's output, beside token ids."""
+    return {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
 
 
 class WithoutImages(View):
     """A model's processor, seen as one that makes nothing of images: each forward here prepares its own."""
 
     def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
-        return BatchFeature({"pixel_values": torch.zeros(len(text), 0)})
+        return self.image_processor(text)
+
+    def image_processor(self, images: Sequence[Any], **kwargs: Any) -> BatchFeature:
+        """No pixels."""
+        return BatchFeature({"pixel_values": torch.zeros(len(images), 0)})
 
 
 @dataclass(frozen=True)
@@ -96,16 +128,19 @@ class RowImages:
     """The images of some rows.
 
     Attributes:
-        numbers_B: of each row in the data set: rows with one number have one prompt.
+        numbers_B: of each row in the data set: rows with one number have one prompt. Where images travel with their
+            rows, all differ.
         prepare: from such a number to what is made of the row.
+        types_of: from ids (B, L) to the types of the tokens; None where `prepare` tells them.
     """
 
     numbers_B: Sequence[int]
     prepare: Callable[[int], Prepared]
+    types_of: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def of(self, rows: Sequence[int]) -> RowImages:
         """Those of some of the rows."""
-        return RowImages([self.numbers_B[row] for row in rows], self.prepare)
+        return RowImages([self.numbers_B[row] for row in rows], self.prepare, self.types_of)
 
     @property
     def same(self) -> list[bool]:
@@ -119,36 +154,35 @@ class RowImages:
     def inputs(
         self,
         chosen: Sequence[int],
+        ids_BL: torch.Tensor,
         prompts_B: Sequence[int],
         prompt_columns: int,
-        columns: int,
-        device: torch.device,
         pixels: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch (B, L), whose prompts end at one column.
+        """The model's arguments for a batch, whose prompts end at one column.
 
         Args:
             chosen: the rows of the batch, among these.
+            ids_BL: padded token ids of the batch.
             prompts_B: tokens of the prompts; later turns of a conversation may be among them.
             prompt_columns: columns up to the end of the prompts.
-            columns: L.
             pixels: with the images; else only what tells where they stand.
         """
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
         found = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
         for name in dict.fromkeys(name for row in rows for name in row.types):
-            found[name] = torch.zeros(len(rows), columns, dtype=torch.long)
+            found[name] = torch.zeros(ids_BL.shape, dtype=torch.long)
             for values, tokens, row in zip(found[name], prompts_B, rows):
                 first = prompt_columns - tokens
                 values[first : first + len(row.types[name])] = row.types[name]
-        return {name: value.to(device) for name, value in found.items()}
+        if self.types_of is not None:
+            found |= self.types_of(ids_BL)
+        return {name: value.to(ids_BL.device) for name, value in found.items()}
 
-    def as_trl(
-        self, prompts_B: Sequence[int], prompt_columns: int, columns: int, device: torch.device
-    ) -> dict[str, Any]:
+    def as_trl(self, ids_BL: torch.Tensor, prompts_B: Sequence[int], prompt_columns: int) -> dict[str, Any]:
         """As TRL has them in a batch, for a loss of the user's own that scores it."""
-        found: dict[str, Any] = self.inputs(range(len(self.numbers_B)), prompts_B, prompt_columns, columns, device)
+        found: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
         if "pixel_values" in found:
             rows = [self._prepared[number] for number in self.numbers_B]
             found["num_images"] = [row.images for row in rows]
@@ -167,3 +201,22 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         missing = [sizes[d] - part.size(d) for d in range(part.dim() - 1, 0, -1)]
         filled.append(torch.nn.functional.pad(part, [n for more in missing for n in (0, more)]))
     return torch.cat(filled)
+
+
+def packed_images(images: Sequence[Any]) -> torch.Tensor:
+    """Images (of PIL, paths, addresses, arrays of pixels) as bytes, uint8 (N,), without loss; N = 0 for none."""
+    if not images:
+        return torch.empty(0, dtype=torch.uint8)
+    shown = (image if isinstance(image, (str, Image.Image)) else Image.fromarray(np.asarray(image)) for image in images)
+    first, *others = map(load_image, shown)
+    file = io.BytesIO()
+    first.save(file, "TIFF", save_all=True, append_images=others, compression="tiff_adobe_deflate")
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked_images(packed: torch.Tensor) -> list[Image.Image]:
+    """What `packed_images` packed; zeros after it do not matter."""
+    if not packed.any():
+        return []
+    file = io.BytesIO(packed.cpu().numpy().tobytes())
+    return [frame.copy() for frame in ImageSequence.Iterator(Image.open(file))]

@@ -27,7 +27,7 @@ def score_padded(
 ) -> Scores:
     """As `forward.packed.score_packed`, through a padded batch; prompts and completions are padded to `multiple`."""
     ids, mask, width = rows.padded(multiple)
-    images = rows.image_inputs(range(len(rows)), ids.size(1) - width, ids.size(1))
+    images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions
@@ -55,7 +55,7 @@ def score_through_trl(
             and the prompt would move it, so rows begin at their first token and all padding is on the right.
     """
     ids, mask, width = rows.padded(multiple)
-    images = rows.image_inputs(range(len(rows)), ids.size(1) - width, ids.size(1))
+    images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
     found: list[RouterOutput] = []
 
     def forward(**inputs: Any) -> Any:

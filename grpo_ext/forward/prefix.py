@@ -61,10 +61,10 @@ def score_prefix(
     columns = columns_of(width, with_router)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     seen = mask[:, : prompt + columns]
-    places = rows.image_inputs(range(len(rows)), prompt, ids.size(1), pixels=False)
+    places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)
     position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
-    images = rows.image_inputs([run.start for run in runs], prompt, prompt)
+    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"], prompt)
     inputs |= images
     if position is not None:
         inputs["position_ids"] = position[..., first_G, :prompt]

@@ -70,13 +70,13 @@ class TokenRows:
         return TokenRows(self.ids_N[starts[first] : starts[last]], *lengths, same, images)
 
     def image_inputs(
-        self, rows: Sequence[int], prompt_columns: int, columns: int, pixels: bool = True
+        self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
     ) -> dict[str, torch.Tensor]:
         """What a model that takes images is given beside the tokens of `rows`: see `RowImages.inputs`."""
         if self.images is None:
             return {}
         prompts = [self.prompts_B[row] for row in rows]
-        return self.images.inputs(rows, prompts, prompt_columns, columns, self.ids_N.device, pixels)
+        return self.images.inputs(rows, ids_BL, prompts, prompt_columns, pixels)
 
     def targets(self) -> torch.Tensor:
         """The completion tokens, (S,)."""

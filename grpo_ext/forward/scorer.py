@@ -6,7 +6,7 @@ micro-batch is scored in one forward, whose gradients are kept. Called at TRL's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class Scorer:
         args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
         multiple: TRL's `pad_to_multiple_of`.
         trl_scorer: TRL's own method, for what the other forwards cannot do.
-        with_images: the model takes images, and a pack would have to hold their places.
+        refused: forms that no model of this run takes, with the reason.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scorer:
         args: GRPOConfig,
         multiple: int | None,
         trl_scorer: Callable[..., Any],
-        with_images: bool = False,
+        refused: Mapping[Form, str] | None = None,
     ) -> None:
         self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple or 1, trl_scorer
         self.sharded = shards_parameters(accelerator)
@@ -58,7 +58,6 @@ class Scorer:
         self.memory = Halving("scoring", remedy, may_cut)
         given: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
-        refused: dict[Form, str] = {"packed": "the model takes images"} if with_images else {}
         own_head, device = args.score_completions_only, accelerator.device
         self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
 

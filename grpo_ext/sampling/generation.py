@@ -159,7 +159,7 @@ def sample_chunk(
     width = input_ids.size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    seen = {} if images is None else images.inputs(firsts, [len(row) for row in ids], width, width, device)
+    seen = {} if images is None else images.inputs(firsts, input_ids, [len(row) for row in ids], width)
     inputs |= seen
     if compact:
         rows = torch.tensor(numbers, device=device)

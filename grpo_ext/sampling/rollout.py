@@ -17,7 +17,9 @@ from ..batching.sizes import group_numbers
 from ..compat import IMAGE_ARGUMENTS
 from ..runtime.collectives import ragged_gather
 
-ROW_NUMBER = "row_number"  # a field: which row of the data set a completion is for; where images are read again by it
+# fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
+# all images of the row, packed, where tools or environments bring some
+ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages")  # may be one value per sequence
 
@@ -123,11 +125,12 @@ def gather_rollout(scored: dict[str, Any], rows: int, num_generations: int) -> R
             parts = list(value.view(-1, 1))
         else:
             parts = [row[:n] for row, n in zip(value, lengths.tolist())]
-        fields[name] = _gather_parts(parts, rows)
+        fields[name] = gather_parts(parts, rows)
     return Rollout.of_groups(fields, num_generations)
 
 
-def _gather_parts(parts: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+def gather_parts(parts: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """Tensors (N,) of any length of all processes, of which the first `rows` of this one count."""
     lengths = torch.tensor([p.numel() for p in parts], device=parts[0].device)
     flat = torch.cat(parts[:rows]) if rows else parts[0][:0]
     # kept on the CPU: a rollout is many short rows, and a micro-batch moves to the device as a whole

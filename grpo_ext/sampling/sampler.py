@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,21 @@ from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
-from ..batching.sizes import BatchGeometry, ceil_div
+from ..batching.sizes import BatchGeometry
 from ..compat import on_view
 from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, PrecisionError
 from ..forward.adapters import is_prompt_learning
-from ..forward.images import PromptProcessor, RowImages, WithoutImages, count_images, messages_of
+from ..forward.images import (
+    PromptProcessor,
+    RowImages,
+    WithoutImages,
+    count_images,
+    images_of,
+    messages_of,
+    packed_images,
+    unpacked_images,
+)
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
@@ -44,7 +53,7 @@ from ..runtime.out_of_memory import Halving
 from .chunks import ChunkedGeneration, RowHistories
 from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
-from .rollout import ROW_NUMBER, Rollout, gather_rollout
+from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout, padded
 from .rounds import Round, assemble, log_values
 from .vllm_seeds import completion_seeds, sampling_metrics, seeded
 
@@ -94,16 +103,19 @@ class ScoringCall:
 
     Attributes:
         request: what this process samples.
-        numbers: of its rows in the data set.
+        images: of its rows, as far as they have come; None for a model that takes none.
         calls: how reward functions are called, and what they log.
+        packed: the same images as they travel, `of_prompts` those of the prompts alone; None where they are read again.
         histories: the rows as sampled so far; None before the first turn.
         rewards_BF: of all processes; None before they are known.
         logged: what the reward functions of all processes logged, every value.
     """
 
     request: RolloutRequest
-    numbers: Sequence[int]
     calls: RewardCalls
+    images: RowImages | None
+    packed: list[torch.Tensor] | None = None
+    of_prompts: list[torch.Tensor] | None = None
     histories: RowHistories | None = None
     rewards_BF: torch.Tensor | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)
@@ -131,7 +143,8 @@ class RolloutSampler:
     Args:
         args: the loop's configuration.
         geometry: the batch sizes.
-        prepare: makes of a row of the data set what a model that takes images is given; None for other models.
+        prepare: makes of a row what a model that takes images is given; None for other models.
+        travelling: images travel with their rows, as tools or environments may bring some.
 
     Attributes:
         prompts: the data set of the loader made last, by whether it is for training.
@@ -148,8 +161,10 @@ class RolloutSampler:
         args: GRPOConfig,
         geometry: BatchGeometry,
         prepare: PromptProcessor | None = None,
+        travelling: bool = False,
     ) -> None:
-        self.accelerator, self.args, self.geometry, self.prepare = accelerator, args, geometry, prepare
+        self.accelerator, self.args, self.geometry = accelerator, args, geometry
+        self.prepare, self.travelling = prepare, travelling
         self.prompts: dict[bool, Any] = {}
         self.sharded = shards_parameters(accelerator)
         self.rollout: Rollout | None = None
@@ -164,12 +179,21 @@ class RolloutSampler:
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
         self._said_columns: set[tuple[str, str]] = set()
 
-    def images(self, numbers_B: Sequence[int], training: bool) -> RowImages | None:
-        """The images of rows, by their numbers in the data set; None for a model that takes none."""
+    def images(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:
+        """The images of completions, from the fields of a rollout; None for a model that takes none."""
         if (prepare := self.prepare) is None:
             return None
+        if ROW_IMAGES in fields:
+            return self._packed(fields[ROW_IMAGES])
+        if ROW_NUMBER not in fields:  # a batch of the user's own
+            return None
         prompts = self.prompts[training]
-        return RowImages(numbers_B, lambda number: prepare(prompts[number]))
+        return RowImages([int(number) for number in fields[ROW_NUMBER]], lambda number: prepare(prompts[number]))
+
+    def _packed(self, packed: Sequence[torch.Tensor]) -> RowImages:
+        prepare = self.prepare
+        assert prepare is not None
+        return RowImages(range(len(packed)), lambda row: prepare.of(unpacked_images(packed[row])), prepare.types_of)
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How a rollout batch is cut for the processes to sample."""
@@ -277,9 +301,12 @@ class RolloutSampler:
         scored, call = score(rows), self.last_call
         assert call is not None
         assert call.rewards_BF is not None
-        if self.prepare is not None:
-            scored[ROW_NUMBER] = torch.tensor(rows.numbers, device=self.accelerator.device)
-        rollout = gather_rollout(scored, 0 if rows.request.empty else len(rows), rows.request.num_generations)
+        own, device = 0 if rows.request.empty else len(rows), self.accelerator.device
+        if call.images is not None and call.packed is None:
+            scored[ROW_NUMBER] = torch.tensor(call.images.numbers_B, device=device)
+        rollout = gather_rollout(scored, own, rows.request.num_generations)
+        if call.packed is not None:
+            rollout.fields[ROW_IMAGES] = gather_parts([images.to(device) for images in call.packed], own)
         values = {name: found[-1] for name, found in (record or {}).items()}
         return Round(rollout, call.rewards_BF, values, call.logged)
 
@@ -308,7 +335,9 @@ class RolloutSampler:
         # vLLM's are as many for every process, and no whole chunks
         chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
         self._refuse_missing_images(rows)
-        self.call = call = ScoringCall(request, rows.numbers, RewardCalls(first, chunk))
+        self.call = call = ScoringCall(request, RewardCalls(first, chunk), self._images_of(rows))
+        if self.travelling:
+            self._show(call, [images_of(row) for row in rows], range(len(rows)))
 
         def remember(*args: Any) -> torch.Tensor:
             call.rewards_BF = calculate_rewards(*args)
@@ -336,6 +365,40 @@ class RolloutSampler:
         logs["advantages"].extend(shown.tolist() if isinstance(shown, torch.Tensor) else shown)
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
+
+    def _images_of(self, rows: StepRows) -> RowImages | None:
+        if (prepare := self.prepare) is None or self.travelling:
+            return None
+        prompts = dict(zip(rows.numbers, rows))
+        return RowImages(rows.numbers, lambda number: prepare(prompts[number]))
+
+    def _show(self, call: ScoringCall, images: Sequence[Any] | None, rows: Sequence[int]) -> None:
+        """From now on, rows of this process have these images; those of other rows stay."""
+        if not self.travelling or images is None:
+            return
+        packed = [packed_images(some or ()) for some in images]
+        if call.histories is None:  # nothing is sampled yet
+            call.of_prompts = packed
+        shown = dict(enumerate(call.packed or ())) | dict(zip(rows, packed))
+        call.packed = [shown[row] for row in sorted(shown)]
+        call.images = self._packed(call.packed)
+
+    def show(self, images: Sequence[Any] | None, completions: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
+        """What the rows of this process show in the end.
+
+        Args:
+            images: of each row; None where a `rollout_func` has made the completions.
+            ends: a completion without one of these at its end is truncated.
+        """
+        if (call := self.call) is None or not self.travelling:
+            return
+        self._show(call, images, range(len(completions)))
+        if self.args.mask_truncated_completions:  # a completion that is masked out shows nothing
+            assert call.packed is not None
+            assert call.of_prompts is not None
+            pairs = zip(completions, call.packed, call.of_prompts)
+            call.packed = [some if ids[-1] in ends else of_prompt for ids, some, of_prompt in pairs]
+            call.images = self._packed(call.packed)
 
     def _refuse_missing_images(self, rows: StepRows) -> None:
         """Where a forward is a collective, all run what a model has for images, or none does.
@@ -414,7 +477,8 @@ class RolloutSampler:
         """
         call = self.call
         assert call is not None
-        logps = None
+        logps, own = None, call.rows_of(prompt_ids)
+        self._show(call, fields[0], own)
         if how.vllm is not None:
             seen = {"vllm_generation": self._with_seeds(call, how, prompt_ids, fields[2])}
             completions, logps = on_view(trl_turn, seen, prompt_ids, *fields, **options)
@@ -422,14 +486,14 @@ class RolloutSampler:
             completions = self.by_key(call, how, prompt_ids)
         else:
             images, _, *rest = fields
-            own = call.rows_of(prompt_ids)
 
             def generate(rows: list[int]) -> list[list[int]]:
                 prompts, part = [prompt_ids[i] for i in rows], {}
-                if (seen := self._images(call, how, [own[i] for i in rows])) is not None:
-                    multiple, lengths = how.pad_to_multiple_of or 1, [len(row) for row in prompts]
-                    width = ceil_div(max(lengths), multiple) * multiple
-                    part = seen.inputs(range(len(rows)), lengths, width, width, self.accelerator.device)
+                if call.images is not None:
+                    tokens = [torch.tensor(row) for row in prompts]
+                    ids = padded(tokens, how.filler, "left", how.pad_to_multiple_of).to(self.accelerator.device)
+                    chosen = [own[i] for i in rows]
+                    part = call.images.of(chosen).inputs(range(len(rows)), ids, list(map(len, prompts)), ids.size(1))
                 return trl_turn(prompts, images, part, *rest, **options)[0]
 
             chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
@@ -451,7 +515,7 @@ class RolloutSampler:
                 def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor, own: list[int]) -> list[list[int]]:
                     def work(part: Sequence[int]) -> list[list[int]]:
                         index = torch.tensor(part)
-                        images = self._images(call, how, [own[i] for i in part])
+                        images = None if call.images is None else call.images.of([own[i] for i in part])
                         chunk = ([prompts[i] for i in part], keys[index], offsets[index], images)
                         return self._sample_chunk(model, how, chunked.alike, *chunk)
 
@@ -465,9 +529,6 @@ class RolloutSampler:
         if failure is not None:
             raise PrecisionError(failure)
         return found
-
-    def _images(self, call: ScoringCall, how: Generation, rows: Sequence[int]) -> RowImages | None:
-        return self.images([call.numbers[row] for row in rows], how.training) if self.prepare is not None else None
 
     def _sample_chunk(
         self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any, images: RowImages | None

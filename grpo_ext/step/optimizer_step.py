@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import first_of_all_processes, max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
-from ..sampling.rollout import ROW_NUMBER, Rollout, contributing_rows
+from ..sampling.rollout import Rollout, contributing_rows
 from .backward import out_of_memory_on_all, run_micro_batches
 from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
@@ -77,7 +77,7 @@ class OptimizerStep:
         pad_token_id, multiple: how a micro-batch is padded (`multiple`: TRL's `pad_to_multiple_of`).
         cost: what a token costs, to assign groups to processes by; None: by count.
         clock: takes the seconds of the phase "window".
-        images: from the numbers of rows of the data set to their images.
+        images: from the fields of completions to their images.
         images_for_trl: a micro-batch holds them too, for a loss of the user's own.
 
     Attributes:
@@ -93,7 +93,7 @@ class OptimizerStep:
         multiple: int | None,
         cost: TokenCost | None,
         clock: PhaseClock,
-        images: Callable[[Sequence[int]], RowImages | None] = lambda numbers: None,
+        images: Callable[[Mapping[str, Any]], RowImages | None] = lambda fields: None,
         images_for_trl: bool = False,
     ) -> None:
         self.accelerator, self.args, self.scorer, self.clock = accelerator, args, scorer, clock
@@ -173,9 +173,7 @@ class OptimizerStep:
         pairs = zip(*(rollout.fields[name] for name in names), sizes.prompts_B, sizes.completions_B)
         ids = torch.cat([part for p, c, n, m in pairs for part in (p[:n], c[:m])]).to(self.accelerator.device)
         same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
-        numbers = rollout.fields.get(ROW_NUMBER)
-        images = None if numbers is None else self.images([int(number) for number in numbers])
-        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same, images)
+        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same, self.images(rollout.fields))
 
     def measure(
         self,
@@ -209,11 +207,10 @@ class OptimizerStep:
         """Completions as TRL's loss takes them: padded, on the device."""
         padded = rollout.select(rows).collate(self.pad_token_id, self.multiple)
         batch: Inputs = {name: value.to(self.accelerator.device) for name, value in padded.items()}
-        batch["attention_mask"] = mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        if self.images_for_trl and ROW_NUMBER in batch:
-            images, prompt_mask = self.images(batch[ROW_NUMBER].flatten().tolist()), batch["prompt_mask"]
-            if images is not None:
-                batch |= images.as_trl(prompt_mask.sum(1).tolist(), prompt_mask.size(1), mask.size(1), mask.device)
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        if self.images_for_trl and (images := self.images(batch)) is not None:
+            ids, prompt_mask = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch["prompt_mask"]
+            batch |= images.as_trl(ids, prompt_mask.sum(1).tolist(), prompt_mask.size(1))
         return batch
 
     def _loss(self, rollout: Rollout, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.distributed import shown_images
 from tests.distributed.two_processes import main
 from tests.support.launch import accelerate_launch, two_processes
+from tests.support.trainers import error
 from tests.tolerances import UPDATE
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
@@ -95,6 +98,16 @@ def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(tm
         assert seen["metrics"] == alone["metrics"]
         assert seen["table"] == alone["table"]
         assert seen["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
+
+
+@pytest.mark.parametrize("groups", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(tmp_path, groups):
+    """Groups, and so their rows, are scored by another process than trains on them."""
+    alone = shown_images.main(tmp_path, groups)
+    status, output = two_processes(SCRIPT.with_name("shown_images.py"), str(tmp_path), str(groups))
+    assert status == 0, output[-3000:]
+    for rank in (0, 1):
+        assert error(alone, torch.load(tmp_path / f"rank_{rank}.pt")) <= UPDATE
 
 
 def test_a_pack_that_goes_wrong_on_one_process_ends_both(tmp_path):

@@ -15,7 +15,8 @@ from tests.support.tiny import tiny_tokenizer
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% endif %}{% for c in m['tool_calls'] or [] %}{{ c['function'] | tojson }}{% endfor %}|{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 IMAGE = "<image>"
 _HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2}
@@ -177,3 +178,70 @@ def picture_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]
     """Letters that are a vowel, less a little per character: varies within every group."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(sum(c in "aeiou" for c in text)) - 0.05 * len(text) for text in texts]
+
+
+# ---- Tools and environments that show images ------------------------------------------------------------------------
+
+
+def calling(processor: Any) -> Any:
+    """The processor, for which a completion with a vowel calls the tool `look`."""
+    tokenizer = processor.tokenizer
+
+    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        call = {"type": "function", "function": {"name": "look", "arguments": {"number": len(text)}}}
+        calls = [call] if set(text) & set("aeiou") else []
+        return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+
+    tokenizer.response_template, tokenizer.parse_response = {}, parse_response
+    return processor
+
+
+class Gallery:
+    """An environment that shows an image at the start, and one for each look."""
+
+    first = 500
+
+    def reset(self, **kwargs: Any) -> list[dict[str, Any]]:
+        self.looks = 0
+        return [{"type": "image", "image": image(self.first)}]
+
+    def look(self, number: int) -> list[dict[str, Any]]:
+        """Look at an image.
+
+        Args:
+            number: Which image.
+        """
+        self.looks = getattr(self, "looks", 0) + 1
+        found = image(self.first + number, 8 + 8 * (number % 2))
+        return [{"type": "image", "image": found}, {"type": "text", "text": "seen"}]
+
+    def get_reward(self) -> float:
+        return float(self.looks)
+
+
+class OtherGallery(Gallery):
+    """The same with other images."""
+
+    first = 700
+
+
+def look(number: int) -> list[dict[str, Any]]:
+    """Look at an image.
+
+    Args:
+        number: Which image.
+    """
+    return Gallery.look(Gallery(), number) if number % 3 else []
+
+
+def look_elsewhere(number: int) -> list[dict[str, Any]]:
+    """Look at another image.
+
+    Args:
+        number: Which image.
+    """
+    return OtherGallery.look(OtherGallery(), number) if number % 3 else []
+
+
+look_elsewhere.__name__ = "look"

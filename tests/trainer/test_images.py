@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOConfig, GRPOTrainer, checks
 from grpo_ext.errors import ConfigError, DataError
-from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
+from grpo_ext.forward.images import packed_images, unpacked_images
+from grpo_ext.sampling.rollout import ROW_IMAGES
+from tests.support.images import (
+    FAMILIES,
+    Gallery,
+    OtherGallery,
+    calling,
+    image,
+    image_model,
+    image_processor,
+    image_rows,
+    look,
+    look_elsewhere,
+    picture_reward,
+)
 from tests.support.tiny import config_kwargs, stock_scores
 from tests.support.trainers import error, log_of, parameters
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
@@ -26,6 +40,7 @@ def make(
     rows: Any = None,
     reward: Any = picture_reward,
     parts: dict[str, Any] | None = None,
+    processor: Any = None,
     **settings: Any,
 ) -> Any:
     kwargs = config_kwargs(folder, **{"adam_epsilon": ADAM_EPSILON, **settings})
@@ -36,7 +51,9 @@ def make(
             **{k: v for k, v in kwargs.items() if k not in ("global_batch_size", "rollout_chunk_size")}
         )
     rows = image_rows(8, **MIXED) if rows is None else rows
-    return cls(image_model(family), reward, args, rows, processing_class=image_processor(family), **(parts or {}))
+    return cls(
+        image_model(family), reward, args, rows, processing_class=processor or image_processor(family), **(parts or {})
+    )
 
 
 def update(trainer: Any) -> torch.Tensor:
@@ -192,28 +209,116 @@ def test_a_stream_is_refused(tmp_path):
         make(tmp_path, rows=image_rows(8).to_iterable_dataset())
 
 
-# ---- What may bring images of its own trains through TRL's step ------------------------------------------------------
+# ---- Tools, environments and a rollout_func -----------------------------------------------------------------------
+
+SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
 
 
-TRLS = {"rows": image_rows(8), "per_device_train_batch_size": 4, "parts": {"rollout_func": lambda prompts, trainer: {}}}
-
-
-def test_with_a_rollout_func_the_start_says_so(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        trainer = make(tmp_path, **TRLS)
-        trainer._announce()
-    assert "does not cover this run: images, with tools, an environment or a rollout_func" in caplog.text
+def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings: Any) -> Any:
+    parts = {"environment_factory": tool} if isinstance(tool, type) else {"tools": [tool]}
+    rows = image_rows(8).remove_columns("images") if isinstance(tool, type) else image_rows(8, **MIXED)
+    made = {"rows": rows, "parts": parts, "processor": calling(image_processor(family))}
+    return make(folder, family, **{**made, **SHOWN, **settings})
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"micro_batch_tokens": 64}, "micro_batch_tokens: images with tools, an environment or a rollout_func"),
-        ({"advantage_estimator": "leave_one_out"}, "advantage_estimator: images"),
-        ({"bitwise_invariant": True}, "bitwise_invariant=True needs this trainer's own step"),
-        ({"per_device_train_batch_size": 5}, "is not a multiple of per_device_train_batch_size=5 .*images"),
-    ],
+    ("family", "tool", "other"),
+    [("qwen2_5_vl", look, look_elsewhere), ("llava", Gallery, OtherGallery), ("gemma3", Gallery, OtherGallery)],
 )
-def test_what_trls_step_does_not_know_is_refused(tmp_path, settings, says):
-    with pytest.raises(ConfigError, match=says):
-        make(tmp_path, **{**TRLS, **settings})
+def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other):
+    whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16)
+    expected = update(whole)
+    shown = [bool(images.numel()) for images in whole._sampler.rollout.fields[ROW_IMAGES]]
+    assert any(shown)
+    assert log_of(whole, "tools/call_frequency")[0] > 0
+    assert whole._scorer.form(whole.model) == "padded"
+    for size, changes in ((5, {"gradient_checkpointing": True}), (1, {"beta": 0.0, "num_iterations": 1})):
+        assert (
+            error(
+                expected,
+                update(with_tools(tmp_path / f"{size}", family, tool, per_device_train_batch_size=size, **changes)),
+            )
+            <= UPDATE
+        )
+    assert error(expected, update(with_tools(tmp_path / "other", family, other))) > DIFFERENT
+
+
+@stock_scores
+def test_images_of_tools_are_learned_from_as_in_stock_trl(tmp_path):
+    settings: dict[str, Any] = {
+        "rows": image_rows(8),
+        "per_device_train_batch_size": 16,
+        "max_steps": 1,
+        "shuffle_dataset": False,
+    }
+
+    def trained(name: str, cls: Any, **more: Any) -> torch.Tensor:
+        trainer = with_tools(tmp_path / name, "qwen2_5_vl", cls=answers(cls), **settings, **more)
+        trainer._image_pad_token_id = trainer.model.config.image_token_id  # TRL knows the real model's by its name
+        return update(trainer)
+
+    stock, ours = trained("stock", trl.GRPOTrainer), trained("ours", GRPOTrainer)
+    assert error(stock, ours) <= UPDATE
+    assert error(stock, trained("other", GRPOTrainer, tool=look_elsewhere)) > DIFFERENT
+
+
+def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
+    def masked(size: int) -> Any:
+        return with_tools(
+            tmp_path / f"{size}", mask_truncated_completions=True, per_device_train_batch_size=size, num_iterations=2
+        )
+
+    whole = masked(16)
+    expected = update(whole)
+    rollout = whole._sampler.rollout
+    truncated = [not bool(mask.any()) for mask in rollout.fields["completion_mask"]]
+    assert any(truncated)
+    assert not all(truncated)
+    assert error(expected, update(masked(3))) <= UPDATE
+
+
+def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
+    exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
+    whole = update(with_tools(tmp_path / "whole", per_device_train_batch_size=16, **exact))
+    assert torch.equal(whole, update(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
+    resumed = with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)
+    start = parameters(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))  # within a rollout batch
+    assert torch.equal(whole, parameters(resumed) - start)
+
+
+def test_a_rollout_func_writes_about_the_images_of_the_data(tmp_path):
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        ids = trainer._tokenize_prompts(prompts)[0]
+        rows = [[3 + (sum(row) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, row in enumerate(ids)]
+        return {"prompt_ids": ids, "completion_ids": rows, "logprobs": None}
+
+    made = {"parts": {"rollout_func": rollout}}
+    whole = make(tmp_path / "whole", per_device_train_batch_size=16, **made)
+    expected = update(whole)
+    assert whole._scorer.form(whole.model) == "prefix"
+    assert error(expected, update(make(tmp_path / "parts", per_device_train_batch_size=3, **made))) <= UPDATE
+    rows = image_rows(8, **MIXED, first=100)
+    assert error(expected, update(make(tmp_path / "others", rows=rows, **made))) > DIFFERENT
+
+
+def test_a_stream_trains_where_images_travel(tmp_path):
+    rows = image_rows(8, **MIXED)
+    whole = update(with_tools(tmp_path / "whole", rows=rows, shuffle_dataset=False))
+    stream = update(with_tools(tmp_path / "stream", rows=rows.to_iterable_dataset(), shuffle_dataset=False))
+    assert error(whole, stream) <= UPDATE
+
+
+def test_images_are_packed_without_loss():
+    pictures = [image(1), image(2, 16, 8), image(3)]
+    packed = packed_images([pictures[0], np.asarray(pictures[1]), pictures[2]])
+    padded = torch.nn.functional.pad(packed, (0, 100))
+    found = unpacked_images(padded)
+    assert all(np.array_equal(one, other) for one, other in zip(found, pictures, strict=True))
+    assert unpacked_images(packed_images([])) == []
+
+
+def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
+    with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
+        with_tools(tmp_path)
