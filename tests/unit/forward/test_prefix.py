@@ -11,14 +11,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
-from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.choice import ForwardChoice, why_not_packed
 from grpo_ext.forward.form_check import try_prefix
 from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
-from tests.support.architectures import HYBRID, PREFIXED, architecture
+from tests.support.architectures import HYBRID, PREFIXED, architecture, in_float64_throughout
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
-from tests.tolerances import FLOAT32_SUMS
+from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
 SHAPES = {
     "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
@@ -68,6 +69,19 @@ def test_the_same_gradients_under_checkpointing(kind, caplog):
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     assert layers
     assert not any(layer._can_checkpoint_with_cache for layer in layers)  # put back
+
+
+@pytest.mark.parametrize("kind", [in_full_unless(kind in ALWAYS, kind) for kind in PREFIXED])
+def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
+    """What float32 shows is rounding, then: of the prefix form, of packs, and under checkpointing."""
+    batch = rows_of(*SHAPES["groups"])
+    with in_float64_throughout(model_of(kind)) as model:
+        expected = gradient(score_padded, model, batch)
+        for score in (score_prefix, score_packed)[: 1 + (why_not_packed(model) is None)]:
+            assert apart(gradient(score, model, batch), expected) <= FLOAT64_SUMS
+        if kind != "gpt2":  # drops the cache there, and pads
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=CHECKPOINTING)
+            assert apart(gradient(score_prefix, model, batch), expected) <= FLOAT64_SUMS
 
 
 def test_a_prompt_whose_cache_carries_no_gradient_would_show(monkeypatch):
