@@ -412,6 +412,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
+    if sharded and trainer.is_deepspeed_enabled and config.recompute_granularity != "full":
+        raise ConfigError(
+            "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
+            "torch takes that for a part of the layer. Use 'full', ZeRO-2 or FSDP2."
+        )
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies

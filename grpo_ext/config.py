@@ -24,6 +24,7 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
+from .runtime.recompute import KEEP_PRODUCTS
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -103,6 +104,13 @@ class GRPOConfig(trl.GRPOConfig):
         None,
         "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
         "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit.",
+    )
+
+    recompute_granularity: str = _setting(
+        "full",
+        "With gradient_checkpointing: what the backward pass computes again. 'full': whole layers, as in transformers. "
+        "'selective': all but the matrix products, which takes more memory and hardly any time.",
+        choices=["full", "selective"],
     )
 
     # What is not computed: each can be turned off, none changes the update.
@@ -216,6 +224,7 @@ class GRPOConfig(trl.GRPOConfig):
         compat.verify()
         self._check_names()
         self._check_forward()
+        self._check_recompute()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
@@ -288,6 +297,7 @@ class GRPOConfig(trl.GRPOConfig):
             "scale_rewards": ("group", "batch", "none", True, False),
             "reward_on_failure": ("error", "none"),
             "forward": ("auto", *get_args(Form)),
+            "recompute_granularity": ("full", "selective"),
             "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         }
         for name, values in known.items():
@@ -417,6 +427,21 @@ class GRPOConfig(trl.GRPOConfig):
         if self.forward != "auto" and not self.packed_forward:
             raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
 
+    def _check_recompute(self) -> None:
+        if self.recompute_granularity == "full":
+            return
+        given: Any = self.gradient_checkpointing_kwargs or {}
+        for name, clashes in (
+            ("gradient_checkpointing=False", not self.gradient_checkpointing),
+            ("use_reentrant=True", bool(given.get("use_reentrant"))),
+            ("a context_fn of your own", "context_fn" in given),
+        ):
+            if clashes:
+                raise ConfigError(
+                    f"recompute_granularity={self.recompute_granularity!r} says what gradient checkpointing (not the "
+                    f"reentrant kind) keeps, and there is {name}; change one of the two."
+                )
+
     @property
     def forms(self) -> tuple[Form, ...]:
         """The forms of the forward that may be run: see `forms_of`."""
@@ -494,6 +519,9 @@ class GRPOConfig(trl.GRPOConfig):
         args.auto_find_batch_size = False
         if getattr(args, "ddp_static_graph", None):
             args.ddp_static_graph = False  # it is about DDP's own sums of gradients, which the step does without
+        if self.recompute_granularity == "selective":
+            kwargs: Any = self.gradient_checkpointing_kwargs or {}
+            args.gradient_checkpointing_kwargs = {**kwargs, "use_reentrant": False, "context_fn": KEEP_PRODUCTS}
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         given = accelerator.gradient_accumulation_kwargs or {}

@@ -33,6 +33,7 @@ PLAIN = {
 SWITCHES: list[dict[str, Any]] = [
     *({name: True} for name in PLAIN),
     {"micro_batch_tokens": 50},
+    {"gradient_checkpointing": True, "recompute_granularity": "selective"},
     {"micro_batch_tokens": 50, "packed_forward": True},
     dict.fromkeys(PLAIN, True),
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...algorithms.keyed_random import uniform
 from ...batching.micro_batches import Form, StepSizes, assign_rows
@@ -22,6 +23,7 @@ from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
+from ...runtime.recompute import PRODUCTS
 from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
@@ -47,8 +49,19 @@ def load_config(model: str) -> Any:
         ) from None
 
 
-def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
-    """Bytes autograd keeps of one forward pass of a small copy of an architecture."""
+class _Products(TorchDispatchMode):
+    """Adds up the bytes of matrix products."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.nbytes += found.nbytes if func in PRODUCTS else 0
+        return found
+
+
+def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, int]:
+    """Bytes autograd keeps of one forward pass of a small copy of an architecture, and bytes of its products."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
@@ -71,9 +84,9 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
         return tensor
 
     half = torch.autocast("cpu", DTYPES[compute], enabled=compute != "float32")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half, _Products() as products:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in kept.values()), products.nbytes
 
 
 def measure(
@@ -108,7 +121,12 @@ def measure(
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
-    grows = {n: (_saved(config, n, long, compute) - _saved(config, n, short, compute)) / (long - short) for n in (1, 2)}
+
+    def per_token(layers: int) -> list[float]:
+        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
+        return [(more - less) / (long - short) for more, less in pairs]
+
+    saved, products = (two - one for one, two in zip(per_token(1), per_token(2)))
     size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, True, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
@@ -119,8 +137,9 @@ def measure(
         vocabulary=text.vocab_size,
         weight_bytes=DTYPES[weights].itemsize,
         compute_bytes=size,
-        token_bytes=grows[2] - grows[1],
+        token_bytes=saved,
         kept_bytes=text.hidden_size * DTYPES[weights].itemsize,
+        product_bytes=products,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
         form=choice.form(model),
@@ -193,6 +212,7 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompt + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
+        selective=settings.get("recompute_granularity") == "selective",
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
         bitwise=bool(settings.get("bitwise_invariant", False)),
     )

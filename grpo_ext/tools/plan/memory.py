@@ -27,6 +27,7 @@ class ModelSizes:
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
+        product_bytes: of matrix products per token and layer, which selective recomputation saves too.
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         cost: of a token in training, for assigning groups to processes.
         form: how its completions run; form_in_words: that, and why not in another form.
@@ -42,6 +43,7 @@ class ModelSizes:
     compute_bytes: int
     token_bytes: float
     kept_bytes: float
+    product_bytes: float
     cache_bytes: float
     cost: TokenCost = field(default_factory=TokenCost)
     form: Form = "packed"
@@ -56,7 +58,7 @@ class MemoryLayout:
         engine: one of `ENGINES`; processes: devices that share what it shards.
         tokens: of the largest micro-batch, prompt included.
         sampled_rows: completions per `generate` call; sampled_tokens: the longest of them, prompt included.
-        checkpointing: gradient checkpointing.
+        checkpointing: gradient checkpointing; selective: which recomputes all but the matrix products.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
         head_tile: logits that the head computes at a time.
@@ -68,6 +70,7 @@ class MemoryLayout:
     sampled_rows: int
     sampled_tokens: int
     checkpointing: bool = True
+    selective: bool = False
     reference: bool = False
     bitwise: bool = False
     head_tile: int = TILE[0] * TILE[1]
@@ -113,6 +116,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
 
 
 def _activations(model: ModelSizes, layout: MemoryLayout) -> float:
-    if layout.checkpointing:  # the inputs of all layers, and one layer that is run again
-        return layout.tokens * (model.kept_bytes * model.layers + model.token_bytes)
+    if layout.checkpointing:  # what is kept of all layers, and one layer that is run again
+        kept = model.kept_bytes + (model.product_bytes if layout.selective else 0)
+        return layout.tokens * (kept * model.layers + model.token_bytes)
     return layout.tokens * model.token_bytes * model.layers

@@ -60,8 +60,10 @@ class SecondStep(TrainerCallback):
         return highest
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.full), True])
-def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "selective"), [pytest.param(False, False, marks=pytest.mark.full), (True, False), (True, True)]
+)
+def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing, selective):
     prompt, completion, group = 128, 96, 8
     config = AutoConfig.for_model(**SMALL)
     watch = SecondStep()
@@ -77,6 +79,7 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
             max_steps=2,
             bf16=False,
             gradient_checkpointing=checkpointing,
+            recompute_granularity="selective" if selective else "full",
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -92,7 +95,7 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     sizes = measure(config, compute="float32")
     tokens = prompt + group * completion
     tile = CPU_TILE[0] * CPU_TILE[1]
-    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing=checkpointing, head_tile=tile))
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing, selective, head_tile=tile))
     state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
     assert expected["optimizer"] == state
     assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
@@ -112,6 +115,7 @@ SIZES = ModelSizes(
     compute_bytes=2,
     token_bytes=100_000,
     kept_bytes=8192,
+    product_bytes=50_000,
     cache_bytes=50_000,
 )
 
