@@ -111,9 +111,10 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
 def _kernel_parts(layout: PackLayout, states: tuple[torch.Tensor, ...]) -> Sequence[_Part]:
     """The flash kernel's calls for a pack; none where it takes other states, or where masked calls are cheaper."""
     device = states[0].device
-    if device.type == "cpu":
-        return list(_parts(layout)) if any(split_is_cheaper(group, device) for group in layout.groups) else ()
-    return _joint_parts(layout, device) if _takes_varlen(*states) else ()
+    if _takes_varlen(*states):
+        return _joint_parts(layout, device)
+    segments = device.type == "cpu" and any(split_is_cheaper(group, device) for group in layout.groups)
+    return list(_parts(layout)) if segments else ()
 
 
 def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

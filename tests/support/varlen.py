@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_ext.batching.packing import PackedGroup, PackLayout
-from grpo_ext.forward.attention import seen_mask
+from grpo_ext.forward import attention
 
 DIM, SCALE = 8, 0.3
 PACKS: dict[str, list[tuple[int, list[int]]]] = {  # for each group its prompt and its completions, in tokens
@@ -71,7 +71,9 @@ def forward(
 ) -> tuple[torch.Tensor, ...]:
     assert not dropout
     assert not return_debug_mask
-    out, lse = torch.empty_like(query), query.new_empty(query.size(1), query.size(0))
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out, lse = torch.empty_like(query), torch.empty(query.size(1), query.size(0), dtype=kind)
+    query, key, value = (x.double() for x in (query, key, value))
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
         scores = _scores(query[q], key[k], causal, scale)
         lse[:, q] = scores.logsumexp(-1)
@@ -103,7 +105,9 @@ def backward(
     assert not dropout
     assert lse.is_contiguous()
     factor = query.size(-1) ** -0.5 if scale is None else scale
-    d_query, d_key, d_value = (torch.empty_like(x) for x in (query, key, value))
+    assert grad.dtype == out.dtype == query.dtype
+    grads = d_query, d_key, d_value = tuple(torch.empty_like(x) for x in (query, key, value))
+    grad, query, key, value, out, lse = (x.double() for x in (grad, query, key, value, out, lse))
     for q, k in _sequences(query, key, cum_q, cum_k, max_q, max_k):
         repeats, heads = query.size(1) // key.size(1), key.size(1)
         keys, values = (x[k].repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -118,7 +122,7 @@ def backward(
             (d_value, torch.einsum("hqk,qhd->khd", weights, grad[q])),
         ):
             whole[k] = piece.unflatten(1, (heads, repeats)).sum(2)
-    return d_query, d_key, d_value
+    return grads
 
 
 class ByAutograd(torch.autograd.Function):
@@ -155,10 +159,10 @@ def layout_of(groups: list[tuple[int, list[int]]]) -> PackLayout:
     return PackLayout(tuple(packed), at)
 
 
-def states_of(layout: PackLayout, heads: tuple[int, int], **options: Any) -> list[torch.Tensor]:
+def states_of(layout: PackLayout, heads: tuple[int, int], dim: int = DIM, **options: Any) -> list[torch.Tensor]:
     """Query, key, value (1, H, N, D), as a model's linear layers give them."""
     torch.manual_seed(0)
-    rows = [torch.randn(1, layout.tokens, h, DIM, dtype=torch.float64) for h in (heads[0], heads[1], heads[1])]
+    rows = [torch.randn(1, layout.tokens, h, dim, dtype=torch.float64) for h in (heads[0], heads[1], heads[1])]
     return [x.to(**options).transpose(1, 2).requires_grad_() for x in rows]
 
 
@@ -167,7 +171,7 @@ def dense(layout: PackLayout, query: torch.Tensor, key: torch.Tensor, value: tor
     mask = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool, device=query.device)
     for group in layout.groups:
         whole = slice(group.prompt[0], max(group.answers[1], group.prompt[1]))
-        mask[whole, whole] = seen_mask(group, None, query.device)
+        mask[whole, whole] = attention.seen_mask(group, None, query.device)
     key, value = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (key, value))
     return ((query @ key.mT * SCALE).masked_fill(~mask, -torch.inf)).softmax(-1) @ value
 
@@ -176,3 +180,16 @@ def outcome(out: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]
     """The output, and the gradients of query, key and value for some loss."""
     weights = torch.sin(torch.arange(out.numel(), device=out.device)).view_as(out).to(out.dtype)
     return [out.detach(), *torch.autograd.grad((weights * out).sum(), states)]
+
+
+def count_calls(monkeypatch: Any, forward: Any, backward: Any) -> list[str]:
+    """The attention of packs calls these operators; the names of those called from now on."""
+    made: list[str] = []
+    for name, operator in (("_varlen", forward), ("_varlen_backward", backward)):
+
+        def counted(*args: Any, name: str = name, operator: Any = operator, **options: Any) -> Any:
+            made.append(name)
+            return operator(*args, **options)
+
+        monkeypatch.setattr(attention, name, counted)
+    return made

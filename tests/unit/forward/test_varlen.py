@@ -32,17 +32,8 @@ ROWS = {
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """Packs run as they do on CUDA; which operators were called."""
-    made: list[str] = []
-
-    def counted(operator: Any) -> Any:
-        return lambda *args, **options: made.append(operator.__name__) or operator(*args, **options)
-
-    monkeypatch.setattr(attention, "_varlen", counted(varlen.forward))
-    monkeypatch.setattr(attention, "_varlen_backward", counted(varlen.backward))
-    monkeypatch.setattr(
-        attention, "_kernel_parts", lambda layout, states: attention._joint_parts(layout, states[0].device)
-    )
-    return made
+    monkeypatch.setattr(attention, "_takes_varlen", lambda *states: True)
+    return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
 
 
 def by_autograd(layout: PackLayout, *states: torch.Tensor, told: bool) -> torch.Tensor:
@@ -86,7 +77,7 @@ def test_two_calls_give_the_masked_attention_and_its_gradients(calls, pack, head
     for found, expected in zip(ours, outcome(dense(layout, *states), states)):
         torch.testing.assert_close(found, expected, rtol=FLOAT64_SUMS, atol=FLOAT64_SUMS)
     once = 1 if pack == "prompts alone" else 2
-    assert calls == ["forward"] * once + ["backward"] * once
+    assert calls == ["_varlen"] * once + ["_varlen_backward"] * once
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -130,7 +121,7 @@ def test_gradient_checkpointing_runs_the_same_calls_again(calls):
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert_same(gradient(score_packed, model, batch), expected)
-    assert (calls.count("forward"), calls.count("backward")) == (8, 4)
+    assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (8, 4)
 
 
 def test_a_window_keeps_the_masked_calls(calls):
