@@ -93,7 +93,7 @@ NEEDED = $$(sed -n '/^dependencies/,/^]/s/^ *"\(.*\)".*/\1/p' pyproject.toml | g
 
 wheels-gpu:  ## with a network: fill wheels/ for `make test-gpu` on a machine without (GPU_PYTHON=3.12, its Python)
 	@$(PYTHON) -m pip download -q --disable-pip-version-check -c constraints.txt -d wheels --no-deps \
-		--only-binary=:all: --python-version $(GPU_PYTHON) $(NEEDED) multiprocess
+		--only-binary=:all: --python-version $(GPU_PYTHON) $(NEEDED) multiprocess $(ARGS)
 
 # Made from a virtual environment, a new one sees that of the system alone: a .pth file adds the one it is made from
 $(GPU)/.ready: pyproject.toml $(wildcard wheels/*.whl)

@@ -22,6 +22,7 @@ from tests.support import varlen
 from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.support.packs import gradient, rows_of
 from tests.support.trainers import make, parameters
+from tests.tolerances import HALF_PRECISION_KERNEL
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -36,8 +37,6 @@ SIZES = {
     "pad_token_id": 0,
 }
 LONG = ([30, 40], [[50, 30, 20, 7], [60, 64, 0, 3]]) if TOY else ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
-# bfloat16 carries 8 bits; gradients that miss the log-sum-exp's part differ by 5e-2 and more (tests/unit/forward)
-ROUNDING = 1e-2
 KERNELS = ["sdpa", pytest.param("flex_attention", marks=pytest.mark.skipif(TOY, reason="no backward pass on the CPU"))]
 
 
@@ -77,7 +76,7 @@ def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_pro
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, expected))
     if pack == "ragged" and size > 1:
         record_property("largest error of output and gradients", worst)
-    assert worst <= ROUNDING
+    assert worst <= HALF_PRECISION_KERNEL
     assert len(calls) == (2 if pack == "prompts alone" else 4)
 
 
@@ -91,7 +90,7 @@ def test_packs_take_these_calls_in_half_precision(calls, dtype, expected):
 def flash_or_skip(implementation: str, dtype: torch.dtype):
     try:
         return model_on(implementation, False, dtype)
-    except (ImportError, ValueError, OSError) as error:  # whatever of its packages is missing
+    except (ImportError, ValueError, OSError, RuntimeError) as error:  # whatever of its packages is missing
         pytest.skip(str(error).splitlines()[0])
 
 
