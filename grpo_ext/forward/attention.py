@@ -35,8 +35,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # on CUDA: what `torch.nn.attention.varlen` calls, whose own operators change their arguments from version to version.
 # Rows (n, H, D), log-sum-exp (H, n); key and value may have fewer heads
-_varlen = torch.ops.aten._flash_attention_forward
-_varlen_backward = torch.ops.aten._flash_attention_backward
+_varlen = torch.ops.aten._flash_attention_forward.default
+_varlen_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class TakesNoPacks(ModelError):
