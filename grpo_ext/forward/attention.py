@@ -8,11 +8,14 @@ changes. Called by every attention layer of a model. Shapes: H heads, N tokens o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,6 +33,10 @@ _CALL_COST, _ACCELERATOR_CALL_COST = 2000, 500_000
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# on CUDA: what `torch.nn.attention.varlen` calls, whose own operators change their arguments from version to version.
+# Rows (n, H, D), log-sum-exp (H, n); key and value may have fewer heads
+_varlen = torch.ops.aten._flash_attention_forward.default
+_varlen_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class TakesNoPacks(ModelError):
@@ -50,12 +57,100 @@ def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
     return split < total**2
 
 
+@dataclass(frozen=True)
+class _Part:
+    """One call of a kernel: which tokens of the pack are queries, and which are keys.
+
+    Attributes:
+        own: a segment's attention to itself, which is causal; else completions' attention to their prompt.
+        bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
+            and the longest of both.
+    """
+
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    own: bool
+    bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
+
+
+def _parts(layout: PackLayout) -> Iterator[_Part]:
+    """A call for every segment and one for all completions of a prompt."""
+    for group in layout.groups:
+        for start, stop in (group.prompt, *group.completions):
+            if stop > start:
+                yield _Part(slice(start, stop), slice(start, stop), own=True)
+        if group.answers[1] > group.answers[0]:
+            yield _Part(slice(*group.answers), slice(*group.prompt), own=False)
+
+
+def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
+    """Two calls for a whole pack: all segments, and the completions of all prompts."""
+
+    def part(pairs: list[tuple[tuple[int, int], tuple[int, int]]], own: bool) -> _Part:
+        places: list[slice | torch.Tensor] = []
+        bounds, longest = [], []
+        for ranges in zip(*pairs):
+            lengths = [stop - start for start, stop in ranges]
+            bounds.append(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+            longest.append(max(2, *lengths))  # with 1 and grouped heads the kernel takes every sequence to have 1 query
+            first, end = ranges[0][0], ranges[-1][1]
+            if end - first == sum(lengths):  # nothing lies between them
+                places.append(slice(first, end))
+            else:
+                places.append(torch.cat([torch.arange(*tokens, device=device) for tokens in ranges]))
+        return _Part(places[0], places[1], own, (bounds[0], bounds[1], longest[0], longest[1]))
+
+    if device not in layout.masks:
+        segments = [s for group in layout.groups for s in (group.prompt, *group.completions) if s[1] > s[0]]
+        answers = [(group.answers, group.prompt) for group in layout.groups if group.answers[1] > group.answers[0]]
+        parts = [part([(s, s) for s in segments], own=True)]
+        layout.masks[device] = parts + ([part(answers, own=False)] if answers else [])
+    return cast("list[_Part]", layout.masks[device])
+
+
+def _kernel_parts(layout: PackLayout, states: tuple[torch.Tensor, ...]) -> Sequence[_Part]:
+    """The flash kernel's calls for a pack; none where it takes other states, or where masked calls are cheaper."""
+    device = states[0].device
+    if _takes_varlen(*states):
+        return _joint_parts(layout, device)
+    segments = device.type == "cpu" and any(split_is_cheaper(group, device) for group in layout.groups)
+    return list(_parts(layout)) if segments else ()
+
+
+def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the flash kernel for sequences of several lengths takes these states: half precision on CUDA."""
+    if query.device.type != "cuda" or torch.version.hip or query.size(-1) % 8:  # AMD's has another log-sum-exp
+        return False
+    grouped = query.size(1) != key.size(1)
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, grouped))
+
+
+def _attend(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (1, H, n, D) and log-sum-exp (1, H, n) of one call."""
+    if part.bounds is None:
+        return _flash(*states, 0.0, part.own, scale=scale)
+    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, part.own, False, scale=scale)[:2]
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _attend_backward(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, key and value; `states` are the gradient of the output, these three, output, log-sum-exp."""
+    if part.bounds is None:
+        return _flash_backward(*states, 0.0, part.own, scale=scale)
+    *rows, lse = states
+    rows = [x[0].transpose(0, 1) for x in rows]
+    unused = lse.new_empty(0)  # the random state of dropout
+    # the kernel reads the log-sum-exp as if it were contiguous, and does not check
+    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, part.own, unused, unused, scale=scale)
+    return tuple(x.transpose(0, 1)[None] for x in grads)
+
+
 class _SharedPrefixAttention(torch.autograd.Function):
-    """Flash attention of whole groups on the CPU, in parts joined by their log-sum-exp.
+    """Flash attention of a whole pack, in parts joined by their log-sum-exp.
 
     A completion's attention is that to its prompt and that to itself; two softmaxes over disjoint keys join exactly
     (Dao et al., arXiv 2205.14135, section 3.1). With the joint output and log-sum-exp, the kernel's backward gives each
-    part's gradients.
+    part's gradients. Autograd would not: the kernels' backward ignores the gradient of the log-sum-exp.
     """
 
     @staticmethod
@@ -64,7 +159,7 @@ class _SharedPrefixAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        groups: tuple[PackedGroup, ...],
+        parts: Sequence[_Part],
         scale: float | None,
     ) -> torch.Tensor:
         batch, heads, tokens, dim = query.shape
@@ -72,63 +167,32 @@ class _SharedPrefixAttention(torch.autograd.Function):
         # the kernel's log-sum-exp is float32 for half precision
         kind = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.empty(batch, tokens, heads, dtype=kind, device=query.device).transpose(1, 2)
-
-        def run(queries: slice, keys: slice, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-            part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-            return _flash(*part, 0.0, causal, scale=scale)
-
-        for group in groups:
-            prompt, answers = slice(*group.prompt), slice(*group.answers)
-            out[:, :, prompt], lse[:, :, prompt] = run(prompt, prompt, True)
-            if answers.start == answers.stop:
-                continue
-            for start, stop in group.completions:
-                if stop > start:
-                    own = slice(start, stop)
-                    out[:, :, own], lse[:, :, own] = run(own, own, True)
-            seen, seen_lse = run(answers, prompt, False)
-            joint = torch.logaddexp(lse[:, :, answers], seen_lse)
-            share = torch.exp(seen_lse - joint).unsqueeze(-1).to(out.dtype)
-            out[:, :, answers] = torch.lerp(out[:, :, answers], seen, share)
-            lse[:, :, answers] = joint
+        for part in parts:  # a token's own part comes before what it sees of its prompt
+            rows = part.queries
+            states = query[:, :, rows], key[:, :, part.keys], value[:, :, part.keys]
+            found, found_lse = _attend(part, states, scale)
+            if not part.own:
+                joint = torch.logaddexp(lse[:, :, rows], found_lse)
+                share = torch.exp(found_lse - joint).unsqueeze(-1).to(out.dtype)
+                found, found_lse = torch.lerp(out[:, :, rows], found, share), joint
+            out[:, :, rows], lse[:, :, rows] = found, found_lse
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.groups, ctx.scale = groups, scale
+        ctx.parts, ctx.scale = parts, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = d_query, d_key, d_value = tuple(torch.empty_like(x) for x in (query, key, value))
-
-        def run(queries: slice, keys: slice, causal: bool) -> tuple[torch.Tensor, ...]:
-            return _flash_backward(
-                grad[:, :, queries],
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                out[:, :, queries],
-                lse[:, :, queries],
-                0.0,
-                causal,
-                scale=ctx.scale,
-            )
-
-        def store(part: slice, values: tuple[torch.Tensor, ...]) -> None:
-            for whole, piece in zip(grads, values):
-                whole[:, :, part] = piece
-
-        for group in ctx.groups:
-            prompt, answers = slice(*group.prompt), slice(*group.answers)
-            store(prompt, run(prompt, prompt, True))
-            if answers.start == answers.stop:
-                continue
-            for start, stop in group.completions:
-                if stop > start:
-                    store(slice(start, stop), run(slice(start, stop), slice(start, stop), True))
-            to_query, to_key, to_value = run(answers, prompt, False)
-            d_query[:, :, answers] += to_query
-            d_key[:, :, prompt] += to_key
-            d_value[:, :, prompt] += to_value
+        grads = tuple(torch.empty_like(x) for x in (query, key, value))
+        for part in ctx.parts:
+            rows, keys = part.queries, part.keys
+            states = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows]
+            found = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
+            for whole, place, piece in zip(grads, (rows, keys, keys), found):
+                if part.own:
+                    whole[:, :, place] = piece
+                else:
+                    whole[:, :, place] += piece
         return (*grads, None, None)
 
 
@@ -235,28 +299,28 @@ def packed_attention_forward(
     fast = (
         name == "sdpa"
         and plain
-        and query.device.type == "cpu"
         and not options.get("dropout")
         and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
         and query.size(-1) == value.size(-1)
     )
-    if fast and any(split_is_cheaper(group, query.device) for group in layout.groups):
-        query, key, value = _as_sdpa_takes_them(query, key, value)
-        repeats = query.size(1) // key.size(1)
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        out = _SharedPrefixAttention.apply(query, key, value, layout.groups, options.get("scaling"))
-        return out.transpose(1, 2), None
-    parts: list[torch.Tensor] = []
+    if fast:
+        states = tuple(_as_sdpa_takes_them(query, key, value))
+        if parts := _kernel_parts(layout, states):
+            repeats = query.size(1) // key.size(1)
+            if repeats > 1 and parts[0].bounds is None:  # the CPU's kernel takes no grouped heads
+                states = states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])
+            out = _SharedPrefixAttention.apply(*states, parts, options.get("scaling"))
+            return out.transpose(1, 2), None
+    pieces: list[torch.Tensor] = []
     for group in layout.groups:
         whole = slice(group.prompt[0], max(group.answers[1], group.prompt[1]))
         states = tuple(x[:, :, whole] for x in (query, key, value))
         if split_is_cheaper(group, query.device):
-            parts.extend(_by_segment(module, name, group, states, None if plain else window, **options))
+            pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
         else:
             mask = seen_mask(group, None if plain else window, query.device)
-            parts.append(_masked(module, name, states, mask, **options))
-    return torch.cat(parts, dim=1), None
+            pieces.append(_masked(module, name, states, mask, **options))
+    return torch.cat(pieces, dim=1), None
 
 
 def _by_segment(
@@ -285,8 +349,9 @@ def _by_segment(
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:
     """In autocast's type, which it gives `scaled_dot_product_attention` but not the kernel below it; rows in order."""
-    if torch.is_autocast_enabled("cpu"):
-        states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype("cpu")) for x in states)
+    device = states[0].device.type
+    if torch.is_autocast_enabled(device):
+        states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in states)
     return (x if x.stride(-1) == 1 else x.contiguous() for x in states)
 
 

@@ -1,4 +1,7 @@
-"""What only an accelerator can show: packs through its own attention kernels. Needs CUDA; `make test` runs it there."""
+"""What only an accelerator can show: packs and prefixes through its own attention kernels.
+
+Needs CUDA; `make test` and `make test-gpu` run it there.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,23 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
-from grpo_ext.forward.form_check import try_pack
+from grpo_ext.forward.form_check import try_pack, try_prefix
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
+from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.forward.rows import TokenRows
+from tests.support import varlen
+from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.support.packs import gradient, rows_of
 from tests.support.trainers import make, parameters
+from tests.tolerances import HALF_PRECISION_KERNEL
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 SIZES = {
     "vocab_size": 60,
-    "hidden_size": 256,
+    "hidden_size": 64 if TOY else 256,
     "intermediate_size": 256,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -29,27 +36,84 @@ SIZES = {
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
 }
-LONG = ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
+LONG = ([30, 40], [[50, 30, 20, 7], [60, 64, 0, 3]]) if TOY else ([300, 40], [[500, 30, 200, 7], [60, 64, 0, 3]])
+KERNELS = ["sdpa", pytest.param("flex_attention", marks=pytest.mark.skipif(TOY, reason="no backward pass on the CPU"))]
 
 
 def on_the_device(rows: TokenRows) -> TokenRows:
-    return dataclasses.replace(rows, ids_N=rows.ids_N.cuda())
+    return dataclasses.replace(rows, ids_N=rows.ids_N.to(DEVICE))
 
 
-def model_on(device: str, implementation: str, window: bool, dtype: torch.dtype):
+def model_on(implementation: str, window: bool, dtype: torch.dtype):
     torch.manual_seed(1)
     config = MistralConfig(**SIZES, sliding_window=50) if window else Qwen2Config(**SIZES)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(device, dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(DEVICE, dtype)
     install(model, 0.9)
     return model
 
 
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The calls of the kernel for sequences of several lengths; in a rehearsal, of its reference."""
+    if not TOY:
+        return varlen.count_calls(monkeypatch, attention._varlen, attention._varlen_backward)
+    monkeypatch.setattr(attention, "_takes_varlen", lambda *states: states[0].dtype in (torch.bfloat16, torch.float16))
+    return varlen.count_calls(monkeypatch, varlen.forward, varlen.backward)
+
+
+@pytest.mark.parametrize("size", [1, 2 if TOY else 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(14, 2), (8, 8), (8, 1)], ids=str)
+@pytest.mark.parametrize("pack", varlen.PACKS)
+def test_two_kernel_calls_give_the_masked_attention_and_its_gradients(record_property, calls, pack, heads, dtype, size):
+    layout = varlen.layout_of([(p * size, [c * size for c in answers]) for p, answers in varlen.PACKS[pack]])
+    states = varlen.states_of(layout, heads, device=DEVICE, dtype=dtype, dim=64)
+    assert attention._takes_varlen(*states)
+    parts = attention._joint_parts(layout, states[0].device)
+    ours = varlen.outcome(attention._SharedPrefixAttention.apply(*states, parts, varlen.SCALE), states)
+    exact = [x.detach().double().requires_grad_() for x in states]
+    expected = varlen.outcome(varlen.dense(layout, *exact), exact)
+    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, expected))
+    if pack == "ragged" and size > 1:
+        record_property("largest error of output and gradients", worst)
+    assert worst <= HALF_PRECISION_KERNEL
+    assert len(calls) == (2 if pack == "prompts alone" else 4)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 12), (torch.float32, 0)], ids=str)
+def test_packs_take_these_calls_in_half_precision(calls, dtype, expected):
+    model = model_on("sdpa", False, dtype)
+    gradient(score_packed, model, on_the_device(rows_of(*LONG)))
+    assert len(calls) == expected  # two each way in three layers
+
+
+def flash_or_skip(implementation: str, dtype: torch.dtype):
+    try:
+        return model_on(implementation, False, dtype)
+    except (ImportError, ValueError, OSError, RuntimeError) as error:  # whatever of its packages is missing
+        pytest.skip(str(error).splitlines()[0])
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "sdpa"])
+def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
+    model = flash_or_skip(implementation, torch.bfloat16)
+    exact, batch = model_on("sdpa", False, torch.float32), on_the_device(rows_of(*LONG))
+    trial = try_prefix(model, model, batch, None)
+    assert (trial.difference, trial.refused) == (None, None)
+    right = gradient(score_padded, exact, batch)
+    noise = (gradient(score_padded, model, batch).float() - right).norm() / right.norm()
+    prefix = (gradient(score_prefix, model, batch).float() - right).norm() / right.norm()
+    record_property("padded against float32", float(noise))
+    record_property("prefix against float32", float(prefix))
+    assert prefix < 2 * noise
+
+
 @pytest.mark.parametrize("call_cost", [0, 10**12], ids=["segments", "dense"])
 @pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, implementation, window, call_cost):
-    monkeypatch.setattr(attention, "_ACCELERATOR_CALL_COST", call_cost)
-    packed, padded = (model_on("cuda", name, window, torch.float32) for name in (implementation, "sdpa"))
+    monkeypatch.setattr(attention, "_CALL_COST" if TOY else "_ACCELERATOR_CALL_COST", call_cost)
+    packed, padded = (model_on(name, window, torch.float32) for name in (implementation, "sdpa"))
     batch = on_the_device(rows_of(*LONG))
     ours, theirs = score_packed(packed, packed, batch).logps_S, score_padded(padded, padded, batch).logps_S
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits
@@ -57,9 +121,9 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
     assert (a - b).norm() <= 5e-3 * b.norm()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_the_check_passes_in_bfloat16(implementation):
-    model = model_on("cuda", implementation, False, torch.bfloat16)
+    model = model_on(implementation, False, torch.bfloat16)
     trial = try_pack(model, model, on_the_device(rows_of(*LONG)))
     assert trial.tokens
     assert (trial.difference, trial.refused) == (None, None)
@@ -68,7 +132,7 @@ def test_the_check_passes_in_bfloat16(implementation):
 def test_a_run_learns_the_same_for_two_micro_batch_sizes(tmp_path):
     results = []
     for size in (8, 3):
-        trainer = make(tmp_path / str(size), per_device_train_batch_size=size, use_cpu=False)
+        trainer = make(tmp_path / str(size), per_device_train_batch_size=size, use_cpu=TOY)
         before = parameters(trainer)
         trainer.train()
         results.append(parameters(trainer) - before)

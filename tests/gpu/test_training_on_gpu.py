@@ -15,12 +15,12 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.precision.loss_scaler import LossScaler
 from grpo_ext.tools.plan.measure import measure
 from grpo_ext.tools.plan.memory import MemoryLayout, memory_of
+from tests.support.gpu import TOY, needs_gpu
 from tests.support.tiny import letter_reward, tiny_tokenizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
+fp16 = pytest.mark.skipif(TOY, reason="no fp16 on the CPU")
+PRECISIONS = [pytest.param("fp16", marks=fp16), "bf16"]
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -33,7 +33,9 @@ HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "eos_token_id": 1,
 }
 SMALL = {**HALF_B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-PROMPT, COMPLETION, GROUP = 128, 128, 8
+if TOY:
+    HALF_B = SMALL = {**SMALL, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+PROMPT, COMPLETION, GROUP = (16, 40, 8) if TOY else (128, 128, 8)
 
 
 def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTrainer, torch.Tensor]:
@@ -62,14 +64,15 @@ def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTra
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(COMPLETION - row)] for row in range(32)]
     trainer._sampler.by_key = lambda call, how, prompts: rows[: len(prompts)]
     before = [p.detach().cpu().clone() for p in trainer.model.parameters()]
-    torch.cuda.reset_peak_memory_stats()
+    if not TOY:
+        torch.cuda.reset_peak_memory_stats()
     trainer.train()
     pairs = zip(trainer.model.parameters(), before)
     return trainer, torch.cat([(p.detach().cpu().double() - old.double()).flatten() for p, old in pairs])
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_model_of_half_a_billion_weights_trains(tmp_path, precision):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, precision):
     trainer, update = train(tmp_path, HALF_B, fp16=precision == "fp16", bf16=precision == "bf16")
     assert bool(torch.isfinite(update).all())
     assert float(update.norm()) > 0
@@ -77,22 +80,25 @@ def test_a_model_of_half_a_billion_weights_trains(tmp_path, precision):
     config = Qwen2Config(**HALF_B)
     sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
     expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1, 1))["training"]
-    peak = torch.cuda.max_memory_allocated()
-    print(f"{precision}: expected {expected / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")
+    peak = expected if TOY else torch.cuda.max_memory_allocated()
+    record_property("expected GiB", expected / 2**30)
+    record_property("peak GiB", peak / 2**30)
     assert 0.7 < expected / peak < 1.3
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_the_split_matters_no_more_than_rounding(tmp_path, precision):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_split_matters_no_more_than_rounding(record_property, tmp_path, precision):
     half = {"fp16": precision == "fp16", "bf16": precision == "bf16"}
     exact = train(tmp_path / "float32", SMALL, fp16=False, bf16=False, per_device_train_batch_size=32)[1]
     large = train(tmp_path / "large", SMALL, per_device_train_batch_size=32, **half)[1]
     small = train(tmp_path / "small", SMALL, per_device_train_batch_size=3, **half)[1]
     noise, split = (large - exact).norm() / exact.norm(), (small - large).norm() / large.norm()
-    print(f"{precision}: against float32 {noise:.1e}, between splits {split:.1e}")
+    record_property("against float32", float(noise))
+    record_property("between splits", float(split))
     assert split < 2 * noise
 
 
+@fp16
 def test_a_step_that_overflows_is_skipped(tmp_path):
     trainer, _ = train(tmp_path, SMALL, fp16=True, bf16=False, fp16_initial_scale=2.0**32, fp16_hysteresis=1)
     line = [line for line in trainer.state.log_history if "fp16/loss_scale" in line][-1]

@@ -13,11 +13,12 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.table import Table
 
@@ -121,15 +122,25 @@ def parse_shape(text: str) -> Shape:
 
 
 class Worker:
-    """A process that holds one trainer and runs a step when asked."""
+    """A process that holds one trainer and runs a step when asked.
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    Args:
+        seconds: how long it may live.
+        errors: a file for what it says.
+    """
+
+    def __init__(self, spec: dict[str, Any], seconds: float | None = None, errors: IO[str] | None = None) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "grpo_ext.tools.bench.worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
         )
+        if seconds is not None:
+            end = threading.Timer(seconds, self.process.kill)
+            end.daemon = True
+            end.start()
         self.about = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -199,9 +210,10 @@ def matmul_rate(device: str, dtype: str) -> float:
     return 2 * 2048**3 / min(timer.timeit(3).mean for _ in range(12))
 
 
-def _spec(
+def spec_of(
     shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """What a worker is told; `options` go to the trainer's configuration."""
     shared = {"shape": dataclasses.asdict(shape), "model": model, "dtype": dtype}
     return {**shared, "who": who, "micro": micro, "options": dict(options or {})}
 
@@ -221,7 +233,7 @@ def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype:
         return usable[-1]
     seconds = {}
     for size in usable:
-        with closing(Worker(_spec(shape, who, size, model, dtype))) as worker:
+        with closing(Worker(spec_of(shape, who, size, model, dtype))) as worker:
             worker.step()
             seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
         say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
@@ -256,7 +268,7 @@ def run_shape(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     micro = {who: _best_micro(shape, who, micros[who], model, dtype, say) for who in (STOCK, OURS)}
     matmul = matmul_rate(device, dtype)
-    specs = {who: _spec(shape, who, micro[who], model, dtype) for who in (STOCK, OURS)}
+    specs = {who: spec_of(shape, who, micro[who], model, dtype) for who in (STOCK, OURS)}
     steps, about = _alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
     return Result(
         shape,
@@ -314,8 +326,8 @@ def run_part(
 ) -> PartResult:
     """Measure one part, with and without in turn, in processes of their own."""
     specs = {
-        "with": _spec(shape, OURS, micro, model, dtype, part.given),
-        "without": _spec(shape, OURS, micro, model, dtype, part.without),
+        "with": spec_of(shape, OURS, micro, model, dtype, part.given),
+        "without": spec_of(shape, OURS, micro, model, dtype, part.without),
     }
     steps, _ = _alternate(specs, rounds, lambda text: say(f"{part.name}: {text}"))
     phases = PHASES[:1] if shape.sample else PHASES[1:]

@@ -43,7 +43,8 @@ def _model(spec: dict[str, Any]) -> Any:
     if isinstance(spec["model"], str):
         return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
     config = AutoConfig.for_model(**spec["model"])
-    return AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # half a billion random numbers take a while
+        return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
 def cost_of(model: Any) -> TokenCost:
@@ -150,6 +151,15 @@ class _Memory:
             return now, peak_memory_mib(torch.device("cpu")) or now
 
 
+def _now() -> float:
+    """Seconds, when the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class _Clock:
     """Seconds by phase, from wrapped methods."""
 
@@ -160,15 +170,11 @@ class _Clock:
         inner = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            import torch
-
             name = phase()
-            start = time.perf_counter()
+            start = _now()
             result = inner(*args, **kwargs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             if name:
-                self.seconds[name] += time.perf_counter() - start
+                self.seconds[name] += _now() - start
             return result
 
         setattr(owner, method, timed)
@@ -231,10 +237,12 @@ class _Server:
 
     Attributes:
         base: MiB of the process with its model loaded.
+        layout: the form that completions run in, and how many of them fit in a forward.
     """
 
     def __init__(self, answers: Any) -> None:
         self.answers, self.clock, self.memory, self.base = answers, _Clock(), _Memory(), 0.0
+        self.layout: Callable[[], dict[str, Any]] = dict
 
     def answer(self, content: dict[str, Any]) -> None:
         self.answers.write(json.dumps(content) + "\n")
@@ -250,7 +258,8 @@ class _Server:
         peak = self.memory.now_and_peak()[1]
         seconds = {phase: self.clock.seconds[phase] for phase in PHASES}
         seconds["forward/backward"] = max(self.clock.seconds["step"] - self.clock.seconds["prepare"], 0.0)
-        self.answer({"seconds": seconds, "tokens": tokens, "working_mib": peak - self.base, "peak_mib": peak})
+        memory = {"working_mib": peak - self.base, "peak_mib": peak}
+        self.answer({"seconds": seconds, "tokens": tokens, **memory, **self.layout()})
 
     def callback(self) -> Any:
         """Does one optimizer step for each request."""
@@ -265,10 +274,10 @@ class _Server:
                 server.wait()
 
             def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-                self.start = time.perf_counter()
+                self.start = _now()
 
             def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-                server.clock.seconds["optimizer"] = time.perf_counter() - self.start
+                server.clock.seconds["optimizer"] = _now() - self.start
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 server.report(self.tokens)
@@ -307,6 +316,9 @@ def main() -> None:
         weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
         width = attention_sizes(model.config).width
         server.answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
+        if spec["who"] == OURS:
+            runner = trainer._step_runner  # cuts a micro-batch that does not fit
+            server.layout = lambda: {"form": runner.scorer.form(model), "micro": runner.limits.rows}
         server.base = server.memory.now_and_peak()[0]
         if shape.sample:
             _serve_sampling(trainer, server)

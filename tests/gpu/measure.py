@@ -1,0 +1,166 @@
+"""`make test-gpu`: the tests that need a GPU, then seconds and memory of a step; one JSON, whatever did not finish.
+
+Differs from `grpo-ext bench`: half precision, one trainer on the device at a time, each with the largest micro-batch
+that fits, and a time budget. `--toy` rehearses all of it at toy size on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from grpo_ext.tools.bench.shapes import OURS, STOCK, Shape, Worker, spec_of
+
+HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+TOY_MODEL = HALF_B | {"vocab_size": 512, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
+SHAPES = (
+    Shape("long prompt", 1024, 128, 1024, groups=8),
+    Shape("ragged answers", 128, 64, 1792, skewed=True, groups=8),
+)
+TOY_SHAPES = (Shape("toy", 16, 4, 8, groups=2, group=4),)
+TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{OURS}, {form}": (OURS, {"forward": form}) for form in ("packed", "prefix", "padded")},
+    STOCK: (STOCK, {}),
+}
+PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "flash-attn", "kernels")
+TESTS_SHARE = 0.45  # of the time
+ROUNDS = 3
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def about(toy: bool) -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"versions": {name: installed(name) for name in PACKAGES}, "cuda": torch.version.cuda}
+    if toy or not torch.cuda.is_available():
+        return found | {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
+    return found | {"device": properties.name, "device_gib": round(properties.total_memory / 2**30, 1)}
+
+
+def run_tests(toy: bool, seconds: float) -> dict[str, Any]:
+    """What the tests came to, also those of a run that did not end in time."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results")
+        results.touch()
+        environment = os.environ | {"GRPO_EXT_GPU_RESULTS": str(results), "GRPO_EXT_TOY": str(int(toy))}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+        try:
+            status = subprocess.run(command, env=environment, stdout=sys.stderr, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        tests = [json.loads(line) for line in results.read_text().splitlines()]
+    named = {kind: {t["test"]: t["reason"] for t in tests if t["outcome"] == kind} for kind in ("failed", "skipped")}
+    passed = [t for t in tests if t["outcome"] == "passed"]
+    figures = {t["test"]: t["figures"] for t in passed if t["figures"]}
+    return {"status": status, "passed": len(passed), **named, "figures": figures}
+
+
+def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> dict[str, Any]:
+    """Medians of a trainer's steps at the largest micro-batch that fits; `not_finished` says what went wrong.
+
+    Ours cuts a micro-batch that does not fit by itself, stock TRL is started again with half of it.
+
+    Args:
+        most: completions of a micro-batch that may fit.
+    """
+    who, options = TRAINERS[trainer]
+    rows = shape.groups * shape.group
+    found: dict[str, Any] = {}
+    for micro in (rows >> n for n in range(rows.bit_length()) if rows >> n <= most):
+        spec = spec_of(shape, who, micro, model, "bfloat16", options)
+        steps: list[dict[str, Any]] = []
+        with tempfile.TemporaryFile("w+") as errors:
+            try:
+                with closing(Worker(spec, max(end - time.monotonic(), 1), errors)) as worker:
+                    for _ in range(1 + ROUNDS):
+                        steps.append(worker.step())
+            except (RuntimeError, OSError) as error:  # it ended, or was ended
+                errors.seek(0)
+                text = errors.read()
+                reason = (text.strip().splitlines() or [str(error)])[-1]
+                late = time.monotonic() > end
+                found["not_finished"] = "out of time" if late else reason
+                if not late and "out of memory" in text.lower() and micro > 1:
+                    say(f"{shape.name}, {trainer}: {micro} completions do not fit")
+                    continue
+        break
+    if len(steps) > 1:
+        found |= summary(steps[1:])
+        found |= {"form": steps[-1].get("form", "padded"), "micro_batch": steps[-1].get("micro", micro)}
+    if len(steps) == 1 + ROUNDS:
+        found.pop("not_finished", None)
+    say(f"{shape.name}, {trainer}: {found}")
+    return found
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    phases = {name: statistics.median(step["seconds"][name] for step in steps) for name in steps[0]["seconds"]}
+    seconds = statistics.median(sum(step["seconds"].values()) for step in steps)
+    memory = {name: statistics.median(step[name] for step in steps) for name in ("peak_mib", "working_mib")}
+    rate = steps[0]["tokens"] / seconds
+    return {"steps": len(steps), "seconds": seconds, "phases": phases, "tokens_per_second": rate, **memory}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--seconds", type=float, default=440, help="budget for tests and bench together")
+    options = parser.parse_args()
+    if options.toy:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    start = time.monotonic()
+    result = about(options.toy)
+    if result["device"] == "cpu" and not options.toy:
+        parser.error("there is no CUDA device; --toy rehearses on the CPU")
+    result["tests"] = run_tests(options.toy, TESTS_SHARE * options.seconds)
+    model, shapes = (TOY_MODEL, TOY_SHAPES) if options.toy else (HALF_B, SHAPES)
+    result |= {"model": model, "shapes": [dataclasses.asdict(shape) for shape in shapes], "bench": {}}
+    runs = [(shape, trainer) for shape in shapes for trainer in TRAINERS]
+    for done, (shape, trainer) in enumerate(runs):
+        left, to_do = start + options.seconds - time.monotonic(), len(runs) - done
+        end = time.monotonic() + min(left, 1.5 * left / to_do)
+        of_shape = result["bench"].setdefault(shape.name, {})
+        padded = of_shape.get(f"{OURS}, padded", {}).get("micro_batch", shape.groups * shape.group)
+        most = 2 * padded if trainer == STOCK else shape.groups * shape.group
+        of_shape[trainer] = measure(shape, trainer, model, most, end)
+    late = [f"{s.name}: {t}" for s, t in runs if "not_finished" in result["bench"][s.name][t]]
+    result["not_finished"] = (["tests"] if result["tests"]["status"] is None else []) + late
+    result["seconds"] = time.monotonic() - start
+    print(json.dumps(result, indent=1))
+    return int(bool(result["not_finished"] or result["tests"]["status"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
