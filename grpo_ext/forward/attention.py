@@ -312,9 +312,9 @@ def packed_attention_forward(
             out = _SharedPrefixAttention.apply(*states, parts, options.get("scaling"))
             return out.transpose(1, 2), None
     pieces: list[torch.Tensor] = []
-    for group in layout.groups:
-        whole = slice(group.prompt[0], max(group.answers[1], group.prompt[1]))
-        states = tuple(x[:, :, whole] for x in (query, key, value))
+    sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
+    of_groups = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
+    for group, states in zip(layout.groups, of_groups):
         if split_is_cheaper(group, query.device):
             pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
         else:

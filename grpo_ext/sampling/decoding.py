@@ -55,9 +55,17 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) rows."""
-        self._room = None
-        super().batch_select_indices(indices)
+        """Keep (or repeat) rows; those that are kept where they are are not copied."""
+        if self._room is None or self.keys is None or len(indices) > self.keys.size(0):
+            self._room = None
+            super().batch_select_indices(indices)
+            return
+        held, kept = self.get_seq_length(), len(indices)
+        moved = (indices != torch.arange(kept, device=indices.device)).nonzero().squeeze(1)
+        for whole in self._room:
+            whole[moved, :, :held] = whole[indices[moved], :, :held]
+        self._room = (self._room[0][:kept], self._room[1][:kept])
+        self.keys, self.values = (whole[:, :, :held] for whole in self._room)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder rows."""
@@ -217,7 +225,7 @@ def compact_decode(
         if finished == len(alive):
             break
         if finished * _LEAVE_SHARE >= len(alive):
-            left = (~done).nonzero().squeeze(1)
+            left = _left(done)
             _select(model_kwargs, logits_processor, left, len(alive))
             ids, alive, done = ids[left], alive[left], done[left]
             choice.keep(left)
@@ -226,6 +234,14 @@ def compact_decode(
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits[:, -1].float()
     return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
+
+
+def _left(done: torch.Tensor) -> torch.Tensor:
+    """Rows to go on with: those behind move into the places of finished ones, and the others stay where they are."""
+    rows = (~done).nonzero().squeeze(1)
+    order, kept = torch.arange(len(rows), device=done.device), len(rows)
+    order[done[:kept]] = rows[rows >= kept]
+    return order
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
