@@ -170,10 +170,11 @@ def sample_chunk(
     output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
     if bool(keyed.broken):
         raise PrecisionError("while sampling, the scores of the next token were not finite")
-    return [_until_eos(row, eos_token_ids) for row in output[:, width:].tolist()]
+    ends = frozenset(eos_token_ids)
+    return [_until_eos(row, ends) for row in output[:, width:].tolist()]
 
 
-def _until_eos(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
     for i, token in enumerate(tokens):
         if token in eos_token_ids:
             return tokens[: i + 1]

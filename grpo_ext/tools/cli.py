@@ -184,11 +184,14 @@ def bench(
         list[str] | None,
         typer.Option(
             help="A shape, instead of the reference shapes: their names, or text like "
-            "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample'."
+            "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model id or path; or a config.json (random weights). Default: 28M Qwen2.")
+        str | None,
+        typer.Option(
+            help="Model id or path; or a config.json (random weights). Default: 28M Qwen2, or what the shape names."
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
     stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = BENCH_MICRO,
@@ -201,7 +204,7 @@ def bench(
     ] = False,
 ) -> None:
     """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
-    from .bench.shapes import REFERENCE, REFERENCE_MODEL, as_tables, parse_shape, run_shape, write_json
+    from .bench.shapes import MODELS, REFERENCE, as_tables, parse_shape, run_shape, write_json
     from .plots import load_pyplot, write_bench_plot
 
     if plot is not None:
@@ -209,16 +212,16 @@ def bench(
     quiet_libraries()
     known = {s.name: s for s in REFERENCE}
     shapes = [known[text] if text in known else parse_shape(text) for text in shape] if shape else list(REFERENCE)
-    source: Any = REFERENCE_MODEL if model is None else model
+    source: Any = model
     if model is not None and model.endswith(".json"):
         source = json.loads(Path(model).read_text())
     if parts:
-        _bench_parts(known, source, rounds, dtype)
+        _bench_parts(known, source or MODELS["reference"], rounds, dtype)
         return
     sizes = {"TRL": integers(stock_micro, "stock_micro"), "grpo_ext": integers(our_micro, "our_micro")}
     results = []
     for one in shapes:
-        results.append(run_shape(one, source, rounds, sizes, dtype, _say_dim))
+        results.append(run_shape(one, source or MODELS[one.model], rounds, sizes, dtype, _say_dim))
         if json_file is not None:
             write_json(results, json_file)
     for table in as_tables(results):
@@ -232,7 +235,7 @@ def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str)
     from .bench.worker import cost_of
 
     results = [run_part(part, shapes[part.shape], model, rounds, 8, dtype, _say_dim) for part in PARTS]
-    skewed = [shape for shape in shapes.values() if not shape.sample]
+    skewed = [shape for shape in shapes.values() if not shape.samples]
     for table in parts_tables(results, skewed, cost_of(model)):
         Console().print(table)
 

@@ -44,6 +44,8 @@ class Shape:
         without_variance: share of the groups whose rewards are all equal.
         lora, checkpointing: train an adapter, recompute activations.
         sample: time the sampling of completions instead of training on given ones.
+        whole: sample, and train on what was sampled.
+        model: name of the model in `MODELS`, where none is asked for.
     """
 
     name: str
@@ -57,6 +59,18 @@ class Shape:
     lora: bool = False
     checkpointing: bool = False
     sample: bool = False
+    whole: bool = False
+    model: str = "reference"
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled, and so end where they end."""
+        return self.sample or self.whole
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What it is about."""
+        return PHASES if self.whole else PHASES[:1] if self.sample else PHASES[1:]
 
     def lengths(self) -> list[list[int]]:
         """Completion lengths of every group, the same on every call."""
@@ -77,19 +91,32 @@ REFERENCE = (
     Shape("short everything", 16, 8, 16),
     Shape("long prompt, LoRA + checkpointing", 512, 32, 256, lora=True, checkpointing=True),
     Shape("rollout, ragged answers", 64, 1, 768, skewed=True, sample=True),
+    Shape("real vocabulary, whole step", 40, 1, 45, groups=8, whole=True, model="smollm2-135m"),
 )
 
-# 28 million weights: hidden 512, 8 layers, vocabulary 8192
-REFERENCE_MODEL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1280,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
+MODELS: dict[str, dict[str, Any]] = {
+    "reference": {  # 28 million weights
+        "model_type": "qwen2",
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -107,14 +134,14 @@ def parse_shape(text: str) -> Shape:
             if key == "completions":
                 low, _, high = value.partition("-")
                 values |= {"shortest": int(low), "longest": int(high or low)}
-            elif key in ("skewed", "lora", "checkpointing", "sample") and not value:
+            elif key in ("skewed", "lora", "checkpointing", "sample", "whole") and not value:
                 values[key] = True
             else:
                 values[key] = kinds[key](value)
         except (KeyError, ValueError):
             raise ConfigError(
                 f"{word!r} in the shape {text!r} is unknown; use prompt=N, completions=N-N, group=N, groups=N, "
-                "without_variance=0.5, name=..., skewed, lora, checkpointing, sample."
+                "without_variance=0.5, name=..., skewed, lora, checkpointing, sample, whole."
             ) from None
     if not {"prompt", "shortest"} <= values.keys():
         raise ConfigError(f"the shape {text!r} needs prompt=N and completions=N-N.")
@@ -191,8 +218,7 @@ class Result:
     @property
     def speed_up(self) -> float:
         """Stock TRL's seconds per token over ours, in the phases that the shape is about."""
-        names = PHASES[:1] if self.shape.sample else PHASES[1:]
-        seconds = {who: sum(self.seconds[who][name] for name in names) for who in (OURS, STOCK)}
+        seconds = {who: sum(self.seconds[who][name] for name in self.shape.phases) for who in (OURS, STOCK)}
         return seconds[STOCK] / self.tokens[STOCK] / (seconds[OURS] / self.tokens[OURS])
 
     def matmul_share(self, who: str) -> float:
@@ -330,11 +356,10 @@ def run_part(
         "without": spec_of(shape, OURS, micro, model, dtype, part.without),
     }
     steps, _ = _alternate(specs, rounds, lambda text: say(f"{part.name}: {text}"))
-    phases = PHASES[:1] if shape.sample else PHASES[1:]
 
     def seconds(name: str) -> float:
         tokens = statistics.fmean(s["tokens"] for s in steps[name])
-        return statistics.median(sum(s["seconds"][p] for p in phases) for s in steps[name]) / tokens
+        return statistics.median(sum(s["seconds"][p] for p in shape.phases) for s in steps[name]) / tokens
 
     def memory(name: str) -> float:
         return statistics.median(s["working_mib"] for s in steps[name])
@@ -395,14 +420,14 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
     for name in ("shape", "speed-up", "working memory", "peak memory", "useful matmul share", "bound (s)"):
         compared.add_column(name, justify="left" if name == "shape" else "right")
     for r in results:
-        share = "-" if r.shape.sample else f"{r.matmul_share(STOCK):.0%} -> {r.matmul_share(OURS):.0%}"
+        share = "-" if r.shape.samples else f"{r.matmul_share(STOCK):.0%} -> {r.matmul_share(OURS):.0%}"
         compared.add_row(
             r.shape.name,
             f"{r.speed_up:.2f}x",
             f"{r.working_mib[OURS] / max(r.working_mib[STOCK], 1):.2f}x",
             f"{r.peak_mib[OURS] / r.peak_mib[STOCK]:.2f}x",
             share,
-            "-" if r.shape.sample else f"{r.flops / r.matmul:.2f}",
+            "-" if r.shape.samples else f"{r.flops / r.matmul:.2f}",
         )
     return [phases, compared]
 

@@ -191,7 +191,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     model = _model(spec)
     vocabulary = model.config.get_text_config().vocab_size
     given = _Given(shape, vocabulary)
-    if shape.sample:  # a random model says each token alike; enough of them end an answer
+    if shape.samples:  # a random model says each token alike; enough of them end an answer
         ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
         model.generation_config.eos_token_id = list(range(1, 1 + ends))
     package = grpo_ext if spec["who"] == OURS else trl
@@ -227,7 +227,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
         peft_config=lora if shape.lora else None,
         callbacks=[callback],
     )
-    if not shape.sample:
+    if not shape.samples:
         trainer._generate_single_turn = given.generate
     return trainer, given
 
@@ -268,7 +268,7 @@ class _Server:
         server = self
 
         class Serve(TrainerCallback):
-            tokens = 0  # of a step
+            tokens: Callable[[], float]  # of a step
 
             def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
                 server.wait()
@@ -280,7 +280,7 @@ class _Server:
                 server.clock.seconds["optimizer"] = _now() - self.start
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                server.report(self.tokens)
+                server.report(self.tokens())
 
         return Serve()
 
@@ -305,7 +305,7 @@ def main() -> None:
     shape, callback = Shape(**spec["shape"]), server.callback()
     with tempfile.TemporaryDirectory() as folder:
         trainer, given = _trainer(spec, shape, folder, callback)
-        callback.tokens = given.tokens
+        callback.tokens = _counting(trainer) if shape.whole else lambda: given.tokens
         clock = server.clock
         clock.wrap(trainer, "_generate_single_turn", lambda: "rollout")
         scoring = "_get_per_token_logps_and_entropies"
@@ -325,9 +325,8 @@ def main() -> None:
         trainer.train()
 
 
-def _serve_sampling(trainer: Any, server: _Server) -> None:
-    """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
-    item = next(iter(trainer.get_train_dataloader()))
+def _counting(trainer: Any) -> Callable[[], float]:
+    """How many tokens were sampled since the last call of what this returns."""
     sampled: list[int] = []
     generate = trainer._generate_single_turn
 
@@ -336,7 +335,19 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
         sampled.append(sum(map(len, result[0])))
         return result
 
+    def count() -> float:
+        total = sum(sampled)
+        sampled.clear()
+        return total
+
     trainer._generate_single_turn = counted
+    return count
+
+
+def _serve_sampling(trainer: Any, server: _Server) -> None:
+    """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
+    item = next(iter(trainer.get_train_dataloader()))
+    sampled = _counting(trainer)
     trainer.model.train()
     while True:
         server.wait()
@@ -344,9 +355,8 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
         trainer._buffered_inputs = None
         if hasattr(trainer, "_sampler"):  # ours
             trainer._sampler.hold(None, None)
-        sampled.clear()
         trainer._prepare_inputs(item)
-        server.report(sum(sampled))
+        server.report(sampled())
 
 
 if __name__ == "__main__":
