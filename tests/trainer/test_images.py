@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError
-from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
+from tests.support.images import FAMILIES, image, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import config_kwargs, stock_scores
 from tests.support.trainers import error, log_of, parameters
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
@@ -50,10 +51,11 @@ def some(*chosen: str) -> list:
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("family", some("qwen2_5_vl"))
+@pytest.mark.parametrize("family", some("qwen2_5_vl", "lfm2_vl"))
 def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, family):
     whole = make(tmp_path / "whole", family, per_device_train_batch_size=16)
-    tower = [p for name, p in whole.model.named_parameters() if "vision" in name or "visual" in name]
+    part = "deepstack" if family == "qwen3_vl" else "vis"  # vision, visual
+    tower = [p for name, p in whole.model.named_parameters() if part in name]
     before = [p.detach().clone() for p in tower]
     expected = update(whole)
     assert whole._scorer.form(whole.model) == "prefix"
@@ -78,7 +80,7 @@ def answers(cls: Any) -> Any:
 
 
 @stock_scores
-@pytest.mark.parametrize("family", some("idefics3", "gemma3"))
+@pytest.mark.parametrize("family", some("idefics3", "gemma3", "qwen3_vl", "internvl", "lfm2_vl"))
 def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, family):
     rows = image_rows(8, shapes=((8, 8), (16, 8)))  # TRL fails on prompts without images
     settings: dict[str, Any] = {
@@ -118,12 +120,13 @@ def test_terms_and_settings(tmp_path, settings):
         assert max(log_of(made[0], "dynamic_sampling/replaced_groups")) > 0
 
 
-def test_compact_decoding_samples_what_generate_samples(tmp_path):
+@pytest.mark.parametrize("family", some("llava", "lfm2_vl"))
+def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
     rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
     compact, plain = (
-        make(tmp_path / f"{on}", rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
+        make(tmp_path / f"{on}", family, rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
         for on in (True, False)
     )
     for trainer in (compact, plain):
@@ -170,21 +173,39 @@ def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
 
 
 @stock_scores
-def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path):
+@pytest.mark.parametrize("family", ["llava", "internvl", "lfm2_vl"])
+def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
     class Own(GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
-            assert inputs["pixel_values"].size(0) == sum(inputs["num_images"])
+            counts = inputs["num_images" if family == "llava" else "num_tiles"]
+            assert inputs["pixel_values"].size(0) == sum(counts)
+            assert (counts == inputs["num_images"]) == (family == "llava")
             return trl.GRPOTrainer._compute_loss(self, model, inputs)
 
-    rows = image_rows(8)
+    rows = image_rows(8, shapes=((8, 8), (16, 8)))
     settings: dict[str, Any] = {"rows": rows, "per_device_train_batch_size": 16, "max_steps": 1}
-    whole = update(make(tmp_path / "whole", cls=answers(GRPOTrainer), **settings))
-    assert error(whole, update(make(tmp_path / "own", cls=answers(Own), **settings))) <= UPDATE
+    whole = update(make(tmp_path / "whole", family, answers(GRPOTrainer), **settings))
+    assert error(whole, update(make(tmp_path / "own", family, answers(Own), **settings))) <= UPDATE
 
 
 def test_rewards_are_checked(tmp_path):
     with pytest.raises(ValueError, match="returned nan in row 0"):
         make(tmp_path, reward=lambda completions, **kwargs: [float("nan")] * len(completions)).train()
+
+
+def test_the_stand_in_makes_what_lfm2_vls_image_processor_makes():
+    pytest.importorskip("torchvision", reason="LFM2-VL's image processor needs torchvision")
+    processor = image_processor("lfm2_vl")
+    limits = {"min_image_tokens": 4, "max_image_tokens": 4, "max_pixels_tolerance": 1.0}
+    real = transformers.Lfm2VlImageProcessor(tile_size=8, encoder_patch_size=2, **limits)
+    pictures, text = [[image(1), image(2, 16, 8)]], ["<image> <image>"]
+    own = processor(images=pictures, text=text, return_tensors="pt")
+    processor.image_processor = real
+    found = processor(images=pictures, text=text, return_tensors="pt")
+    assert own.keys() == found.keys()
+    assert all(torch.equal(own[name], found[name]) for name in own.keys() - {"pixel_values"})
+    assert torch.allclose(own["pixel_values"][:3], found["pixel_values"][:3], atol=1e-6)  # the fourth is made smaller
+    assert own["pixel_values"].shape == found["pixel_values"].shape
 
 
 def test_a_stream_is_refused(tmp_path):
