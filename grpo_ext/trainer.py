@@ -226,6 +226,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
+        if self.is_fsdp_enabled:
+            compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None

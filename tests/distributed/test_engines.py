@@ -24,6 +24,7 @@ from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import LORA, SETTINGS
+from tests.support.images import image_model
 from tests.support.launch import ROOT
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
@@ -65,7 +66,11 @@ class Job:
 # each process writes its part of the weights (under the other engines: as ever)
 SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}
 FEW_ROWS = {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}
-MODELS = {"model": tiny_model, "hybrid": functools.partial(architecture, "lfm2")}  # attention; and convolutions
+MODELS = {
+    "model": tiny_model,
+    "hybrid": functools.partial(architecture, "lfm2"),  # convolutions beside attention
+    **{family: functools.partial(image_model, family) for family in ("llava", "idefics3")},
+}
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -75,6 +80,9 @@ JOBS = [
     Job("lora", {"beta": 0.1}, lora=True),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
+    Job("images", {"beta": 0.1, "max_steps": 2, "gradient_checkpointing": True}, prompts=8, model="llava"),
+    Job("images_few", FEW_ROWS, prompts=8, model="llava"),
+    Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
@@ -84,7 +92,7 @@ JOBS = [
     Job("shards", {"save_strategy": "steps", "save_steps": 3}, env=SHARDS),  # last: the environment stays
 ]
 # what `make test` runs under FSDP2 and ZeRO-3
-FEW = [job for job in JOBS if job.name in ("saved", "kl", "hybrid", "few", "seed", "resumed", "shards")]
+FEW = [job for job in JOBS if job.name in ("saved", "kl", "hybrid", "few", "images", "seed", "resumed", "shards")]
 
 
 @dataclass
