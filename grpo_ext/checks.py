@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .batching.sizes import check_equal_slices
 from .config import GRPOConfig
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
+_ONCE_PER_IMAGE = ("lfm2_vl",)  # models with a layer that they run for each image apart
 
 # what these kinds of PEFT adapters do in a forward pass
 _SPLIT_DEPENDENT_ADAPTERS = {
@@ -395,6 +397,12 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         raise DataError(
             "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
             "trained on; use a data set with a length."
+        )
+    if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
+        raise ModelError(
+            f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
+            "layer's weights from all processes each time, and they do not have equally many images, so the run would "
+            "hang; train it with ZeRO-2, FSDP2 or DDP."
         )
     refuse_unknown_head(base_model_of(policy))
     check_overrides(type(trainer), ours)

@@ -10,8 +10,8 @@ import torch
 import transformers
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext import GRPOConfig, GRPOTrainer, checks
+from grpo_ext.errors import ConfigError, DataError, ModelError
 from tests.support.images import FAMILIES, image, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import config_kwargs, stock_scores
 from tests.support.trainers import error, log_of, parameters
@@ -211,6 +211,24 @@ def test_the_stand_in_makes_what_lfm2_vls_image_processor_makes():
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(DataError, match="reads the images of a row again"):
         make(tmp_path, rows=image_rows(8).to_iterable_dataset())
+
+
+@pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
+def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
+    trainer = make(tmp_path, rows=image_rows(8, per_prompt), max_steps=1)
+    trainer._sampler.sharded = True  # as under FSDP and ZeRO-3
+    if per_prompt != (1, 0):
+        trainer.train()
+        return
+    with pytest.raises(DataError, match="prompts with and without images are in one rollout batch"):
+        trainer.train()
+
+
+def test_under_zero3_a_layer_that_runs_once_per_image_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ModelError, match="Lfm2VlForConditionalGeneration runs a layer once for each image"):
+        make(tmp_path, "lfm2_vl")
+    make(tmp_path, "idefics3")
 
 
 # ---- What may bring images of its own trains through TRL's step ------------------------------------------------------
