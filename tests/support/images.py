@@ -83,8 +83,9 @@ class QwenProcessor(ProcessorMixin):
 class InternVLProcessor(transformers.InternVLProcessor):
     """Without the processor of videos, whose class wants torchvision."""
 
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
 
 
 class _Lfm2VlArguments(ImagesKwargs, total=False):
