@@ -40,7 +40,7 @@ from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scal
 from .run.fingerprint import check_names, fingerprint_of_run, model_fingerprint, tokenizer_fingerprint
 from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
-from .run.optimizer_settings import settings_kept
+from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import load_renamed
@@ -710,6 +710,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""
+        if self.is_fsdp_enabled:
+            fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
         self._keeper.save(save, push, self.state, final, model, trial)
 
