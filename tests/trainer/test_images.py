@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import trl
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer, checks
 from grpo_ext.errors import ConfigError, DataError, ModelError
@@ -151,14 +152,50 @@ def test_images_are_prepared_once_for_all_completions_of_a_prompt(tmp_path, monk
     assert sum(prepared) <= 4 * 8, prepared
 
 
-def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
-    exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
-    whole = update(make(tmp_path / "whole", per_device_train_batch_size=16, **exact))
-    assert torch.equal(whole, update(make(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
-    resumed = make(tmp_path / "parts", per_device_train_batch_size=5, **exact)
-    start = parameters(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))  # within a rollout batch
-    assert torch.equal(whole, parameters(resumed) - start)
+def resumed(folder: Any, family: str, **settings: Any) -> torch.Tensor:
+    """The update of a run that goes on from its first checkpoint."""
+    trainer = make(folder, family, **settings)
+    start = parameters(trainer)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    return parameters(trainer) - start
+
+
+WITHIN = {"save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}  # the first is within a rollout batch
+
+
+@pytest.mark.parametrize("family", some("llava", "lfm2_vl"))
+def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path, family):
+    exact = {"bitwise_invariant": True, **WITHIN}
+    whole = update(make(tmp_path / "whole", family, per_device_train_batch_size=16, **exact))
+    assert torch.equal(whole, update(make(tmp_path / "parts", family, per_device_train_batch_size=3, **exact)))
+    assert torch.equal(whole, resumed(tmp_path / "parts", family, per_device_train_batch_size=5, **exact))
+
+
+@pytest.mark.parametrize("family", some("internvl"))
+def test_a_run_is_resumed_with_another_micro_batch_size_and_ends_with_its_best_weights(tmp_path, family):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
+    parts = {"eval_dataset": image_rows(3, first=50)}
+    settings = {**WITHIN, **best, "eval_strategy": "steps", "eval_steps": 1, "parts": parts}
+
+    def trained(size: int, checkpoint: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+        trainer, seen = make(tmp_path, family, per_device_train_batch_size=size, **settings), []
+
+        class Remember(TrainerCallback):
+            def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+                metrics["eval_age"] = state.global_step  # the first is the best
+                seen.append(parameters(trainer))
+
+        trainer.add_callback(Remember())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return parameters(trainer), seen
+
+    start = torch.cat([p.detach().double().flatten() for p in image_model(family).parameters()])
+    kept, (first, last) = trained(16)
+    assert torch.equal(kept, first)
+    assert not torch.equal(first, last)
+    kept, (again,) = trained(3, str(tmp_path / "checkpoint-1"))
+    assert torch.equal(kept, first)
+    assert error(last - start, again - start) <= UPDATE
 
 
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
