@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .batching.sizes import check_equal_slices
 from .config import GRPOConfig
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
+_ONCE_PER_IMAGE = ("lfm2_vl",)  # models with a layer that they run for each image apart
 
 # what these kinds of PEFT adapters do in a forward pass
 _SPLIT_DEPENDENT_ADAPTERS = {
@@ -394,8 +396,14 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     with_images = trainer._sampler.prepare is not None
     if trainer._sampler.travelling and shards_parameters(accelerator):
         raise ConfigError(
-            "images with tools or an environment under FSDP or ZeRO-3: every process has to run the image tower in "
+            "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
+        )
+    if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
+        raise ModelError(
+            f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
+            "layer's weights from all processes each time, and they do not have equally many images, so the run would "
+            "hang; train it with ZeRO-2, FSDP2 or DDP."
         )
     refuse_unknown_head(base_model_of(policy))
     check_overrides(type(trainer), ours)
@@ -412,7 +420,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
-    if sharded and trainer.is_deepspeed_enabled and config.recompute_granularity != "full":
+    if is_deepspeed_zero3_enabled() and config.recompute_granularity != "full":
         raise ConfigError(
             "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
             "torch takes that for a part of the layer. Use 'full', ZeRO-2 or FSDP2."

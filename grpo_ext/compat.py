@@ -88,6 +88,15 @@ def sample_no_image_tokens(trainer: Any) -> None:
         trainer.generation_config.suppress_tokens = [trainer.model.config.image_token_id]
 
 
+def forget_absent_layers(model: Any) -> None:
+    """Let FSDP wrap the layers that a model has.
+
+    One with an image tower also names those of the tower's family that it lacks (CLIP's text embeddings), for which
+    Accelerate and PEFT refuse it.
+    """
+    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
+
+
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     """The tokenizer or processor of a model (its name or an object), as TRL's constructor finds it.
 

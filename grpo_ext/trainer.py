@@ -41,7 +41,7 @@ from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scal
 from .run.fingerprint import check_names, fingerprint_of_run, model_fingerprint, tokenizer_fingerprint
 from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
-from .run.optimizer_settings import settings_kept
+from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import load_renamed
@@ -214,6 +214,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
+        if self.is_fsdp_enabled:
+            compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
             install_loss_scaler(self.accelerator, *self.args.loss_scale)
             self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
@@ -690,6 +692,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""
+        if self.is_fsdp_enabled:
+            fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
         self._keeper.save(save, push, self.state, final, model, trial)
 

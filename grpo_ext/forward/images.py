@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageSequence
 from transformers import BatchFeature
-from transformers.image_utils import load_image
 
 from ..compat import IMAGE_ARGUMENTS, View, prepare_multimodal_messages
 
@@ -207,6 +205,9 @@ def packed_images(images: Sequence[Any]) -> torch.Tensor:
     """Images (of PIL, paths, addresses, arrays of pixels) as bytes, uint8 (N,), without loss; N = 0 for none."""
     if not images:
         return torch.empty(0, dtype=torch.uint8)
+    from PIL import Image  # who trains on text may have none
+    from transformers.image_utils import load_image
+
     shown = (image if isinstance(image, (str, Image.Image)) else Image.fromarray(np.asarray(image)) for image in images)
     first, *others = map(load_image, shown)
     file = io.BytesIO()
@@ -214,9 +215,11 @@ def packed_images(images: Sequence[Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def unpacked_images(packed: torch.Tensor) -> list[Image.Image]:
-    """What `packed_images` packed; zeros after it do not matter."""
+def unpacked_images(packed: torch.Tensor) -> list[Any]:
+    """What `packed_images` packed, as images of PIL; zeros after it do not matter."""
     if not packed.any():
         return []
+    from PIL import Image, ImageSequence
+
     file = io.BytesIO(packed.cpu().numpy().tobytes())
     return [frame.copy() for frame in ImageSequence.Iterator(Image.open(file))]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import ModelOutput
 
@@ -230,11 +230,6 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _whole(parameter: Any) -> Any:
-    """A parameter that FSDP2 has cut, put together; any other as it is."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
 def _run(
     model: Any, transform: LogitTransform, cast_to_fp32: bool, wanted: Wanted, *args: Any, **kwargs: Any
 ) -> ScoredOutput:
@@ -253,7 +248,9 @@ def _run(
         )
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
-    weight, bias = _whole(head.weight), _whole(getattr(head, "bias", None))
+    if isinstance(head, FSDPModule):
+        head.unshard()  # a unit of its own where Accelerate finds no norm before it: nothing else would
+    weight, bias = head.weight, getattr(head, "bias", None)
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
     precision: AbstractContextManager[Any] = nullcontext()
     if cast_to_fp32:

@@ -413,7 +413,7 @@ class RolloutSampler:
         if any_process(any(counts), device) and any_process(not all(counts), device):
             raise DataError(
                 "prompts with and without images are in one rollout batch of a model whose weights the processes share "
-                "(FSDP, ZeRO-3), where every process has to run the image tower in every forward or none; give each "
+                "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "
                 "prompt an image, or train with DDP."
             )
 

@@ -299,6 +299,13 @@ def _write_adapter(
     return "merged adapter"
 
 
+def _class_of(config: Any) -> Any:
+    """The class of a model, as TRL finds it: one that takes images is no causal language model by its configuration."""
+    import transformers
+
+    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+
+
 def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, torch.dtype]:
     """The base model with the adapter of a folder, in float32, and the type the base is stored in.
 
@@ -306,7 +313,7 @@ def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, t
         ConfigError: the base is unknown, or quantised where it is merged into.
     """
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings = json.loads((folder / _ADAPTER_CONFIG).read_text())
     name = base or settings.get("base_model_name_or_path")
@@ -318,7 +325,7 @@ def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, t
             f"{name} is quantised, and merging into quantised weights rounds the adapter away; give the original with "
             "--base, or export the adapter alone."
         )
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model = _class_of(config).from_pretrained(name, dtype=torch.float32)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return PeftModel.from_pretrained(model, str(folder)), stored
 
@@ -348,9 +355,10 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
     if adapter:
         model, written = _with_adapter(writing, base, merging=False)[0], dtype or "float32"
     else:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        model, written = AutoModelForCausalLM.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
+        kind = _class_of(AutoConfig.from_pretrained(writing))
+        model, written = kind.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
     model.eval()
     difference = _difference(model, recorded)
     limit = max(ROUNDING[recorded.dtype], ROUNDING[written])

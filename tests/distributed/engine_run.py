@@ -20,6 +20,8 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
+PICTURES = {"per_prompt": (1, 2), "shapes": ((8, 8), (16, 8))}  # no prompt without
+
 
 def fsdp_on_the_cpu() -> None:
     inner = accelerate.state.PartialState.__init__
@@ -61,24 +63,28 @@ class OverflowOnTheLast(TrainerCallback):
 
 
 def main(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_ext import GRPOConfig, GRPOTrainer
-    from tests.support.tiny import letter_reward, prompts
+    from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
+    from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
         os.environ.update(run["env"])
         args = GRPOConfig(str(folder / run["name"]), **run["config"])
-        model = AutoModelForCausalLM.from_pretrained(run["model"], dtype=torch.float32)
+        family = Path(run["model"]).name
+        with_images = family in FAMILIES
+        kind = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+        model = kind.from_pretrained(run["model"], dtype=torch.float32)
         if run["nameless"]:
             model.config._name_or_path = ""
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=letter_reward,
+            reward_funcs=picture_reward if with_images else letter_reward,
             args=args,
-            train_dataset=prompts(run["prompts"]),
-            processing_class=AutoTokenizer.from_pretrained(run["model"], padding_side="left"),
+            train_dataset=image_rows(run["prompts"], **PICTURES) if with_images else prompts(run["prompts"]),
+            processing_class=image_processor(family) if with_images else tiny_tokenizer(),
             peft_config=LoraConfig(**run["lora"]) if run["lora"] else None,
         )
         if run["config"].get("fp16"):

@@ -24,6 +24,7 @@ from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import LORA, SETTINGS
+from tests.support.images import image_model
 from tests.support.launch import ROOT
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
@@ -66,7 +67,12 @@ class Job:
 # each process writes its part of the weights (under the other engines: as ever)
 SHARDS = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "false"}
 FEW_ROWS = {"global_batch_size": 4, "rollout_batch_size": 4, "max_steps": 2}
-MODELS = {"model": tiny_model, "hybrid": functools.partial(architecture, "lfm2")}  # attention; and convolutions
+MODELS = {
+    "model": tiny_model,
+    "hybrid": functools.partial(architecture, "lfm2"),  # convolutions beside attention
+    **{family: functools.partial(image_model, family) for family in ("llava", "idefics3")},
+}
+IMAGES = {"beta": 0.1, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -77,6 +83,10 @@ JOBS = [
     Job("lora", {"beta": 0.1}, lora=True),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
+    Job("images_saved", IMAGES, prompts=8, model="llava"),
+    Job("images_resumed", IMAGES, prompts=8, model="llava", resume="images_saved/checkpoint-1"),
+    Job("images_few", FEW_ROWS, prompts=8, model="llava"),
+    Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
@@ -86,7 +96,11 @@ JOBS = [
     Job("shards", {"save_strategy": "steps", "save_steps": 3}, env=SHARDS),  # last: the environment stays
 ]
 # what `make test` runs under FSDP2 and ZeRO-3
-FEW = [job for job in JOBS if job.name in ("saved", "kl", "hybrid", "few", "seed", "resumed", "shards")]
+FEW = [
+    job
+    for job in JOBS
+    if job.name in ("saved", "kl", "hybrid", "few", "images_saved", "images_resumed", "seed", "resumed", "shards")
+]
 
 
 @dataclass
@@ -239,9 +253,10 @@ def test_the_log_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
-    for name in [name for name in ("", "lora_") if f"{name}saved" in several]:
+    models = {"": "model", "lora_": "model", "images_": "llava"}
+    for name in [name for name in models if f"{name}saved" in several]:
         saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
-        assert gap(saved, resumed) <= 1e-6, name  # two steps of three are trained again
+        assert gap(saved, resumed, models[name]) <= 1e-6, name  # two steps of three are trained again
         assert resumed.log[-2]["step"] == 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
 

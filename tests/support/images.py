@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForImageTextToText, BatchFeature, ProcessorMixin
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.image_utils import make_flat_list_of_images
+from transformers.processing_utils import ImagesKwargs
 
 from tests.support.tiny import tiny_tokenizer
 
@@ -24,7 +28,8 @@ _TEXT = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_key_value_heads": 2, "initializer_range": 0.2},
     **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, **_HEADS},
 }
-FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "gemma3")
+_GRID = ("image_rows", "image_cols", "image_sizes")  # of LFM2-VL's tiles
+FAMILIES = ("llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "lfm2_vl")
 
 
 def _image_processor(name: str, **options: Any) -> Any:
@@ -38,6 +43,7 @@ def _tokenizer(**special: str) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, *special.values()]})
     for name, token in special.items():
         setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -75,6 +81,48 @@ class QwenProcessor(ProcessorMixin):
         return BatchFeature({**tokens, **found, "mm_token_type_ids": types})
 
 
+class InternVLProcessor(transformers.InternVLProcessor):
+    """Without the processor of videos, whose class wants torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+class _Lfm2VlArguments(ImagesKwargs, total=False):
+    return_row_col_info: bool
+
+
+class Lfm2VlImages(BaseImageProcessor):
+    """As LFM2-VL's, whose class wants torchvision: tiles, and beside several the whole image, made smaller."""
+
+    model_input_names = ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
+    valid_kwargs = _Lfm2VlArguments
+    tile_size, encoder_patch_size, downsample_factor, use_thumbnail = 8, 2, 2, True
+
+    def preprocess(
+        self, images: Any, return_tensors: Any = None, return_row_col_info: bool = False, **kwargs: Any
+    ) -> BatchFeature:
+        size, patch = self.tile_size, self.encoder_patch_size
+        found: dict[str, list[Any]] = {name: [] for name in (*self.model_input_names, *_GRID)}
+        for picture in make_flat_list_of_images(images):
+            pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1
+            rows, columns = pixels.size(1) // size, pixels.size(2) // size
+            tiles = [tile for row in pixels.split(size, 1) for tile in row.split(size, 2)]
+            whole = pixels[:, :: max(rows, columns), :: max(rows, columns)]
+            for tile in [*tiles, whole] if len(tiles) > 1 else tiles:
+                patches = tile.unfold(1, patch, patch).unfold(2, patch, patch).permute(1, 2, 3, 4, 0).flatten(2)
+                missing = (size // patch) ** 2 - patches.shape[:2].numel()
+                found["spatial_shapes"].append(patches.shape[:2])
+                found["pixel_values"].append(torch.nn.functional.pad(patches.flatten(0, 1), (0, 0, 0, missing)))
+                found["pixel_attention_mask"].append([1] * patches.shape[:2].numel() + [0] * missing)
+            for name, value in zip(_GRID, (rows, columns, whole.shape[1:])):
+                found[name].append(value)
+        made: dict[str, Any] = {name: found[name] for name in _GRID} if return_row_col_info else {}
+        made |= {name: torch.tensor(found[name]) for name in self.model_input_names[1:]}
+        return BatchFeature({"pixel_values": torch.stack(found["pixel_values"]), **made}, tensor_type=return_tensors)
+
+
 def image_processor(family: str) -> Any:
     """The processor of a family; images are 8 x 8 pixels, or what its tiles ask for."""
     if family == "llava":
@@ -86,7 +134,7 @@ def image_processor(family: str) -> Any:
             "Idefics3ImageProcessor", size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
         )
         return transformers.Idefics3Processor(images, _tokenizer(), image_seq_len=4, chat_template=TEMPLATE)
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         images = _image_processor(
             "Qwen2VLImageProcessor", patch_size=2, merge_size=2, temporal_patch_size=1, min_pixels=16, max_pixels=256
         )
@@ -95,9 +143,18 @@ def image_processor(family: str) -> Any:
     if family == "gemma3":
         images = _image_processor("Gemma3ImageProcessor", size={"height": 8, "width": 8}, do_pan_and_scan=False)
         tokenizer = _tokenizer(boi_token="<begin>", eoi_token="<end>", image_token="<soft>")
-        tokenizer.boi_token_id, tokenizer.image_token_id = map(tokenizer.convert_tokens_to_ids, ("<begin>", "<soft>"))
         template = TEMPLATE.replace(IMAGE, "<begin>")
         return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    if family == "internvl":
+        images = _image_processor("GotOcr2ImageProcessor", size={"height": 8, "width": 8}, max_patches=4)
+        special = {"start_image_token": "<begin>", "end_image_token": "<end>", "video_token": "<video>"}
+        tokenizer = _tokenizer(**special, context_image_token=IMAGE)
+        return InternVLProcessor(images, tokenizer, image_seq_length=4, chat_template=TEMPLATE)
+    if family == "lfm2_vl":
+        special = {"image_start_token": "<begin>", "image_end_token": "<end>", "image_thumbnail_token": "<whole>"}
+        tokenizer = _tokenizer(**special, image_token=IMAGE)
+        tokenizer.add_tokens([f"<|img_row_1_col_{column}|>" for column in (1, 2)], special_tokens=True)
+        return transformers.Lfm2VlProcessor(Lfm2VlImages(), tokenizer, chat_template=TEMPLATE)
     raise ValueError(family)
 
 
@@ -130,6 +187,30 @@ def image_model(family: str, seed: int = 0) -> Any:
             vision_config={**tower, "window_size": 8},
             text_config={**text, "rope_parameters": rope},
             image_token_id=token,
+        )
+    elif family == "qwen3_vl":
+        tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        tower |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+        config = transformers.Qwen3VLConfig(
+            vision_config={**tower, "deepstack_visual_indexes": [0]},  # goes into the first layer's output
+            text_config={**text, "head_dim": 16, "rope_parameters": rope},
+            image_token_id=token,
+        )
+    elif family == "internvl":
+        config = transformers.InternVLConfig(
+            vision_config={**vision, "patch_size": 2},
+            text_config=transformers.Qwen2Config(**text),
+            image_token_id=token,
+            image_seq_length=4,
+        )
+    elif family == "lfm2_vl":
+        layers = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+        config = transformers.Lfm2VlConfig(
+            vision_config={**vision, "model_type": "siglip2_vision_model", "patch_size": 2, "num_patches": 16},
+            text_config=transformers.Lfm2Config(**text, **layers),
+            image_token_id=token,
+            projector_hidden_size=32,
         )
     else:
         config = transformers.Gemma3Config(

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 import trl
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer, checks
-from grpo_ext.errors import ConfigError, DataError
+from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from grpo_ext.sampling.rollout import ROW_IMAGES
 from tests.support.images import (
@@ -67,10 +69,11 @@ def some(*chosen: str) -> list:
     return [pytest.param(name, marks=() if name in chosen else pytest.mark.full) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("family", some("qwen2_5_vl"))
+@pytest.mark.parametrize("family", some("qwen2_5_vl", "lfm2_vl"))
 def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, family):
     whole = make(tmp_path / "whole", family, per_device_train_batch_size=16)
-    tower = [p for name, p in whole.model.named_parameters() if "vision" in name or "visual" in name]
+    part = "deepstack" if family == "qwen3_vl" else "vis"  # vision, visual
+    tower = [p for name, p in whole.model.named_parameters() if part in name]
     before = [p.detach().clone() for p in tower]
     expected = update(whole)
     assert whole._scorer.form(whole.model) == "prefix"
@@ -95,7 +98,7 @@ def answers(cls: Any) -> Any:
 
 
 @stock_scores
-@pytest.mark.parametrize("family", some("idefics3", "gemma3"))
+@pytest.mark.parametrize("family", some("idefics3", "gemma3", "qwen3_vl", "internvl", "lfm2_vl"))
 def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, family):
     rows = image_rows(8, shapes=((8, 8), (16, 8)))  # TRL fails on prompts without images
     settings: dict[str, Any] = {
@@ -135,12 +138,13 @@ def test_terms_and_settings(tmp_path, settings):
         assert max(log_of(made[0], "dynamic_sampling/replaced_groups")) > 0
 
 
-def test_compact_decoding_samples_what_generate_samples(tmp_path):
+@pytest.mark.parametrize("family", some("llava", "lfm2_vl"))
+def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
     rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
     compact, plain = (
-        make(tmp_path / f"{on}", rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
+        make(tmp_path / f"{on}", family, rows=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
         for on in (True, False)
     )
     for trainer in (compact, plain):
@@ -165,14 +169,50 @@ def test_images_are_prepared_once_for_all_completions_of_a_prompt(tmp_path, monk
     assert sum(prepared) <= 4 * 8, prepared
 
 
-def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
-    exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
-    whole = update(make(tmp_path / "whole", per_device_train_batch_size=16, **exact))
-    assert torch.equal(whole, update(make(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
-    resumed = make(tmp_path / "parts", per_device_train_batch_size=5, **exact)
-    start = parameters(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))  # within a rollout batch
-    assert torch.equal(whole, parameters(resumed) - start)
+def resumed(folder: Any, family: str, **settings: Any) -> torch.Tensor:
+    """The update of a run that goes on from its first checkpoint."""
+    trainer = make(folder, family, **settings)
+    start = parameters(trainer)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    return parameters(trainer) - start
+
+
+WITHIN = {"save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}  # the first is within a rollout batch
+
+
+@pytest.mark.parametrize("family", some("llava", "lfm2_vl"))
+def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path, family):
+    exact = {"bitwise_invariant": True, **WITHIN}
+    whole = update(make(tmp_path / "whole", family, per_device_train_batch_size=16, **exact))
+    assert torch.equal(whole, update(make(tmp_path / "parts", family, per_device_train_batch_size=3, **exact)))
+    assert torch.equal(whole, resumed(tmp_path / "parts", family, per_device_train_batch_size=5, **exact))
+
+
+@pytest.mark.parametrize("family", some("internvl"))
+def test_a_run_is_resumed_with_another_micro_batch_size_and_ends_with_its_best_weights(tmp_path, family):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "age", "greater_is_better": False}
+    parts = {"eval_dataset": image_rows(3, first=50)}
+    settings = {**WITHIN, **best, "eval_strategy": "steps", "eval_steps": 1, "parts": parts}
+
+    def trained(size: int, checkpoint: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+        trainer, seen = make(tmp_path, family, per_device_train_batch_size=size, **settings), []
+
+        class Remember(TrainerCallback):
+            def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+                metrics["eval_age"] = state.global_step  # the first is the best
+                seen.append(parameters(trainer))
+
+        trainer.add_callback(Remember())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return parameters(trainer), seen
+
+    start = torch.cat([p.detach().double().flatten() for p in image_model(family).parameters()])
+    kept, (first, last) = trained(16)
+    assert torch.equal(kept, first)
+    assert not torch.equal(first, last)
+    kept, (again,) = trained(3, str(tmp_path / "checkpoint-1"))
+    assert torch.equal(kept, first)
+    assert error(last - start, again - start) <= UPDATE
 
 
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
@@ -187,16 +227,19 @@ def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
 
 
 @stock_scores
-def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path):
+@pytest.mark.parametrize("family", ["llava", "internvl", "lfm2_vl"])
+def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
     class Own(GRPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
-            assert inputs["pixel_values"].size(0) == sum(inputs["num_images"])
+            counts = inputs["num_images" if family == "llava" else "num_tiles"]
+            assert inputs["pixel_values"].size(0) == sum(counts)
+            assert (counts == inputs["num_images"]) == (family == "llava")
             return trl.GRPOTrainer._compute_loss(self, model, inputs)
 
-    rows = image_rows(8)
+    rows = image_rows(8, shapes=((8, 8), (16, 8)))
     settings: dict[str, Any] = {"rows": rows, "per_device_train_batch_size": 16, "max_steps": 1}
-    whole = update(make(tmp_path / "whole", cls=answers(GRPOTrainer), **settings))
-    assert error(whole, update(make(tmp_path / "own", cls=answers(Own), **settings))) <= UPDATE
+    whole = update(make(tmp_path / "whole", family, answers(GRPOTrainer), **settings))
+    assert error(whole, update(make(tmp_path / "own", family, answers(Own), **settings))) <= UPDATE
 
 
 def test_rewards_are_checked(tmp_path):
@@ -204,9 +247,42 @@ def test_rewards_are_checked(tmp_path):
         make(tmp_path, reward=lambda completions, **kwargs: [float("nan")] * len(completions)).train()
 
 
+def test_the_stand_in_makes_what_lfm2_vls_image_processor_makes():
+    pytest.importorskip("torchvision", reason="LFM2-VL's image processor needs torchvision")
+    processor = image_processor("lfm2_vl")
+    limits = {"min_image_tokens": 4, "max_image_tokens": 4, "max_pixels_tolerance": 1.0}
+    real = transformers.Lfm2VlImageProcessor(tile_size=8, encoder_patch_size=2, **limits)
+    pictures, text = [[image(1), image(2, 16, 8)]], ["<image> <image>"]
+    own = processor(images=pictures, text=text, return_tensors="pt")
+    processor.image_processor = real
+    found = processor(images=pictures, text=text, return_tensors="pt")
+    assert own.keys() == found.keys()
+    assert all(torch.equal(own[name], found[name]) for name in own.keys() - {"pixel_values"})
+    assert torch.allclose(own["pixel_values"][:3], found["pixel_values"][:3], atol=1e-6)  # the fourth is made smaller
+    assert own["pixel_values"].shape == found["pixel_values"].shape
+
+
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(DataError, match="reads the images of a row again"):
         make(tmp_path, rows=image_rows(8).to_iterable_dataset())
+
+
+@pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
+def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
+    trainer = make(tmp_path, rows=image_rows(8, per_prompt), max_steps=1)
+    trainer._sampler.sharded = True  # as under FSDP and ZeRO-3
+    if per_prompt != (1, 0):
+        trainer.train()
+        return
+    with pytest.raises(DataError, match="prompts with and without images are in one rollout batch"):
+        trainer.train()
+
+
+def test_under_zero3_a_layer_that_runs_once_per_image_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ModelError, match="Lfm2VlForConditionalGeneration runs a layer once for each image"):
+        make(tmp_path, "lfm2_vl")
+    make(tmp_path, "idefics3")
 
 
 # ---- Tools, environments and a rollout_func -----------------------------------------------------------------------
@@ -232,14 +308,9 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     assert any(shown)
     assert log_of(whole, "tools/call_frequency")[0] > 0
     assert whole._scorer.form(whole.model) == "padded"
-    for size, changes in ((5, {"gradient_checkpointing": True}), (1, {"beta": 0.0, "num_iterations": 1})):
-        assert (
-            error(
-                expected,
-                update(with_tools(tmp_path / f"{size}", family, tool, per_device_train_batch_size=size, **changes)),
-            )
-            <= UPDATE
-        )
+    for size, changes in ((5, {"gradient_checkpointing": True}), (1, {"score_completions_only": False})):
+        found = update(with_tools(tmp_path / f"{size}", family, tool, per_device_train_batch_size=size, **changes))
+        assert error(expected, found) <= UPDATE, size
     assert error(expected, update(with_tools(tmp_path / "other", family, other))) > DIFFERENT
 
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from typer.testing import CliRunner
 
 from grpo_ext.errors import CheckpointError, ConfigError
@@ -21,6 +21,7 @@ from grpo_ext.run.recorded_completions import RECORDED, RecordedCompletions
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
+from tests.support.images import image, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, other
 
@@ -109,6 +110,32 @@ def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
         assert torch.allclose(value, other_value, atol=1e-6), name
         moved += int(not torch.equal(value, start[name]))
     assert moved == 4  # q and v of two layers
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_with_images_is_the_trained_one_and_has_its_processor(root, tmp_path, adapter):
+    """All of it, and with an adapter merged."""
+    image_model("idefics3").save_pretrained(root / "idefics3")
+    model = AutoModelForImageTextToText.from_pretrained(root / "idefics3")
+    parts: dict[str, Any] = {"model": model, "reward_funcs": picture_reward, "train_dataset": image_rows(8)}
+    parts["processing_class"] = processor = image_processor("idefics3")
+    if adapter:
+        parts |= {"peft_config": LoraConfig(**LORA), "learning_rate": 0.05}
+    trainer = other(tmp_path / "run", **parts)
+    trainer.train()
+    done = export(tmp_path / "run" / "checkpoint-3", tmp_path / "out", merge_adapter=adapter)
+    assert done.kind == ("merged adapter" if adapter else "full")
+    expected = (trainer.model.merge_and_unload() if adapter else trainer.model).state_dict()
+    found = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in found.items())
+    start = image_model("idefics3").state_dict()
+    moved = [name for name in found if not torch.allclose(found[name], start[name], atol=1e-6)]
+    assert any("vision_model" in name for name in moved)
+    call: dict[str, Any] = {"images": [image(1, 16, 8)], "text": "<image>?", "return_tensors": "pt"}
+    written, given = (each(**call) for each in (AutoProcessor.from_pretrained(tmp_path / "out"), processor))
+    assert all(torch.equal(written[name], given[name]) for name in given)
+    assert AutoProcessor.from_pretrained(tmp_path / "out").chat_template == processor.chat_template
 
 
 def test_samples_hold_what_the_policy_said(full):
