@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -364,8 +365,25 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
     if with_images:
         raise DataError(
             "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
-            "trained on; use a data set with a length."
+            "trained on; use a data set with a length, or, where it has no images, pass the model's tokenizer as "
+            "processing_class."
         )
+
+
+def check_images(dataset: Any, prepare: Any) -> None:
+    """Refuse a data set whose images are others when a row is read again, as it is wherever the row is run.
+
+    Raises:
+        DataError: names the row.
+    """
+    for number in range(min(len(dataset), 2)):
+        one, other = (prepare(dataset[number]).tensors for _ in range(2))
+        if any(not torch.equal(one[name], other[name]) for name in one):
+            raise DataError(
+                f"row {number} of the data set gives other images when it is read again (a transform that draws random "
+                "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "
+                "dataset.map."
+            )
 
 
 def why_logprobs(config: GRPOConfig) -> str | None:
@@ -399,6 +417,13 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
         )
+    if trainer._sampler.travelling and trainer.rollout_func is not None:
+        raise ConfigError(
+            "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
+            "images of prompts there; take the tools into rollout_func, or leave it out."
+        )
+    if with_images and not trainer._sampler.travelling and trainer.train_dataset is not None:
+        check_images(trainer.train_dataset, trainer._sampler.prepare)
     if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
         raise ModelError(
             f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "

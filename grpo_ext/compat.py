@@ -82,10 +82,18 @@ def images_among(batch: dict[str, Any]) -> dict[str, Any]:
 def sample_no_image_tokens(trainer: Any) -> None:
     """Never sample the token that stands for an image, which the images of the prompt would not match.
 
-    TRL does so since 1.16.
+    TRL does so since 1.16, unless the user has other tokens that are not sampled.
     """
-    if not trainer.use_vllm and trainer.generation_config.suppress_tokens is None:
-        trainer.generation_config.suppress_tokens = [trainer.model.config.image_token_id]
+    if not trainer.use_vllm:
+        others, image = trainer.generation_config.suppress_tokens or [], trainer.model.config.image_token_id
+        trainer.generation_config.suppress_tokens = sorted({*others, image})
+
+
+def set_checkpointing_kwargs(args: Any, kwargs: dict[str, Any]) -> None:
+    """Set the arguments of gradient checkpointing, under its name and under the one that transformers 5.23 brought."""
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if hasattr(args, name):
+            setattr(args, name, kwargs)
 
 
 def forget_absent_layers(model: Any) -> None:

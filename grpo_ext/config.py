@@ -109,7 +109,7 @@ class GRPOConfig(trl.GRPOConfig):
     recompute_granularity: str = _setting(
         "full",
         "With gradient_checkpointing: what the backward pass computes again. 'full': whole layers, as in transformers. "
-        "'selective': all but the matrix products, which takes more memory and hardly any time.",
+        "'selective': all but matrix products and attention, which takes more memory and less time.",
         choices=["full", "selective"],
     )
 
@@ -224,7 +224,6 @@ class GRPOConfig(trl.GRPOConfig):
         compat.verify()
         self._check_names()
         self._check_forward()
-        self._check_recompute()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
@@ -258,6 +257,7 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
+        self._check_recompute()
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(
@@ -521,7 +521,7 @@ class GRPOConfig(trl.GRPOConfig):
             args.ddp_static_graph = False  # it is about DDP's own sums of gradients, which the step does without
         if self.recompute_granularity == "selective":
             kwargs: Any = self.gradient_checkpointing_kwargs or {}
-            args.gradient_checkpointing_kwargs = {**kwargs, "use_reentrant": False, "context_fn": KEEP_PRODUCTS}
+            compat.set_checkpointing_kwargs(args, {**kwargs, "use_reentrant": False, "context_fn": KEEP_PRODUCTS})
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         given = accelerator.gradient_accumulation_kwargs or {}

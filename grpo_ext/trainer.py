@@ -33,7 +33,7 @@ from .batching.sizes import describe_plan
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
-from .forward.images import PromptProcessor, RowImages
+from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
@@ -60,7 +60,9 @@ from .step.statistics import STEP_PART, StepPart, whole_step
 logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 # why a model that takes images does not run in a form: always, and where tools or environments may bring some
-_PLACES: dict[Form, str] = {"packed": "the model takes images"}
+_PLACES: dict[Form, str] = {
+    "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
+}
 _LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 
 
@@ -477,7 +479,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's, after which it is known what images its rows show."""
         found = super()._generate(prompts)
-        self._sampler.show(found[6], found[1], [*self.eos_token_ids, self._tokenizer.pad_token_id])
+        _, completions, *_, images, _ = found
+        self._sampler.show(images, completions, [*self.eos_token_ids, self._tokenizer.pad_token_id])
         return found
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
@@ -485,9 +488,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         tokenize, call = super()._tokenize_prompts, self._sampler.call
         if call is None or call.images is None or call.histories is not None:
             return tokenize(prompts)
-        firsts, which = unique(call.images.numbers_B)
-        ids, images, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
-        return [ids[i] for i in which], None if images is None else [images[i] for i in which], {}
+        firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
+        ids, found, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
+        images = None if found is None else [found[i] for i in which]
+        self._sampler.show_prompts(images)
+        return [ids[i] for i in which], images, {}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's; none of a process without prompts."""

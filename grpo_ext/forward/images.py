@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import BatchFeature
 
 from ..compat import IMAGE_ARGUMENTS, View, prepare_multimodal_messages
+from ..errors import DataError, ModelError
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one for each token of a prompt
 
@@ -48,6 +48,15 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The prompt of a row, with its images in the content of its messages."""
     return prepare_multimodal_messages(row["prompt"], images=images_of(row))
+
+
+def text_of(prompt: Any) -> Any:
+    """What tells prompts with the same images apart."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = ((m["role"], m["content"]) for m in prompt)
+    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
+    return tuple((role, part.get("text", part["type"]) if isinstance(part, dict) else part) for role, part in parts)
 
 
 def count_images(messages: Sequence[dict[str, Any]]) -> int:
@@ -84,16 +93,21 @@ class PromptProcessor:
                 return_tensors="pt",
                 **self.template,
             )
-        known = arguments_among(found)
+        known = {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
         types = {name: known.pop(name)[0] for name in TOKEN_TYPES if name in known}
+        if count and not known:
+            raise ModelError(
+                f"{type(self.processor).__name__} makes {', '.join(found)} of a prompt with images, and none of the "
+                f"arguments that TRL knows ({', '.join(IMAGE_ARGUMENTS)}); use a model whose processor does."
+            )
         return Prepared(known, types, count)
 
     def of(self, images: Sequence[Any]) -> Prepared:
-        """What the processor makes of images alone, as TRL has it do for those of tools."""
+        """What the processor makes of images, wherever they stand."""
         if not images:
             return Prepared({}, {}, 0)
-        found = self.processor.image_processor(images=list(images), return_tensors="pt")
-        return Prepared(arguments_among(found), {}, len(images))
+        found = self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
+        return Prepared(found.tensors, {}, len(images))
 
     @cached_property
     def _type_names(self) -> list[str]:
@@ -103,11 +117,6 @@ class PromptProcessor:
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
         """The types of tokens among which images stand anywhere, where the model takes them."""
         return dict.fromkeys(self._type_names, (ids_BL == self.image_token).long())
-
-
-def arguments_among(found: Any) -> dict[str, torch.Tensor]:
-    """What a model takes of a processor's output, beside token ids."""
-    return {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
 
 
 class WithoutImages(View):
@@ -172,8 +181,13 @@ class RowImages:
         for name in dict.fromkeys(name for row in rows for name in row.types):
             found[name] = torch.zeros(ids_BL.shape, dtype=torch.long)
             for values, tokens, row in zip(found[name], prompts_B, rows):
-                first = prompt_columns - tokens
-                values[first : first + len(row.types[name])] = row.types[name]
+                if len(row.types[name]) != tokens:
+                    raise DataError(
+                        f"a prompt has {tokens} tokens, and its row of the data set {len(row.types[name])}, by which "
+                        "the images are placed; a rollout_func or a subclass that changes prompts of a model that "
+                        "takes images has to change the data set instead."
+                    )
+                values[prompt_columns - tokens : prompt_columns] = row.types[name]
         if self.types_of is not None:
             found |= self.types_of(ids_BL)
         return {name: value.to(ids_BL.device) for name, value in found.items()}
@@ -202,14 +216,26 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def packed_images(images: Sequence[Any]) -> torch.Tensor:
-    """Images (of PIL, paths, addresses, arrays of pixels) as bytes, uint8 (N,), without loss; N = 0 for none."""
+    """Images (of PIL, paths, addresses, arrays (height, width, 3) of bytes) as bytes, uint8 (N,); N = 0 for none.
+
+    As RGB, without loss.
+
+    Raises:
+        DataError: something else.
+    """
     if not images:
         return torch.empty(0, dtype=torch.uint8)
     from PIL import Image  # who trains on text may have none
     from transformers.image_utils import load_image
 
-    shown = (image if isinstance(image, (str, Image.Image)) else Image.fromarray(np.asarray(image)) for image in images)
-    first, *others = map(load_image, shown)
+    try:
+        first, *others = (load_image(i if isinstance(i, (str, Image.Image)) else Image.fromarray(i)) for i in images)
+    except (AttributeError, TypeError, ValueError) as error:
+        kinds = ", ".join(sorted({type(image).__name__ for image in images}))
+        raise DataError(
+            f"a tool or environment shows images as {kinds}, and one cannot be read ({error}); give PIL images, paths, "
+            "addresses, or arrays (height, width, 3) of bytes."
+        ) from error
     file = io.BytesIO()
     first.save(file, "TIFF", save_all=True, append_images=others, compression="tiff_adobe_deflate")
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)

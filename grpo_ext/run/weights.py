@@ -50,11 +50,13 @@ def load_renamed(model: Any, folder: str | Path) -> None:
     reading: Any = type(model).from_pretrained
     try:
         read, info = reading(folder, dtype=widest, output_loading_info=True)
+        absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        if not absent:
+            model.load_state_dict(read.state_dict())
     except (RuntimeError, ValueError) as error:  # what is there does not fit together
         raise CheckpointError(f"{folder} lacks {_some(missing)}: {error}") from error
-    if absent := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+    if absent:
         raise CheckpointError(f"{folder} lacks {_some(absent)}; it is not a checkpoint of this model.")
-    model.load_state_dict(read.state_dict())
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Selective recomputation: gradient checkpointing that keeps the matrix products and runs the rest of a layer again.
+"""Selective recomputation: gradient checkpointing that keeps matrix products and attention, and runs the rest again.
 
 Differs from transformers' gradient checkpointing, which keeps a layer's input alone and runs all of the layer again
 (Korthikanti et al., arXiv 2205.05198, section 5). Handed to it as an argument; works on every model that it works on.
@@ -12,9 +12,13 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
-# attention is not among them: packs compute it in parts, which take more memory than they save time; nor are the
-# grouped products of experts, to which transformers adds biases in place
-PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default}
+# the grouped products of experts are not among them: transformers adds biases to them in place
+_NAMES = (
+    *("mm", "addmm", "bmm", "baddbmm", "linear"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_flash_attention_forward"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+)
+PRODUCTS = {getattr(_aten, name).default for name in _NAMES if hasattr(_aten, name)}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -30,4 +34,4 @@ class KeepProducts(str):
         return create_selective_checkpoint_contexts(_policy)
 
 
-KEEP_PRODUCTS = KeepProducts("keep matrix products")
+KEEP_PRODUCTS = KeepProducts("keep matrix products and attention")

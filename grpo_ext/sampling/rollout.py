@@ -21,7 +21,7 @@ from ..runtime.collectives import ragged_gather
 # all images of the row, packed, where tools or environments bring some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages")  # may be one value per sequence
+_SEQUENCE_FIELDS = ("importance_sampling_ratio", "advantages", ROW_NUMBER)  # may be one value per sequence
 
 
 def padded(rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None) -> torch.Tensor:

@@ -187,8 +187,8 @@ class RolloutSampler:
             return self._packed(fields[ROW_IMAGES])
         if ROW_NUMBER not in fields:  # a batch of the user's own
             return None
-        prompts = self.prompts[training]
-        return RowImages([int(number) for number in fields[ROW_NUMBER]], lambda number: prepare(prompts[number]))
+        prompts, numbers = self.prompts[training], torch.cat(list(fields[ROW_NUMBER])).tolist()
+        return RowImages(numbers, lambda number: prepare(prompts[number]))
 
     def _packed(self, packed: Sequence[torch.Tensor]) -> RowImages:
         prepare = self.prepare
@@ -301,7 +301,7 @@ class RolloutSampler:
         scored, call = score(rows), self.last_call
         assert call is not None
         assert call.rewards_BF is not None
-        own, device = 0 if rows.request.empty else len(rows), self.accelerator.device
+        self.last_call, own, device = None, 0 if rows.request.empty else len(rows), self.accelerator.device
         if call.images is not None and call.packed is None:
             scored[ROW_NUMBER] = torch.tensor(call.images.numbers_B, device=device)
         rollout = gather_rollout(scored, own, rows.request.num_generations)
@@ -337,7 +337,8 @@ class RolloutSampler:
         self._refuse_missing_images(rows)
         self.call = call = ScoringCall(request, RewardCalls(first, chunk), self._images_of(rows))
         if self.travelling:
-            self._show(call, [images_of(row) for row in rows], range(len(rows)))
+            self._carry(call, [packed_images(images_of(row)) for row in rows])
+            call.of_prompts = call.packed
 
         def remember(*args: Any) -> torch.Tensor:
             call.rewards_BF = calculate_rewards(*args)
@@ -372,16 +373,20 @@ class RolloutSampler:
         prompts = dict(zip(rows.numbers, rows))
         return RowImages(rows.numbers, lambda number: prepare(prompts[number]))
 
+    def show_prompts(self, images: Sequence[Any] | None) -> None:
+        """The prompts of this process's rows have these images; None: none of them has any."""
+        if (call := self.call) is not None and self.travelling:
+            call.of_prompts = [packed_images(some or ()) for some in images or [()] * len(call.of_prompts or ())]
+            self._carry(call, call.of_prompts)
+
     def _show(self, call: ScoringCall, images: Sequence[Any] | None, rows: Sequence[int]) -> None:
         """From now on, rows of this process have these images; those of other rows stay."""
-        if not self.travelling or images is None:
-            return
-        packed = [packed_images(some or ()) for some in images]
-        if call.histories is None:  # nothing is sampled yet
-            call.of_prompts = packed
-        shown = dict(enumerate(call.packed or ())) | dict(zip(rows, packed))
-        call.packed = [shown[row] for row in sorted(shown)]
-        call.images = self._packed(call.packed)
+        if self.travelling and images is not None:
+            shown = dict(enumerate(call.packed or ())) | dict(zip(rows, (packed_images(some or ()) for some in images)))
+            self._carry(call, [shown[row] for row in sorted(shown)])
+
+    def _carry(self, call: ScoringCall, packed: list[torch.Tensor]) -> None:
+        call.packed, call.images = packed, self._packed(packed)
 
     def show(self, images: Sequence[Any] | None, completions: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
         """What the rows of this process show in the end.
@@ -397,8 +402,7 @@ class RolloutSampler:
             assert call.packed is not None
             assert call.of_prompts is not None
             pairs = zip(completions, call.packed, call.of_prompts)
-            call.packed = [some if ids[-1] in ends else of_prompt for ids, some, of_prompt in pairs]
-            call.images = self._packed(call.packed)
+            self._carry(call, [some if ids[-1] in ends else of_prompt for ids, some, of_prompt in pairs])
 
     def _refuse_missing_images(self, rows: StepRows) -> None:
         """Where a forward is a collective, all run what a model has for images, or none does.
@@ -494,7 +498,9 @@ class RolloutSampler:
                     ids = padded(tokens, how.filler, "left", how.pad_to_multiple_of).to(self.accelerator.device)
                     chosen = [own[i] for i in rows]
                     part = call.images.of(chosen).inputs(range(len(rows)), ids, list(map(len, prompts)), ids.size(1))
-                return trl_turn(prompts, images, part, *rest, **options)[0]
+                # which makes TRL add types of tokens, which `part` has
+                told = {name: value for name, value in options.items() if name != "has_tool_images"}
+                return trl_turn(prompts, images, part, *rest, **told)[0]
 
             chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
             completions = chunked.chunk_by_chunk(generate, prompt_ids, own, how.filler)

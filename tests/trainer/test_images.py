@@ -86,13 +86,17 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     assert error(expected, update(make(tmp_path / "others", family, rows=others))) > DIFFERENT
 
 
-def answers(cls: Any) -> Any:
-    """A trainer that samples nothing: a completion follows from the tokens of its prompt and its place in the group."""
+def answers(cls: Any, ending: bool = False) -> Any:
+    """A trainer that samples nothing: a completion follows from the tokens of its prompt and its place in the group.
+
+    Args:
+        ending: every second completion ends, the others are truncated.
+    """
 
     class Answering(cls):
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             rows = [[3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, ids in enumerate(prompt_ids)]
-            return rows, None
+            return [row + [1] * (ending and i % 2) for i, row in enumerate(rows)], None
 
     return Answering
 
@@ -118,7 +122,7 @@ def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, fami
     "settings",
     [
         {"beta": 0.1, "num_iterations": 2, "rollout_batch_size": 32},
-        {"dynamic_sampling": True, "micro_batch_tokens": 60},
+        {"dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8},
         pytest.param(
             {"top_entropy_quantile": 0.5, "entropy_coef": 0.05, "score_completions_only": False}, marks=pytest.mark.full
         ),
@@ -333,11 +337,12 @@ def test_images_of_tools_are_learned_from_as_in_stock_trl(tmp_path):
     assert error(stock, trained("other", GRPOTrainer, tool=look_elsewhere)) > DIFFERENT
 
 
-def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
+@pytest.mark.parametrize("cls", [GRPOTrainer, answers(GRPOTrainer, ending=True)], ids=["ours", "answers"])
+def test_a_completion_that_is_masked_out_shows_nothing(tmp_path, cls):
+    settings = {"cls": cls, "mask_truncated_completions": True, "num_iterations": 2}
+
     def masked(size: int) -> Any:
-        return with_tools(
-            tmp_path / f"{size}", mask_truncated_completions=True, per_device_train_batch_size=size, num_iterations=2
-        )
+        return with_tools(tmp_path / f"{size}", per_device_train_batch_size=size, **settings)
 
     whole = masked(16)
     expected = update(whole)
@@ -393,3 +398,55 @@ def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, 
     monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
     with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
         with_tools(tmp_path)
+
+
+def test_tiles_that_a_tool_shows_are_cut_as_those_of_prompts_are(tmp_path):
+    """Only the whole processor knows that InternVL cuts images."""
+    expected = update(with_tools(tmp_path / "whole", "internvl", per_device_train_batch_size=16))
+    assert error(expected, update(with_tools(tmp_path / "parts", "internvl", per_device_train_batch_size=3))) <= UPDATE
+
+
+def test_a_rollout_func_that_changes_prompts_is_refused(tmp_path):
+    def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+        ids = [[5, 6, *row] for row in trainer._tokenize_prompts(prompts)[0]]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 1]] * len(ids), "logprobs": None}
+
+    with pytest.raises(DataError, match="by which the images are placed"):
+        make(
+            tmp_path, "gemma3", parts={"rollout_func": rollout}, reward=lambda prompts, **kw: [*range(len(prompts))]
+        ).train()
+
+
+def test_a_rollout_func_beside_tools_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="TRL leaves out the images of prompts there"):
+        make(tmp_path, processor=calling(image_processor("llava")), parts={"tools": [look], "rollout_func": print})
+
+
+def test_images_that_are_drawn_anew_are_refused(tmp_path):
+    rows, drawn = image_rows(8), iter(range(1000, 2000))
+    rows.set_transform(lambda batch: {**batch, "images": [[image(next(drawn))] for _ in batch["prompt"]]})
+    with pytest.raises(DataError, match="gives other images when it is read again"):
+        make(tmp_path, rows=rows)
+
+
+def test_images_of_other_kinds_are_named(tmp_path):
+    def show(number: int) -> list[dict[str, Any]]:
+        """Look at an image.
+
+        Args:
+            number: Which image.
+        """
+        return [{"type": "image", "image": {"bytes": b""}}]
+
+    show.__name__ = "look"
+    with pytest.raises((DataError, ValueError), match="dict"):
+        with_tools(tmp_path, tool=show).train()
+
+
+def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tmp_path):
+    rows = image_rows(8).remove_columns("images")
+    made = {"rows": rows, "processor": image_processor("llava").tokenizer}
+    whole = make(tmp_path / "whole", per_device_train_batch_size=16, **made)
+    expected = update(whole)
+    assert whole._scorer.form(whole.model) == "packed"
+    assert error(expected, update(make(tmp_path / "parts", per_device_train_batch_size=3, **made))) <= UPDATE

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...algorithms.keyed_random import uniform
 from ...batching.micro_batches import Form, StepSizes, assign_rows
@@ -50,18 +51,18 @@ def load_config(model: str) -> Any:
 
 
 class _Products(TorchDispatchMode):
-    """Adds up the bytes of matrix products."""
+    """Adds up the bytes of matrix products and attention."""
 
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.nbytes += found.nbytes if func in PRODUCTS else 0
+        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(found)) if func in PRODUCTS else 0
         return found
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, int]:
-    """Bytes autograd keeps of one forward pass of a small copy of an architecture, and bytes of its products."""
+    """Bytes autograd keeps of one forward pass of a small copy of an architecture, and of its products."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)

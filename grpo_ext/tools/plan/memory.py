@@ -27,7 +27,7 @@ class ModelSizes:
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
-        product_bytes: of matrix products per token and layer, which selective recomputation saves too.
+        product_bytes: of matrix products and attention per token and layer, which selective recomputation saves too.
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         cost: of a token in training, for assigning groups to processes.
         form: how its completions run; form_in_words: that, and why not in another form.
@@ -58,7 +58,7 @@ class MemoryLayout:
         engine: one of `ENGINES`; processes: devices that share what it shards.
         tokens: of the largest micro-batch, prompt included.
         sampled_rows: completions per `generate` call; sampled_tokens: the longest of them, prompt included.
-        checkpointing: gradient checkpointing; selective: which recomputes all but the matrix products.
+        checkpointing: gradient checkpointing; selective: which keeps matrix products and attention.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
         head_tile: logits that the head computes at a time.

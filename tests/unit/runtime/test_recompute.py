@@ -20,6 +20,7 @@ from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.runtime.recompute import KEEP_PRODUCTS, PRODUCTS
 from tests.support.architectures import PREFIXED, architecture
 from tests.support.packs import gradient, rows_of
+from tests.support.trainers import make
 
 SELECTIVE = {"use_reentrant": False, "context_fn": KEEP_PRODUCTS}
 SHAPE = ([7, 12], [[4, 1, 9], [6, 6, 2]])
@@ -69,7 +70,7 @@ def test_products_run_once_and_the_rest_again():
 
 
 def test_it_can_be_logged_and_saved():
-    assert json.loads(json.dumps(KEEP_PRODUCTS)) == "keep matrix products"
+    assert json.loads(json.dumps(KEEP_PRODUCTS)) == "keep matrix products and attention"
     assert pickle.loads(pickle.dumps(KEEP_PRODUCTS)) == KEEP_PRODUCTS
 
 
@@ -89,3 +90,31 @@ def test_settings_that_say_two_things_are_refused(tmp_path, settings, says):
 def test_an_unknown_value_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="recompute_granularity='half' is unknown; use one of 'full', 'selective'"):
         GRPOConfig(str(tmp_path), recompute_granularity="half")
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing_kwargs": '{"use_reentrant": false}'}])
+def test_a_trainer_runs_products_once_also_in_a_step_that_samples_nothing(tmp_path, settings):
+    def of_resumed_step(name: str, **changes: Any) -> int:
+        kept = {
+            "rollout_batch_size": 32,
+            "max_steps": 2,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "forward": "padded",
+        }
+        make(tmp_path / name, **kept, **changes).train()
+        resumed = make(tmp_path / name, **kept, **changes)
+        step = resumed.training_step
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            with counted:
+                return step(*args, **kwargs)
+
+        resumed.training_step, counted = counting, Products()
+        resumed.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))  # within a rollout batch
+        return counted.count
+
+    plain, full = of_resumed_step("plain"), of_resumed_step("full", gradient_checkpointing=True)
+    selective = {"gradient_checkpointing": True, "recompute_granularity": "selective", **settings}
+    assert full > plain > 0
+    assert of_resumed_step("selective", **selective) == plain

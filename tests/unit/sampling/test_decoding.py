@@ -17,6 +17,7 @@ from grpo_ext.sampling import decoding
 from grpo_ext.sampling.decoding import (
     PLAIN_GENERATE,
     GrowingLayer,
+    _left,
     growing_cache,
     own_generate,
     unique,
@@ -143,6 +144,23 @@ def test_a_growing_layer_does_not_copy_what_it_holds():
     where = layer.keys.data_ptr()
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     assert layer.keys.data_ptr() == where
+
+
+@pytest.mark.parametrize(
+    ("done", "left"), [([0, 1, 0, 1, 0, 0], [0, 5, 2, 4]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
+)
+def test_rows_that_are_kept_stay_where_they_are(done, left):
+    order = _left(torch.tensor(done, dtype=torch.bool))
+    assert order.tolist() == left
+    layer, plain = GrowingLayer(), DynamicLayer()
+    states = torch.randn(2, len(done), 2, 5, 3, generator=torch.Generator().manual_seed(0))
+    for one in (layer, plain):
+        one.update(*states)
+        where = one.keys.data_ptr()
+        one.batch_select_indices(order)
+        assert (one.keys.data_ptr() == where) == (one is layer)
+    assert torch.equal(layer.keys, plain.keys)
+    assert torch.equal(layer.values, plain.values)
 
 
 def test_sliding_layers_keep_their_own_kind():
