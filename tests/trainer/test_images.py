@@ -429,18 +429,9 @@ def test_images_that_are_drawn_anew_are_refused(tmp_path):
         make(tmp_path, rows=rows)
 
 
-def test_images_of_other_kinds_are_named(tmp_path):
-    def show(number: int) -> list[dict[str, Any]]:
-        """Look at an image.
-
-        Args:
-            number: Which image.
-        """
-        return [{"type": "image", "image": {"bytes": b""}}]
-
-    show.__name__ = "look"
-    with pytest.raises((DataError, ValueError), match="dict"):
-        with_tools(tmp_path, tool=show).train()
+def test_images_that_cannot_be_packed_are_named():
+    with pytest.raises(DataError, match="shows images as Tensor, and one cannot be read"):
+        packed_images([torch.zeros(3, 8, 8)])
 
 
 def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tmp_path):

@@ -147,7 +147,7 @@ def test_a_growing_layer_does_not_copy_what_it_holds():
 
 
 @pytest.mark.parametrize(
-    ("done", "left"), [([0, 1, 0, 1, 0, 0], [0, 5, 2, 4]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
+    ("done", "left"), [([0, 1, 0, 1, 0, 0], [0, 4, 2, 5]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
 )
 def test_rows_that_are_kept_stay_where_they_are(done, left):
     order = _left(torch.tensor(done, dtype=torch.bool))
