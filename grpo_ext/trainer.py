@@ -49,7 +49,7 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
 from .sampling.decoding import unique, without_router_logits
-from .sampling.rollout import ROW_IMAGES, ROW_NUMBER, Rollout
+from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
 from .step.backward import clear_cache_every
@@ -417,7 +417,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a micro-batch, and the router logits of a MoE model."""
-        router = RouterRequest() if self.aux_loss_enabled else None
+        router, rows = RouterRequest() if self.aux_loss_enabled else None, self._images(batch)
         logps, entropies, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -425,7 +425,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch["completion_ids"].size(1),
             compute_entropy=True,
             compute_aux_loss=router or False,
-            **(_own_images(batch) or compat.images_among(batch)),
+            # as the argument of TRL's that an override passes on in any case
+            **(compat.images_among(batch) if rows is None else {"num_images": rows}),
         )
         return logps, entropies, router.output if router else None
 
@@ -449,12 +450,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """TRL's: of a rollout batch while it is scored, otherwise of a micro-batch."""
         call, options = self._sampler.call, {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        own = _own_images(images)
-        if call is None and not own and any(values is not None for values in images.values()):  # the caller's own
-            score = super()._get_per_token_logps_and_entropies
+        rows = images.get("num_images") if call is None else call.images
+        if call is None and not isinstance(rows, RowImages) and any(value is not None for value in images.values()):
+            score = super()._get_per_token_logps_and_entropies  # of a batch of the caller's own
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **images)
-        seen = self._images(own) if call is None else call.images
-        batch = (input_ids, attention_mask, logits_to_keep, seen)
+        batch = (input_ids, attention_mask, logits_to_keep, rows)
         if call is None:
             return self._scorer.score_micro_batch(model, batch, batch_size, **options)
         with self._clock.phase("logps"):
@@ -753,7 +753,3 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return self._score(self.model, self._step_runner.collate(rollout, (row,)))[0][0]
 
         return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)
-
-
-def _own_images(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for name in (ROW_NUMBER, ROW_IMAGES) if name in fields}

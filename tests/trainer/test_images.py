@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -441,3 +442,17 @@ def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tm
     expected = update(whole)
     assert whole._scorer.form(whole.model) == "packed"
     assert error(expected, update(make(tmp_path / "parts", per_device_train_batch_size=3, **made))) <= UPDATE
+
+
+def test_an_override_of_the_scoring_is_given_arguments_of_trls(tmp_path):
+    known = inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters
+
+    class Own(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            assert kwargs.keys() <= known.keys()
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    rows = image_rows(8, **MIXED)
+    settings = {"rows": rows, "max_steps": 1, "num_iterations": 2}
+    plain = update(make(tmp_path / "plain", **settings))
+    assert torch.equal(plain, update(make(tmp_path / "own", cls=Own, **settings)))
