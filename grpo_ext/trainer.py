@@ -478,9 +478,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's, after which it is known what images its rows show."""
-        found = super()._generate(prompts)
-        _, completions, *_, images, _ = found
-        self._sampler.show(images, completions, [*self.eos_token_ids, self._tokenizer.pad_token_id])
+        found, call = super()._generate(prompts), self._sampler.call
+        if call is not None and call.shown is not None:
+            _, completions, *_, images, _ = found
+            if images is not None:
+                call.shown.so_far(images, range(len(images)))
+            if self.mask_truncated_completions:
+                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+                call.shown.without_completions([ids[-1] not in ends for ids in completions])
         return found
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
@@ -491,7 +496,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
         ids, found, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
         images = None if found is None else [found[i] for i in which]
-        self._sampler.show_prompts(images)
+        if call.shown is not None:
+            call.shown.of_prompts(images or [None] * len(prompts))
         return [ids[i] for i in which], images, {}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:

@@ -35,8 +35,6 @@ from ..forward.images import (
     count_images,
     images_of,
     messages_of,
-    packed_images,
-    unpacked_images,
 )
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
@@ -55,6 +53,7 @@ from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
 from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout, padded
 from .rounds import Round, assemble, log_values
+from .shown_images import ShownImages, rows_of_packed
 from .vllm_seeds import completion_seeds, sampling_metrics, seeded
 
 logger = get_logger(__name__)
@@ -103,9 +102,9 @@ class ScoringCall:
 
     Attributes:
         request: what this process samples.
-        images: of its rows, as far as they have come; None for a model that takes none.
         calls: how reward functions are called, and what they log.
-        packed: the same images as they travel, `of_prompts` those of the prompts alone; None where they are read again.
+        read: images of its rows, where they are read from the data set; shown: where tools or environments may show
+            some. Neither for a model that takes none.
         histories: the rows as sampled so far; None before the first turn.
         rewards_BF: of all processes; None before they are known.
         logged: what the reward functions of all processes logged, every value.
@@ -113,12 +112,16 @@ class ScoringCall:
 
     request: RolloutRequest
     calls: RewardCalls
-    images: RowImages | None
-    packed: list[torch.Tensor] | None = None
-    of_prompts: list[torch.Tensor] | None = None
+    read: RowImages | None = None
+    shown: ShownImages | None = None
     histories: RowHistories | None = None
     rewards_BF: torch.Tensor | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def images(self) -> RowImages | None:
+        """The images of its rows, as far as they have come; None for a model that takes none."""
+        return self.read if self.shown is None else self.shown.rows
 
     def rows_of(self, prompt_ids: list[list[int]]) -> list[int]:
         """Which rows of this process a turn goes on with."""
@@ -184,16 +187,11 @@ class RolloutSampler:
         if (prepare := self.prepare) is None:
             return None
         if ROW_IMAGES in fields:
-            return self._packed(fields[ROW_IMAGES])
+            return rows_of_packed(prepare, fields[ROW_IMAGES])
         if ROW_NUMBER not in fields:  # a batch of the user's own
             return None
         prompts, numbers = self.prompts[training], torch.cat(list(fields[ROW_NUMBER])).tolist()
         return RowImages(numbers, lambda number: prepare(prompts[number]))
-
-    def _packed(self, packed: Sequence[torch.Tensor]) -> RowImages:
-        prepare = self.prepare
-        assert prepare is not None
-        return RowImages(range(len(packed)), lambda row: prepare.of(unpacked_images(packed[row])), prepare.types_of)
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How a rollout batch is cut for the processes to sample."""
@@ -302,11 +300,11 @@ class RolloutSampler:
         assert call is not None
         assert call.rewards_BF is not None
         self.last_call, own, device = None, 0 if rows.request.empty else len(rows), self.accelerator.device
-        if call.images is not None and call.packed is None:
-            scored[ROW_NUMBER] = torch.tensor(call.images.numbers_B, device=device)
+        if call.read is not None:
+            scored[ROW_NUMBER] = torch.tensor(call.read.numbers_B, device=device)
         rollout = gather_rollout(scored, own, rows.request.num_generations)
-        if call.packed is not None:
-            rollout.fields[ROW_IMAGES] = gather_parts([images.to(device) for images in call.packed], own)
+        if call.shown is not None:
+            rollout.fields[ROW_IMAGES] = gather_parts([images.to(device) for images in call.shown.packed], own)
         values = {name: found[-1] for name, found in (record or {}).items()}
         return Round(rollout, call.rewards_BF, values, call.logged)
 
@@ -335,10 +333,12 @@ class RolloutSampler:
         # vLLM's are as many for every process, and no whole chunks
         chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
         self._refuse_missing_images(rows)
-        self.call = call = ScoringCall(request, RewardCalls(first, chunk), self._images_of(rows))
-        if self.travelling:
-            self._carry(call, [packed_images(images_of(row)) for row in rows])
-            call.of_prompts = call.packed
+        self.call = call = ScoringCall(request, RewardCalls(first, chunk))
+        if (prepare := self.prepare) is not None and self.travelling:
+            call.shown = ShownImages(prepare, [images_of(row) for row in rows])
+        elif prepare is not None:
+            prompts = dict(zip(rows.numbers, rows))
+            call.read = RowImages(rows.numbers, lambda number: prepare(prompts[number]))
 
         def remember(*args: Any) -> torch.Tensor:
             call.rewards_BF = calculate_rewards(*args)
@@ -366,43 +366,6 @@ class RolloutSampler:
         logs["advantages"].extend(shown.tolist() if isinstance(shown, torch.Tensor) else shown)
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
-
-    def _images_of(self, rows: StepRows) -> RowImages | None:
-        if (prepare := self.prepare) is None or self.travelling:
-            return None
-        prompts = dict(zip(rows.numbers, rows))
-        return RowImages(rows.numbers, lambda number: prepare(prompts[number]))
-
-    def show_prompts(self, images: Sequence[Any] | None) -> None:
-        """The prompts of this process's rows have these images; None: none of them has any."""
-        if (call := self.call) is not None and self.travelling:
-            call.of_prompts = [packed_images(some or ()) for some in images or [()] * len(call.of_prompts or ())]
-            self._carry(call, call.of_prompts)
-
-    def _show(self, call: ScoringCall, images: Sequence[Any] | None, rows: Sequence[int]) -> None:
-        """From now on, rows of this process have these images; those of other rows stay."""
-        if self.travelling and images is not None:
-            shown = dict(enumerate(call.packed or ())) | dict(zip(rows, (packed_images(some or ()) for some in images)))
-            self._carry(call, [shown[row] for row in sorted(shown)])
-
-    def _carry(self, call: ScoringCall, packed: list[torch.Tensor]) -> None:
-        call.packed, call.images = packed, self._packed(packed)
-
-    def show(self, images: Sequence[Any] | None, completions: Sequence[Sequence[int]], ends: Sequence[int]) -> None:
-        """What the rows of this process show in the end.
-
-        Args:
-            images: of each row; None where a `rollout_func` has made the completions.
-            ends: a completion without one of these at its end is truncated.
-        """
-        if (call := self.call) is None or not self.travelling:
-            return
-        self._show(call, images, range(len(completions)))
-        if self.args.mask_truncated_completions:  # a completion that is masked out shows nothing
-            assert call.packed is not None
-            assert call.of_prompts is not None
-            pairs = zip(completions, call.packed, call.of_prompts)
-            self._carry(call, [some if ids[-1] in ends else of_prompt for ids, some, of_prompt in pairs])
 
     def _refuse_missing_images(self, rows: StepRows) -> None:
         """Where a forward is a collective, all run what a model has for images, or none does.
@@ -482,7 +445,8 @@ class RolloutSampler:
         call = self.call
         assert call is not None
         logps, own = None, call.rows_of(prompt_ids)
-        self._show(call, fields[0], own)
+        if call.shown is not None and fields[0] is not None:
+            call.shown.so_far(fields[0], own)
         if how.vllm is not None:
             seen = {"vllm_generation": self._with_seeds(call, how, prompt_ids, fields[2])}
             completions, logps = on_view(trl_turn, seen, prompt_ids, *fields, **options)
