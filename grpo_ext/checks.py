@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from .batching.sizes import check_equal_slices
 from .config import GRPOConfig
 from .errors import ConfigError, DataError, ModelError, SplitDependentError
+from .forward.images import images_of
 from .forward.lm_head import refuse_unknown_head
 from .forward.positions import covered_length, longest_prompt, settle_rope
 from .forward.reference import base_model_of
@@ -371,13 +372,22 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Refuse a data set whose images are others when a row is read again, as it is wherever the row is run.
+    """Refuse a data set whose images cannot be read, or are others when a row is read again, as it is where it is run.
+
+    A few rows are looked at.
 
     Raises:
         DataError: names the row.
     """
-    for number in range(min(len(dataset), 2)):
-        one, other = (prepare(dataset[number]).tensors for _ in range(2))
+    for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
+        try:
+            one, other = (prepare(dataset[number]).tensors for _ in range(2))
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the processor cannot read the images of row {number} ({error}); the prompt has to be messages, and "
+                "`images` a list of images (or `image` one), as many as the prompt has places for, if it has any; "
+                "dataset.cast_column('images', Sequence(Image())) decodes files and bytes."
+            ) from error
         if any(not torch.equal(one[name], other[name]) for name in one):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "
@@ -422,8 +432,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
         )
-    if with_images and not trainer._sampler.travelling and trainer.train_dataset is not None:
-        check_images(trainer.train_dataset, trainer._sampler.prepare)
+    if with_images and not trainer._sampler.travelling:
+        for data in _data_sets(trainer):
+            check_images(data, trainer._sampler.prepare)
+    if not with_images:
+        _refuse_images(trainer)
     if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
         raise ModelError(
             f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
@@ -535,11 +548,27 @@ def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:
     return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
 
+def _data_sets(trainer: Any) -> list[Any]:
+    """The training set and those for evaluation, as far as they can be read before training."""
+    evaluation = trainer.eval_dataset
+    others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+    return [data for data in (trainer.train_dataset, *others) if hasattr(data, "__len__") and len(data)]
+
+
+def _refuse_images(trainer: Any) -> None:
+    for data in _data_sets(trainer):
+        if images_of(data[0]):
+            raise DataError(
+                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
+                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
+                "the columns image and images."
+            )
+
+
 def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
     """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train, evaluation = trainer.train_dataset, trainer.eval_dataset
-    others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
-    known = [data for data in (train, *others) if has_readable_prompts(data)]
+    train = trainer.train_dataset
+    known = [data for data in _data_sets(trainer) if has_readable_prompts(data)]
     unread = all(data is not train for data in known) or trainer.environment_factories is not None
     unread = unread or trainer._sampler.prepare is not None
     if unread or not trainer.max_completion_length:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import trl
 from accelerate.logging import get_logger
+from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProcessorMixin
@@ -216,6 +217,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
+        if self.args.recompute_granularity == "selective":
+            # a weight that the forward finds cast in autocast's cache is cast in the recomputation, which torch refuses
+            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
@@ -483,7 +487,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             _, completions, *_, images, _ = found
             if images is not None:
                 call.shown.so_far(images, range(len(images)))
-            if self.mask_truncated_completions:
+            if self.args.mask_truncated_completions:
                 ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
                 call.shown.without_completions([ids[-1] not in ends for ids in completions])
         return found

@@ -376,7 +376,7 @@ def describe_plan(
     """The resolved plan as text, for people: one line a fact.
 
     Args:
-        num_prompts: prompts in the training set, or None for a stream of unknown length.
+        num_prompts: prompts in the training set; None where that is not known.
         epochs: passes over the training set, or None when the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
         form: how completions run through the model, where that is known.
@@ -406,7 +406,7 @@ def describe_plan(
         spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{spread}"))
     if num_prompts is None:
-        rows.append(("epoch", "a stream of unknown length"))
+        rows.append(("epoch", "as many steps as the training set has prompts for (not known here)"))
     else:
         layout = EpochLayout(g, num_prompts, drop_last)
         dropped = num_prompts * own - layout.trained_completions

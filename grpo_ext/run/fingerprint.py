@@ -87,6 +87,8 @@ SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iter
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):  # JSON takes no tuples as keys
+        return {str(name): _plain(part) for name, part in value.items()}
     return json.loads(json.dumps(value, default=str))
 
 

@@ -87,6 +87,10 @@ def plan(
         str | None, typer.Option(help="With model: float32, bfloat16 or float16 forwards (default: bfloat16).")
     ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="With model: train adapters of this rank alone.")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option(help="With model: recompute activations (default: yes, as in TRL).")
+    ] = None,
+    recompute_granularity: Annotated[str | None, typer.Option(help="With model: full or selective.")] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
     from ..batching.sizes import SETTINGS, describe_plan, geometry_of
@@ -272,7 +276,8 @@ def export(
     )
     say(f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB")
     if done.difference is None:
-        say("Not checked: " + ("no samples to compare with." if check else "as asked for."))
+        none = "the checkpoint holds no completions (models that take images record none)."
+        say(f"Not checked: {none if check else 'as asked for.'}")
     else:
         say(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
 

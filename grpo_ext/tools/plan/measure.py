@@ -35,19 +35,26 @@ def load_config(model: str) -> Any:
     """The configuration of a model id, a folder, or a JSON file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is not of a language model.
     """
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
         if model.endswith(".json"):
-            return AutoConfig.for_model(**json.loads(Path(model).read_text()))
-        return AutoConfig.from_pretrained(model)
+            config = AutoConfig.for_model(**json.loads(Path(model).read_text()))
+        else:
+            config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"model={model!r} gives no configuration ({reason}); name a model or a config.json."
         ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model={model!r} is a {type(config).__name__}, and memory is counted for models of text alone; leave "
+            "--model out, or name the text model inside."
+        )
+    return config
 
 
 class _Products(TorchDispatchMode):
@@ -148,6 +155,18 @@ def measure(
     )
 
 
+def is_selective(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings recompute selectively.
+
+    Raises:
+        ConfigError: they name another granularity.
+    """
+    granularity = settings.get("recompute_granularity", "full")
+    if granularity not in ("full", "selective"):
+        raise ConfigError(f"recompute_granularity={granularity!r} is unknown; use one of 'full', 'selective'.")
+    return bool(granularity == "selective")
+
+
 def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> StepSizes:
     """Lengths of a first step: prompts of one length, completions of exponential length, cut at the longest."""
     rows = geometry.global_batch_size
@@ -196,6 +215,11 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     if compute not in DTYPES:
         raise ConfigError(f"compute={compute!r}: use float32, bfloat16 or float16.")
     lora_rank = settings.get("lora_rank", settings.get("lora_r", 16) if settings.get("use_peft") else None)
+    selective, checkpointing = is_selective(settings), bool(settings.get("gradient_checkpointing", True))
+    if selective and (not checkpointing or settings["engine"] == "zero3"):
+        raise ConfigError(
+            "recompute_granularity='selective' wants gradient_checkpointing, and is refused under ZeRO-3; change one."
+        )
     prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
     mean = settings.get("mean_completion_length") or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
@@ -212,8 +236,8 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         largest,
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompt + longest,
-        checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        selective=settings.get("recompute_granularity") == "selective",
+        checkpointing=checkpointing,
+        selective=selective,
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
         bitwise=bool(settings.get("bitwise_invariant", False)),
     )

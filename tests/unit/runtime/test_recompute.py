@@ -20,7 +20,8 @@ from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.runtime.recompute import KEEP_PRODUCTS, PRODUCTS
 from tests.support.architectures import PREFIXED, architecture
 from tests.support.packs import gradient, rows_of
-from tests.support.trainers import make
+from tests.support.trainers import error, make, update
+from tests.tolerances import UPDATE_BFLOAT16
 
 SELECTIVE = {"use_reentrant": False, "context_fn": KEEP_PRODUCTS}
 SHAPE = ([7, 12], [[4, 1, 9], [6, 6, 2]])
@@ -118,3 +119,16 @@ def test_a_trainer_runs_products_once_also_in_a_step_that_samples_nothing(tmp_pa
     selective = {"gradient_checkpointing": True, "recompute_granularity": "selective", **settings}
     assert full > plain > 0
     assert of_resumed_step("selective", **selective) == plain
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "lfm2", pytest.param("zamba2", marks=pytest.mark.full)])
+def test_in_bfloat16_a_weight_is_cast_in_the_forward_and_in_the_recomputation(tmp_path, kind):
+    """Where a layer runs twice, too (prefix form, shared layers): autocast would give the second the cast of the first."""
+    shared = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]} if kind == "zamba2" else {}
+
+    def learned(**settings: Any) -> torch.Tensor:
+        common = {"bf16": True, "gradient_checkpointing": True, "max_steps": 1, **settings}
+        return update(tmp_path / str(len(settings)), kind=architecture(kind, **shared), **common)[0]
+
+    full, selective = learned(), learned(recompute_granularity="selective")
+    assert error(full, selective) <= (0 if kind == "qwen2" else UPDATE_BFLOAT16)

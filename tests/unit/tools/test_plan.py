@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.batching.sizes import resolve_geometry
+from grpo_ext.batching.sizes import geometry_of, resolve_geometry
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
-from grpo_ext.tools.plan.measure import balance, load_config, measure, simulated
+from grpo_ext.tools.plan.measure import balance, expected_memory, load_config, measure, simulated
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
 from tests.support import forks
 from tests.support.architectures import architecture
@@ -221,3 +221,25 @@ def geometry_of_64() -> Any:
     return resolve_geometry(
         num_generations=8, num_processes=1, micro_batch_size=8, accumulation_steps=1, global_batch_size=64
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"recompute_granularity": "half"}, "recompute_granularity='half' is unknown"),
+        ({"recompute_granularity": "selective", "gradient_checkpointing": False}, "wants gradient_checkpointing"),
+        ({"recompute_granularity": "selective", "engine": "zero3"}, "refused under ZeRO-3"),
+    ],
+)
+def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, says):
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(SMALL))
+    settings = {"num_generations": 8, "engine": "ddp", "prompt_length": 8, **changes}
+    with pytest.raises(ConfigError, match=says):
+        expected_memory(str(model), geometry_of(settings, 1), settings)
+
+
+def test_memory_is_counted_for_models_of_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    with pytest.raises(ConfigError, match="is a LlavaConfig, and memory is counted for models of text alone"):
+        load_config(str(tmp_path / "config.json"))
