@@ -123,7 +123,7 @@ def test_a_trainer_runs_products_once_also_in_a_step_that_samples_nothing(tmp_pa
 
 @pytest.mark.parametrize("kind", ["qwen2", "lfm2", pytest.param("zamba2", marks=pytest.mark.full)])
 def test_in_bfloat16_a_weight_is_cast_in_the_forward_and_in_the_recomputation(tmp_path, kind):
-    """Where a layer runs twice, too (prefix form, shared layers): autocast would give the second the cast of the first."""
+    """Where a layer runs twice, too (prefix form, shared layers): the second would be given the cast of the first."""
     shared = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]} if kind == "zamba2" else {}
 
     def learned(**settings: Any) -> torch.Tensor:
