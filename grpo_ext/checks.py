@@ -380,6 +380,11 @@ def check_images(dataset: Any, prepare: Any) -> None:
         DataError: names the row.
     """
     for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
+        if isinstance(dataset[number]["prompt"], str) and images_of(dataset[number]):
+            raise DataError(
+                f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
+                "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
+            )
         try:
             one, other = (prepare(dataset[number]).tensors for _ in range(2))
         except (KeyError, OSError, TypeError, ValueError) as error:

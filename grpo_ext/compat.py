@@ -84,9 +84,14 @@ def sample_no_image_tokens(trainer: Any) -> None:
 
     TRL does so since 1.16, unless the user has other tokens that are not sampled.
     """
-    if not trainer.use_vllm:
-        others, image = trainer.generation_config.suppress_tokens or [], trainer.model.config.image_token_id
+    if not trainer.use_vllm and (image := image_token(trainer.model)) is not None:
+        others = trainer.generation_config.suppress_tokens or []
         trainer.generation_config.suppress_tokens = sorted({*others, image})
+
+
+def image_token(model: Any) -> int | None:
+    """The id of the token that stands for an image, or for a part of one; None for a model without such a token."""
+    return getattr(model.config, "image_token_id", None)
 
 
 def set_checkpointing_kwargs(args: Any, kwargs: dict[str, Any]) -> None:

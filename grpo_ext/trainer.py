@@ -187,7 +187,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if with_images:
             options: Any = self.chat_template_kwargs
             template = {"chat_template": self.chat_template, **options}
-            prepare = PromptProcessor(self.processing_class, template, self.model.config.image_token_id)
+            prepare = PromptProcessor(self.processing_class, template, compat.image_token(self.model))
             compat.sample_no_image_tokens(self)
         self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare, images_travel)
         refused = (_PLACES if with_images else {}) | (_LATER if images_travel else {})

@@ -71,10 +71,10 @@ class PromptProcessor:
     Args:
         processor: the model's.
         template: the chat template and its arguments, as TRL passes them.
-        image_token: id of the token that stands for an image, or for a part of one.
+        image_token: id of the token that stands for an image, or for a part of one; None if there is none.
     """
 
-    def __init__(self, processor: Any, template: dict[str, Any], image_token: int) -> None:
+    def __init__(self, processor: Any, template: dict[str, Any], image_token: int | None) -> None:
         self.processor, self.template, self.image_token = processor, template, image_token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
@@ -116,7 +116,8 @@ class PromptProcessor:
 
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
         """The types of tokens among which images stand anywhere, where the model takes them."""
-        return dict.fromkeys(self._type_names, (ids_BL == self.image_token).long())
+        token = -1 if self.image_token is None else self.image_token
+        return dict.fromkeys(self._type_names, (ids_BL == token).long())
 
 
 class WithoutImages(View):

@@ -475,3 +475,9 @@ def test_selective_recomputation_runs_on_images_in_bfloat16(tmp_path):
 def test_images_for_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(DataError, match="the data has images, and the model is given a tokenizer"):
         make(tmp_path, rows=image_rows(8), processor=image_processor("llava").tokenizer)
+
+
+def test_images_beside_a_prompt_that_is_text_are_refused(tmp_path):
+    rows = image_rows(3).map(lambda row: {"prompt": row["prompt"][0]["content"]})
+    with pytest.raises(DataError, match="row 0 of the data set has images and a prompt that is text"):
+        make(tmp_path, rows=rows)
