@@ -38,7 +38,7 @@ class _Known:
 
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
-    "packed": "packs: a prompt once for its completions, without padding",
+    "packed": "packs: a prompt once for its completions, no padding",
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }

@@ -198,7 +198,7 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "settings", "says"),
     [
-        ("qwen2", {}, "packs: a prompt once for its completions, without padding\n"),
+        ("qwen2", {}, "packs: a prompt once for its completions, no padding\n"),
         ("qwen2", {"forward": "padded"}, "padded: every completion with its prompt\n"),
         ("lfm2", {}, r"shared prefixes: .* \(no packs: Lfm2ForCausalLM has layers of another kind \(conv\)\)\n"),
         (
