@@ -380,19 +380,21 @@ def check_images(dataset: Any, prepare: Any) -> None:
         DataError: names the row.
     """
     for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
-        if isinstance(dataset[number]["prompt"], str) and images_of(dataset[number]):
-            raise DataError(
-                f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
-                "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
-            )
         try:
-            one, other = (prepare(dataset[number]).tensors for _ in range(2))
+            reads = [dataset[number] for _ in range(2)]
+            is_text = isinstance(reads[0]["prompt"], str) and bool(images_of(reads[0]))
+            one, other = ({} if is_text else prepare(row).tensors for row in reads)
         except (KeyError, OSError, TypeError, ValueError) as error:
             raise DataError(
                 f"the processor cannot read the images of row {number} ({error}); the prompt has to be messages, and "
                 "`images` a list of images (or `image` one), as many as the prompt has places for, if it has any; "
                 "dataset.cast_column('images', Sequence(Image())) decodes files and bytes."
             ) from error
+        if is_text:
+            raise DataError(
+                f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
+                "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
+            )
         if any(not torch.equal(one[name], other[name]) for name in one):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "

@@ -174,7 +174,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.sync_ref_model:
             self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool, images_travel: bool) -> None:
+    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool, travelling: bool) -> None:
         """The components."""
         multiple = self.pad_to_multiple_of
         self.args.steps_per_generation = self.geometry.steps_per_rollout
@@ -189,8 +189,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             template = {"chat_template": self.chat_template, **options}
             prepare = PromptProcessor(self.processing_class, template, compat.image_token(self.model))
             compat.sample_no_image_tokens(self)
-        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare, images_travel)
-        refused = (_PLACES if with_images else {}) | (_LATER if images_travel else {})
+        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare, travelling)
+        refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
         self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, refused)
         pad = self._tokenizer.pad_token_id
         own_loss = self._overrides("compute_loss", "_compute_loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -481,3 +482,9 @@ def test_images_beside_a_prompt_that_is_text_are_refused(tmp_path):
     rows = image_rows(3).map(lambda row: {"prompt": row["prompt"][0]["content"]})
     with pytest.raises(DataError, match="row 0 of the data set has images and a prompt that is text"):
         make(tmp_path, rows=rows)
+
+
+def test_a_file_that_is_missing_is_named_with_its_row(tmp_path):
+    rows = Dataset.from_list([{"prompt": row["prompt"], "images": ["/nowhere.png"]} for row in image_rows(3)])
+    with pytest.raises(DataError, match=r"cannot read the images of row 0 .*nowhere\.png"):
+        make(tmp_path, rows=rows.cast_column("images", datasets.List(datasets.Image())))
