@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -26,12 +26,29 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What a trainer takes: a model folder (with its tokenizer), data with `prompt` and `answer`, reward functions."""
+    """What a trainer takes: a model folder (with its tokenizer), data with `prompt` and `answer`, reward functions.
 
+    Attributes:
+        about: what is learned, and from which weights.
+        reward_funcs: the first says what is right, with 1.0.
+        settings: keyword arguments of `grpo_ext.GRPOConfig`.
+    """
+
+    about: str
     model_path: Path
     train_dataset: Dataset
     eval_dataset: Dataset
-    reward_funcs: list[Callable[..., list[float]]]
+    reward_funcs: list[Callable[..., Any]]
+    settings: dict[str, Any]
+
+
+class Sample(NamedTuple):
+    """A held-out prompt (a string, or messages), what the model says, the answer, and whether it was right."""
+
+    prompt: Any
+    completion: str
+    answer: str
+    right: bool
 
 
 def sorted_letters_reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -78,10 +95,12 @@ def load_demo(cache_dir: Path | None = None) -> DemoTask:
     """
     warm_start, train, held_out = demo_words()
     return DemoTask(
+        about='put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher',
         model_path=warm_started_model(warm_start, cache_dir),
         train_dataset=_dataset(train),
         eval_dataset=_dataset(held_out),
         reward_funcs=[sorted_letters_reward],
+        settings=demo_config_defaults(),
     )
 
 
@@ -113,28 +132,30 @@ def demo_config_defaults() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def exact_match(
-    model: Any, tokenizer: Any, dataset: Dataset, batch_size: int = 256
-) -> tuple[float, list[tuple[str, str, str]]]:
-    """(share of greedy completions equal to the answer, every row as (prompt, completion, answer)).
+def exact_match(model: Any, tokenizer: Any, task: DemoTask, batch_size: int = 256) -> tuple[float, list[Sample]]:
+    """(share of greedy completions of held-out prompts that are right, all of them).
 
     Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
     """
     settings = GenerationConfig(
         do_sample=False,
-        max_new_tokens=MAX_COMPLETION_LENGTH,
+        max_new_tokens=task.settings["max_completion_length"],
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
     was_training = model.training
     model.eval()
-    samples: list[tuple[str, str, str]] = []
-    for start in range(0, len(dataset), batch_size):
-        rows = dataset[start : start + batch_size]
-        inputs = tokenizer(rows["prompt"], padding=True, padding_side="left", return_tensors="pt").to(model.device)
-        output = model.generate(**inputs, generation_config=settings)
+    samples: list[Sample] = []
+    for start in range(0, len(task.eval_dataset), batch_size):
+        rows = task.eval_dataset[start : start + batch_size]
+        texts = rows["prompt"]
+        if not isinstance(texts[0], str):
+            texts = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**inputs.to(model.device), generation_config=settings)
         completions = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        samples.extend(zip(rows["prompt"], completions, rows["answer"]))
+        rewards = task.reward_funcs[0](prompts=rows["prompt"], completions=completions, answer=rows["answer"])
+        right = [reward == 1.0 for reward in rewards]
+        samples.extend(map(Sample, rows["prompt"], completions, rows["answer"], right))
     model.train(was_training)
-    correct = sum(completion == answer for _, completion, answer in samples)
-    return correct / len(samples), samples
+    return sum(sample.right for sample in samples) / len(samples), samples

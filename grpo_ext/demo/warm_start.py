@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
+
+from .cache import cached_folder
 
 LETTERS = "abcdefgh"
 SEPARATOR = ">"
@@ -135,11 +134,6 @@ def _train(words: list[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTok
     return model.eval(), tokenizer
 
 
-def default_cache_dir() -> Path:
-    """`$GRPO_EXT_CACHE`, else `~/.cache/grpo_ext`."""
-    return Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
-
-
 def recipe_key(words: list[str]) -> str:
     """Twelve hexadecimal digits that change with any value of the recipe and with the words."""
     text = json.dumps([RECIPE, words], sort_keys=True)
@@ -148,24 +142,12 @@ def recipe_key(words: list[str]) -> str:
 
 def warm_started_model(words: list[str], cache_dir: Path | None = None) -> Path:
     """The folder of the warm-started model and its tokenizer; built on the first call, found on the next."""
-    cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    target = cache_dir / f"demo-{recipe_key(words)}"
-    if target.is_dir():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".building-", dir=cache_dir))
-    try:
+
+    def make(folder: Path) -> None:
         model, tokenizer = train_warm_start(words, RECIPE["seed"])
-        _save_quietly(model, tokenizer, beside)
-        try:
-            os.replace(beside, target)
-        except OSError:
-            # another process finished first; a folder under this name is always complete, so its model serves as well
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return target
+        _save_quietly(model, tokenizer, folder)
+
+    return cached_folder(f"demo-{recipe_key(words)}", make, cache_dir)
 
 
 def _save_quietly(model: Any, tokenizer: Any, folder: Path) -> None:
