@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -124,29 +119,3 @@ def architecture(kind: str, seed: int = 0, **overrides: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model
-
-
-class _Double(ModuleType):
-    """torch, whose float32 is float64."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
-
-
-@contextmanager
-def in_float64_throughout(model: Any) -> Iterator[Any]:
-    """The model in float64, also where it computes in float32 whatever its weights are (norms, softmax, decays)."""
-    model.double().set_experts_implementation("eager")  # grouped products have no float64
-    modules = {sys.modules[type(part).__module__] for part in model.modules()}
-    used = {getattr(value, "__module__", None) or "" for module in modules for value in vars(module).values()}
-    modules |= {sys.modules[name] for name in used if name.startswith("transformers.")}
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
-        for module in modules:
-            if hasattr(module, "torch") and module.__name__.startswith("transformers."):
-                module.torch = _Double("torch")
-        try:
-            yield model
-        finally:
-            for module in modules:
-                if isinstance(getattr(module, "torch", None), _Double):
-                    module.torch = torch

@@ -1,7 +1,9 @@
 """`grpo-ext check`: trains a few steps under several hardware splits and compares what was learned.
 
 The relative update error of a split is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference
-split. The invariance tests use the same code. Stock TRL beside it (`against="trl"`) is the negative control.
+split; the gradient error is the same for what the optimizer is given, in steps that all have the weights of the start
+(a learning rate of 0), so that every split has the same completions. The invariance tests use the same code. Stock TRL
+beside it (`against="trl"`) is the negative control.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
+from safetensors import safe_open
 
 from ...batching.sizes import geometry_of
 from ...errors import ConfigError
@@ -23,6 +27,7 @@ from .runs import OURS, STOCK, Run, RunResult, run_all
 
 TOLERANCE = 1e-5  # relative update error in float32, the promise of the default mode
 METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are float32 sums in another order
+PADDING = 64  # `pad_to_multiple_of` of the stock run that differs in nothing else
 _GOOD = ("reference", "same", "same bits", "rounding")
 _TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
@@ -46,6 +51,7 @@ class SplitResult:
 
     Attributes:
         update_error: relative update error; NaN where there is none.
+        gradient_error: the largest relative error of a step's gradient; NaN where there is none.
         metric_error: largest difference of a logged value, and its name.
         float64_error: the update error of the same split in float64, where that was needed to tell.
         verdict: "reference", "same", "same bits", "rounding", "differs", "nothing learned" or "refused".
@@ -60,6 +66,7 @@ class SplitResult:
     verdict: str
     reason: str = ""
     float64_error: float = math.nan
+    gradient_error: float = math.nan
 
 
 @dataclass
@@ -81,12 +88,14 @@ class CheckReport:
 
     def table(self) -> Table:
         """The report for people."""
-        table = Table(title=f"Update after {self.steps} steps, each split against the first")
-        for name in ("trainer", "proc.", "micro", "update error", "float64", "metrics", "verdict"):
+        title = f"Relative errors against the first split: the gradient, and the update after {self.steps} steps"
+        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in ("trainer", "proc.", "micro", "gradient", "update", "float64", "logs", "verdict"):
             words = name in ("trainer", "verdict")
             table.add_column(name, justify="left" if words else "right", no_wrap=words)
         for r in self.results:
-            errors = ("" if math.isnan(e) else f"{e:.1e}" for e in (r.update_error, r.float64_error, r.metric_error))
+            values = (r.gradient_error, r.update_error, r.float64_error, r.metric_error)
+            errors = ("" if math.isnan(e) else f"{e:.1e}" for e in values)
             table.add_row(r.trainer, str(r.split.processes), str(r.split.micro_batch_size), *errors, r.verdict)
         return table
 
@@ -124,6 +133,21 @@ def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tens
     difference = math.sqrt(sum(float((other[n].double() - d.double()).norm()) ** 2 for n, d in reference.items()))
     norm = math.sqrt(sum(float(d.double().norm()) ** 2 for d in reference.values()))
     return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
+
+
+def gradient_error(reference: Path, other: Path) -> float:
+    """The largest of all steps' `norm(gA - gB) / norm(gA)` over all parameters, in float64, from files of gradients."""
+    squares: dict[str, list[float]] = {}
+    with safe_open(reference, "pt") as file_a, safe_open(other, "pt") as file_b:
+        if {*file_a.keys()} != {*file_b.keys()}:
+            return math.inf
+        for name in file_a.keys():  # noqa: SIM118 - no dictionary
+            a, b = file_a.get_tensor(name).double(), file_b.get_tensor(name).double()
+            step = squares.setdefault(name.split("/")[0], [0.0, 0.0])
+            step[0] += float((a - b).norm()) ** 2
+            step[1] += float(a.norm()) ** 2
+    errors = [math.sqrt(d / n) if n else (math.inf if d else 0.0) for d, n in squares.values()]
+    return max(errors, default=math.nan)
 
 
 def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str:
@@ -286,7 +310,9 @@ def check(
         template = Run("", start, data_path, functions, base, peft=peft, trace=bitwise)
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
-            results += _compare_trainer(dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress)
+            results += _compare_trainer(
+                dataclasses.replace(template, trainer=trainer), chosen, tolerance, progress, Path(name) / trainer
+            )
             if all(r.verdict == "refused" for r in results):
                 raise ConfigError(f"no split could be trained: {results[0].reason}")
         return CheckReport(results, steps, base)
@@ -314,7 +340,10 @@ def _model_folder(model: Any, processing_class: Any, folder: Path) -> str:
     return str(folder / "model")
 
 
-def _launch(template: Run, splits: Sequence[Split], dtype: str, progress: Any) -> dict[Split, RunResult]:
+def _launch(
+    template: Run, splits: Sequence[Split], dtype: str, progress: Any, gradients: Path | None = None
+) -> dict[Split, RunResult]:
+    """The run of every split; with a folder for gradients, also a run that does not learn, for those."""
     results: dict[Split, RunResult] = {}
     for processes in dict.fromkeys(s.processes for s in splits):
         here = [s for s in splits if s.processes == processes]
@@ -327,6 +356,16 @@ def _launch(template: Run, splits: Sequence[Split], dtype: str, progress: Any) -
             )
             for s in here
         ]
+        if gradients is not None:
+            runs += [
+                dataclasses.replace(
+                    run,
+                    name=f"gradient_{run.name}",
+                    config={**run.config, "learning_rate": 0.0},
+                    gradients=_gradient_file(gradients, s),
+                )
+                for run, s in zip(runs, here)
+            ]
         if progress is not None:
             sizes = ", ".join(str(s.micro_batch_size) for s in here)
             progress(f"{template.trainer}, {dtype}: {processes} process(es), micro-batches of {sizes}")
@@ -334,13 +373,23 @@ def _launch(template: Run, splits: Sequence[Split], dtype: str, progress: Any) -
     return results
 
 
-def _compare_trainer(template: Run, splits: list[Split], tolerance: float, progress: Any) -> list[SplitResult]:
-    runs = _launch(template, splits, "float32", progress)
+def _gradient_file(folder: Path, split: Split) -> Path:
+    return folder / f"{split.processes}x{split.micro_batch_size}.safetensors"
+
+
+def _compare_trainer(
+    template: Run, splits: list[Split], tolerance: float, progress: Any, folder: Path
+) -> list[SplitResult]:
+    folder.mkdir()
+    runs = _launch(template, splits, "float32", progress, None if template.trace else folder)
     reference_split = next((s for s in splits if runs[s].error is None), splits[0])
     reference = runs[reference_split]
     if template.trace:
         return [compare_bits(s, template.trainer, reference, runs[s]) for s in splits]
     compared = [compare(s, template.trainer, reference, runs[s], tolerance) for s in splits]
+    for result in compared:
+        if (file := _gradient_file(folder, result.split)).exists():
+            result.gradient_error = gradient_error(_gradient_file(folder, reference_split), file)
     doubtful = [r for r in compared if r.verdict == "differs"]
     exact: dict[Split, RunResult] = {}
     if doubtful and template.trainer == OURS:
@@ -357,4 +406,21 @@ def _compare_trainer(template: Run, splits: list[Split], tolerance: float, progr
             result.reason = f"only the log differs, most in {result.metric_name}"
         if not result.reason and reference.delta.keys() == runs[result.split].delta.keys():
             result.reason = describe_difference(reference.delta, runs[result.split].delta)
+    if template.trainer == STOCK and reference.error is None:
+        compared.append(_other_padding(template, reference_split, reference, tolerance, progress, folder))
     return compared
+
+
+def _other_padding(
+    template: Run, split: Split, reference: RunResult, tolerance: float, progress: Any, folder: Path
+) -> SplitResult:
+    """The reference run of stock TRL again, with nothing but more padding: what rounding alone does."""
+    padded = dataclasses.replace(template, config={**template.config, "pad_to_multiple_of": PADDING})
+    (folder / "padded").mkdir()
+    found = _launch(padded, [split], "float32", progress, folder / "padded")[split]
+    result = compare(split, f"{STOCK}, padded", reference, found, tolerance)
+    if found.error is None:
+        files = [_gradient_file(folder, split), _gradient_file(folder / "padded", split)]
+        result.gradient_error = gradient_error(*files)
+        result.reason = f"pad_to_multiple_of={PADDING} and nothing else: what rounding alone does"
+    return result

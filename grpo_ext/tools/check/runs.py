@@ -45,6 +45,7 @@ class Run:
         eval_path: folder of an evaluation set; evaluated once after training.
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
+        gradients: file to write the gradients of every step to, as the optimizer is given them; None for none.
         resume_from: a checkpoint to go on from.
         rollout_func: as for the trainer.
         nameless: the model is handed over without a name to find it by again, as one built in memory.
@@ -60,6 +61,7 @@ class Run:
     eval_path: str | None = None
     dtype: str = "float32"
     trace: bool = False
+    gradients: Path | None = None
     resume_from: str | None = None
     rollout_func: Any = None
     nameless: bool = False

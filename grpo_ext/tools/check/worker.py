@@ -77,8 +77,25 @@ def _tracer(trainer: Any, trace: list[dict[str, str]]) -> Any:
     return Tracer()
 
 
+def _keeper(trainer: Any, gradients: dict[str, Any]) -> Any:
+    """A callback that keeps the gradients of every step, clipped, as "step/parameter"."""
+    from transformers import TrainerCallback
+
+    class Keeper(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+            for name, p in parameters:
+                if p.grad is not None:
+                    gradients[f"{state.global_step}/{name}"] = p.grad.detach().clone()
+
+    return Keeper()
+
+
 def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    from safetensors.torch import save_file
     from transformers import PrinterCallback
+
+    from ...compat import float64_throughout
 
     if trainer.accelerator.num_processes != processes:
         raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")
@@ -88,12 +105,19 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
     trace: list[dict[str, str]] = []
     if run.trace:
         trainer.add_callback(_tracer(trainer, trace))
+    gradients: dict[str, Any] = {}
+    if run.gradients:
+        trainer.add_callback(_keeper(trainer, gradients))
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    precision = float64_throughout(model) if run.dtype == "float64" else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), precision:
         trainer.train(resume_from_checkpoint=run.resume_from)
         seconds = time.perf_counter() - start
         if run.eval_path:
             trainer.evaluate()
+    if run.gradients and trainer.accelerator.is_main_process:
+        save_file(gradients, run.gradients)
     delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
     return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": trace}
 

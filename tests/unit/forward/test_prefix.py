@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_ext.compat import float64_throughout
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
 from grpo_ext.forward.choice import ForwardChoice, why_not_packed
@@ -17,7 +18,7 @@ from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
-from tests.support.architectures import HYBRID, PREFIXED, architecture, in_float64_throughout
+from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
@@ -75,7 +76,7 @@ def test_the_same_gradients_under_checkpointing(kind, caplog):
 def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
     """What float32 shows is rounding, then: of the prefix form, of packs, and under checkpointing."""
     batch = rows_of(*SHAPES["groups"])
-    with in_float64_throughout(model_of(kind)) as model:
+    with float64_throughout(model_of(kind)) as model:
         expected = gradient(score_padded, model, batch)
         for score in (score_prefix, score_packed)[: 1 + (why_not_packed(model) is None)]:
             assert apart(gradient(score, model, batch), expected) <= FLOAT64_SUMS

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.check import comparison
@@ -18,6 +20,7 @@ from grpo_ext.tools.check.comparison import (
     compare,
     compare_bits,
     first_difference,
+    gradient_error,
     metric_difference,
     update_error,
 )
@@ -36,6 +39,19 @@ def test_update_error_is_the_relative_distance_of_the_updates():
     assert update_error(delta(3.0, 4.0), delta(3.0, 4.0)) == 0.0
     assert update_error(delta(0.0), delta(1.0)) == math.inf
     assert update_error(delta(1.0), {"other": torch.ones(1)}) == math.inf
+
+
+def test_the_gradient_error_is_that_of_the_worst_step(tmp_path):
+    def written(name: str, *values: tuple[float, float]) -> Path:
+        file = tmp_path / name
+        save_file({f"{step}/{p}": torch.tensor([v[p]]) for step, v in enumerate(values) for p in (0, 1)}, file)
+        return file
+
+    reference = written("a", (3.0, 4.0), (30.0, 40.0), (0.0, 0.0))
+    assert gradient_error(reference, reference) == 0.0
+    assert gradient_error(reference, written("b", (3.0, 4.5), (30.0, 41.0), (0.0, 0.0))) == pytest.approx(0.1)
+    assert gradient_error(reference, written("c", (3.0, 4.0), (30.0, 40.0), (0.0, 1.0))) == math.inf
+    assert gradient_error(reference, written("d", (3.0, 4.0))) == math.inf
 
 
 def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
@@ -151,6 +167,25 @@ def test_check_trains_and_compares_an_object_with_a_local_reward(fork_launches):
     assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
     assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
     assert report.ok
+    assert 0.0 < report.of(OURS)[1].gradient_error < 2e-6
+    (padded,) = report.of("trl, padded")
+    assert 0.0 < padded.gradient_error < 1e-4  # rounding, and no other completions
+
+
+def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches):
+    # a Llama computes its norms in float32 whatever its weights are: with those the update differs by 1e-5
+    config = {"global_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "gradient_checkpointing": False}
+    report = check(
+        tiny_model("llama"),
+        prompts(),
+        letter_reward,
+        config,
+        processing_class=tiny_tokenizer(),
+        splits=[Split(8), Split(3)],
+        tolerance=1e-9,
+    )
+    assert [r.verdict for r in report.results] == ["reference", "rounding"]
+    assert report.results[1].float64_error < 1e-10 < report.results[1].update_error
 
 
 def test_an_unseen_error_in_training_is_reported(tmp_path):
@@ -198,6 +233,7 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches):
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert not report.ok
     assert "allow_split_dependent" in report.notes()[0]
+    assert report.results[1].gradient_error > 1e-2
 
 
 @pytest.mark.parametrize(("word", "status"), [("same", 0), ("rounding", 0), ("differs", 1), ("nothing learned", 1)])
