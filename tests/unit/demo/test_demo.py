@@ -5,6 +5,7 @@ No network, no state outside tmp_path."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,14 +131,14 @@ def test_exact_match_is_the_share_of_right_samples_and_changes_no_state(short_re
     model = AutoModelForCausalLM.from_pretrained(demo.model_path).train()
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path)
     dataset = demo.eval_dataset.select(range(10))
+    demo = replace(demo, eval_dataset=dataset)
     state = torch.get_rng_state()
-    accuracy, samples = exact_match(model, tokenizer, dataset, batch_size=4)
+    accuracy, samples = exact_match(model, tokenizer, demo, batch_size=4)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
-    assert [prompt for prompt, _, _ in samples] == list(dataset["prompt"])
+    assert [sample.prompt for sample in samples] == list(dataset["prompt"])
     # the measurement must be able to reach both ends: gold answers that the model does give, and ones it cannot
-    given = dataset.remove_columns("answer").add_column("answer", [completion for _, completion, _ in samples])
-    assert exact_match(model, tokenizer, given, batch_size=4)[0] == 1.0
-    never = dataset.remove_columns("answer").add_column("answer", ["?"] * 10)
-    assert exact_match(model, tokenizer, never, batch_size=4)[0] == 0.0
+    for answers, share in (([sample.completion for sample in samples], 1.0), (["?"] * 10, 0.0)):
+        changed = dataset.remove_columns("answer").add_column("answer", answers)
+        assert exact_match(model, tokenizer, replace(demo, eval_dataset=changed), batch_size=4)[0] == share
     assert 0.0 <= accuracy <= 1.0
