@@ -39,7 +39,7 @@ def read_record(path: Path, shapes: Sequence[Shape]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         known = [_key(result["shape"]) for result in found["results"]]
-        names = ", ".join(result["shape"]["name"] for result in found["results"])
+        names = "; ".join(result["shape"]["name"] for result in found["results"])
         missing = {"machine", "versions", "settings"} - found.keys()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -49,7 +49,7 @@ def read_record(path: Path, shapes: Sequence[Shape]) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{path} does not say its {', '.join(sorted(missing))}; write it again with `--json`.")
     if not any(_key(dataclasses.asdict(shape)) in known for shape in shapes):
-        asked = ", ".join(shape.name for shape in shapes)
+        asked = "; ".join(shape.name for shape in shapes)
         raise ConfigError(f"{path} holds none of the shapes of this bench ({asked}); it has {names}.")
     return found
 
@@ -92,6 +92,7 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Table, lis
 
 
 def _per_token(result: Mapping[str, Any], who: str) -> dict[str, float]:
-    """Milliseconds by phase, and of all phases."""
-    found = {phase: 1000 * seconds / result["tokens"][who] for phase, seconds in result["seconds"][who].items()}
+    """Milliseconds by phase, of those that the shape is about, and of all of them."""
+    seconds, tokens = result["seconds"][who], result["tokens"][who]
+    found = {phase: 1000 * seconds[phase] / tokens for phase in Shape(**result["shape"]).phases}
     return {**found, "all": sum(found.values())}

@@ -447,7 +447,7 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
                 f"{r.working_mib[who]:.0f} MiB",
                 f"{r.peak_mib[who]:.0f} MiB",
             )
-    compared = Table(title="grpo_ext against TRL, both at their best micro-batch size")
+    compared = Table(title="grpo_ext against TRL")
     for name in ("shape", "speed-up", "working memory", "peak memory", "useful matmul share", "bound (s)"):
         compared.add_column(name, justify="left" if name == "shape" else "right")
     for r in results:
