@@ -126,8 +126,10 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
 def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     """The plan of the file is above; the check trains it, the bench is what it would run."""
     monkeypatch.setattr("grpo_ext.tools.check.comparison.run_all", launches.run_all)
-    rows = question_rows(tmp_path / "rows.jsonl")
-    own = {"model_name_or_path": (toy_model(tmp_path / "model"), "toy"), "dataset_name": (rows, "no network")}
+    own: Overrides = {
+        "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
+        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
+    }
     words = ["--config", str(CONFIGS / "gsm8k_lora.yaml"), *as_options({**SMALL, **NO_FP16, **own})]
     result = CliRunner().invoke(app, ["check", *words, "--processes", "1", "--micro_batch_sizes", "16,3"])
     assert result.exit_code == 0, (result.output, result.exception)
@@ -141,5 +143,5 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)
     assert sizes == {"TRL": [8], "grpo_ext": [8]}
     assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
-    messages = len("s:Solve the problem step by step. End with the answer after ####.|u:")
-    assert 3 < shape.prompt < messages, "tokens of the messages: the toy tokenizer fuses what it does not know"
+    # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
+    assert 4 < shape.prompt < 7

@@ -1,4 +1,4 @@
-"""The benchmark trains both on the same tokens; its figures follow from what was measured and compare with older ones."""
+"""The benchmark trains both on the same tokens; its figures follow from what was measured, as does a comparison."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 
 def test_plan_prints_the_layout_for_any_number_of_processes():
-    done = run(
-        "plan", "--global_batch_size", "16", "--num-generations", "4", "--processes", "3", "--num_prompts", "10"
-    )
+    done = run("plan", "--global_batch_size", "16", "--num-generations", "4", "--processes", "3", "--num_prompts", "10")
     assert done.returncode == 0, done.stderr
     assert "16 completions = 4 prompts x 4" in done.stdout
     assert "10 prompts = 3 optimizer steps" in done.stdout
