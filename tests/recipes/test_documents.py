@@ -167,15 +167,13 @@ def test_the_check_of_commands_can_fail(line):
 @pytest.mark.parametrize(
     "line", [line for page in PAGES for line in commands(page) if line.startswith("grpo-ext plan")]
 )
-def test_a_shown_plan_runs(line):
+def test_a_shown_plan_runs(line, tmp_path, monkeypatch):
+    (tmp_path / "my_run.yaml").write_text("global_batch_size: 64\n")
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(line)[1:]
     if "--model_name_or_path" in words:  # its configuration is on the hub
         place = words.index("--model_name_or_path")
         words = words[:place] + words[place + 2 :]
-        for option in ("--engine", "--config"):
-            if option in words:
-                place = words.index(option)
-                words = words[:place] + words[place + 2 :]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "optimizer step" in result.output
