@@ -110,7 +110,7 @@ test-gpu: $(GPU)/.ready  ## on a GPU, in 8 minutes and without a network: tests/
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
-bench: $(READY)  ## the reference shapes against stock TRL, by phase (about an hour; ARGS="--shape ...")
+bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/grpo-ext bench $(ARGS)
 
 lint: $(READY)  ## ruff and mypy

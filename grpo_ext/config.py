@@ -24,7 +24,7 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
-from .runtime.recompute import KEEP_PRODUCTS
+from .runtime.recompute import KEEP_PRODUCTS, recomputes_selectively
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -257,7 +257,7 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        self._check_recompute()
+        recomputes_selectively(vars(self))
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(
@@ -297,7 +297,6 @@ class GRPOConfig(trl.GRPOConfig):
             "scale_rewards": ("group", "batch", "none", True, False),
             "reward_on_failure": ("error", "none"),
             "forward": ("auto", *get_args(Form)),
-            "recompute_granularity": ("full", "selective"),
             "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
         }
         for name, values in known.items():
@@ -426,21 +425,6 @@ class GRPOConfig(trl.GRPOConfig):
     def _check_forward(self) -> None:
         if self.forward != "auto" and not self.packed_forward:
             raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
-
-    def _check_recompute(self) -> None:
-        if self.recompute_granularity == "full":
-            return
-        given: Any = self.gradient_checkpointing_kwargs or {}
-        for name, clashes in (
-            ("gradient_checkpointing=False", not self.gradient_checkpointing),
-            ("use_reentrant=True", bool(given.get("use_reentrant"))),
-            ("a context_fn of your own", "context_fn" in given),
-        ):
-            if clashes:
-                raise ConfigError(
-                    f"recompute_granularity={self.recompute_granularity!r} says what gradient checkpointing (not the "
-                    f"reentrant kind) keeps, and there is {name}; change one of the two."
-                )
 
     @property
     def forms(self) -> tuple[Form, ...]:

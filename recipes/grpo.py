@@ -1,6 +1,7 @@
 """GRPO on any model and data: `accelerate launch recipes/grpo.py [--config FILE.yaml] [--option value ...]`.
 Unlike TRL's script, nothing needs an argument: without a model and data it trains the embedded demo and shows the gain.
-The whole flow in one file; every field of GRPOConfig and of trl's ModelConfig is an option (`--help`)."""
+The whole flow in one file, from `main` at its end; grpo_ext/tools/options.py holds the options: the data's, and every
+field of GRPOConfig and of trl's ModelConfig (`--help`)."""
 
 from __future__ import annotations
 
@@ -14,123 +15,33 @@ import shutil
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import yaml
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import demo_config_defaults, exact_match, load_demo
-from grpo_ext.errors import ConfigError, GrpoExtError, RewardError, did_you_mean
-from grpo_ext.rewards.registry import resolve_rewards, reward_names
+from grpo_ext.demo.task import exact_match, load_demo
+from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
+from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.tools.console import Console
-from grpo_ext.tools.data import OPTIONS, load_prompts
+from grpo_ext.tools.options import ScriptArguments, load_arguments, load_data, parse
 from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
-DEMO_REWARD = "grpo_ext.demo.task.sorted_letters_reward"  # what `--rewards` is for the demo where it is not given
 HELD_OUT = "held out exact match"
-
-
-@dataclass
-class ScriptArguments:
-    """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
-
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
-    answer_after: str | None = field(
-        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
-    )
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
-    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
-    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
-    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
-    rewards: list[str] = field(
-        default_factory=lambda: ["exact_number"],
-        metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
-    )
-    demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
 
 def say(text: str) -> None:
     """Print on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
-
-
-def is_demo(argv: list[str]) -> bool:
-    """Whether neither a model nor data is named, on the command line or in the file of `--config`."""
-    named = {arg.split("=")[0].lstrip("-").replace("-", "_") for arg in argv if arg.startswith("--")}
-    if "--config" in argv[:-1]:
-        path = Path(argv[argv.index("--config") + 1])
-        if not path.is_file():
-            raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
-        content = yaml.safe_load(path.read_text())
-        named |= set(content) if isinstance(content, dict) else set()
-    given = named & {"model_name_or_path", "dataset_name"}
-    if len(given) == 1:
-        raise ConfigError(
-            f"Only --{given.pop()} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
-        )
-    return not given
-
-
-def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, Any]:
-    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
-    from trl import ModelConfig, TrlParser
-
-    argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    demo = is_demo(argv)
-    asked_for_help = "--help" in argv or "-h" in argv  # lists the defaults of a run of one's own
-    dataclasses_of_options: Any = (ScriptArguments, GRPOConfig, ModelConfig)
-    parser = TrlParser(dataclasses_of_options)
-    parser.error = refuse_option  # type: ignore[method-assign]
-    # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
-    parser.set_defaults_with_config(lora_dropout=0.0)
-    if demo and not asked_for_help:
-        parser.set_defaults_with_config(**demo_config_defaults(), rewards=[DEMO_REWARD])
-    try:
-        script, training, model, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
-    except GrpoExtError:
-        raise
-    except (ValueError, TypeError) as error:  # TRL's and transformers' own refusals of a setting
-        raise ConfigError(str(error)) from error
-    refuse_unknown(unknown, argv, parser)
-    return demo, script, training, model
-
-
-def refuse_option(message: str) -> NoReturn:
-    """A parser's complaint as one sentence, without the two hundred lines of its usage."""
-    raise ConfigError(f"{message}; `--help` lists the options.")
-
-
-def refuse_unknown(unknown: list[str], argv: list[str], parser: Any) -> None:
-    """Refuse what the parser has left over: options, and names in the file of `--config`, which come as options too."""
-    if not unknown:
-        return
-    known = [option for action in parser._actions for option in action.option_strings]
-    names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
-    name = next((name for name in names if name.startswith("--")), names[0])
-    hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
-    if any(word.split("=")[0] == name for word in argv):
-        raise ConfigError(f"{name} is no option; {hint}")
-    file = argv[argv.index("--config") + 1]
-    raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
 
 
 def check_output_dir(training: GRPOConfig) -> None:
@@ -208,9 +119,7 @@ def finish(trainer: GRPOTrainer) -> None:
     trainer.end()
 
 
-def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: list[str]) -> None:
-    from trl import get_peft_config
-
+def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     say('Demo: put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher')
     if PartialState().device.type == "cpu":
@@ -254,26 +163,11 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
     finish(trainer)
 
 
-def load_data(script: ScriptArguments, seed: int) -> tuple[Any, Any]:
-    """(train, held-out or None) prompts, as the script's options say."""
-    options = {keyword: getattr(script, name) for name, keyword in OPTIONS.items() if name != "seed"}
-    return load_prompts(str(script.dataset_name), **options, seed=seed)
-
-
-def run(script: ScriptArguments, training: GRPOConfig, model: Any) -> None:
-    from trl import get_peft_config, get_quantization_config
-
+def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     with PartialState().main_process_first():
         train, held_out = load_data(script, training.seed)
-    given: Any = training.model_init_kwargs or {}  # a dictionary by now; the option is written as JSON
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "trust_remote_code": training.trust_remote_code,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-        **given,
-    }
+    training.model_init_kwargs = load_arguments(training, model)
     try:
         trainer = make_trainer(
             training,

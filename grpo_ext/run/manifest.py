@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..runtime.determinism import environment
@@ -40,8 +41,23 @@ def versions() -> dict[str, str | None]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The kind of machine, without its name."""
-    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count(), "gpu": accelerator}
+    return {
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu() -> str:
+    try:  # what platform.processor() leaves empty on Linux
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
 
 
 def opening(

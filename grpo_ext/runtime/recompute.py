@@ -6,10 +6,14 @@ Differs from transformers' gradient checkpointing, which keeps a layer's input a
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ..errors import ConfigError
 
 _aten = torch.ops.aten
 # the grouped products of experts are not among them: transformers adds biases to them in place
@@ -35,3 +39,34 @@ class KeepProducts(str):
 
 
 KEEP_PRODUCTS = KeepProducts("keep matrix products and attention")
+
+
+def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> bool:
+    """Whether a run keeps matrix products and attention; `settings` by the names of GRPOConfig, TRL's where missing.
+
+    Raises:
+        ConfigError: another granularity, one that other settings contradict, or that does not work under ZeRO-3.
+    """
+    granularity = settings.get("recompute_granularity", "full")
+    if granularity not in ("full", "selective"):
+        raise ConfigError(f"recompute_granularity={granularity!r} is unknown; use one of 'full', 'selective'.")
+    if granularity == "full":
+        return False
+    given = settings.get("gradient_checkpointing_kwargs") or {}
+    given = json.loads(given) if isinstance(given, str) else given  # as the command line has it
+    for name, clashes in (
+        ("gradient_checkpointing=False", not settings.get("gradient_checkpointing", True)),
+        ("use_reentrant=True", bool(given.get("use_reentrant"))),
+        ("a context_fn of your own", "context_fn" in given),
+    ):
+        if clashes:
+            raise ConfigError(
+                "recompute_granularity='selective' says what gradient checkpointing (not the reentrant kind) keeps, "
+                f"and there is {name}; change one of the two."
+            )
+    if zero3:
+        raise ConfigError(
+            "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
+            "torch takes that for a part of the layer. Use 'full', ZeRO-2 or FSDP2."
+        )
+    return True

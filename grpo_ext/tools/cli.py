@@ -1,13 +1,13 @@
 """The command line `grpo-ext`: what people run beside training.
 
-Light until a command needs more: `plan` loads no model and no trainer.
+`check`, `plan` and `bench` take a run's file and options as recipes/grpo.py does; what a command does not know itself
+goes to the recipe's parser. Light until a command needs more: a `plan` of sizes alone loads no model and no trainer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
 from .quiet import quiet_libraries
-from .run_file import load_task, read_config, refuse_unknown
 
 app = typer.Typer(
     name="grpo-ext",
@@ -29,7 +28,12 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
 )
 
-BENCH_MICRO = "1,2,4,8,16,32"
+OF_A_RUN: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "epilog": "Every option of recipes/grpo.py is taken too, as it is: --model_name_or_path, --dataset_name, "
+    "--rewards, --use_peft and all that `python recipes/grpo.py --help` lists.",
+}
+CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options win over it.")
 
 
 def say(text: str) -> None:
@@ -52,13 +56,23 @@ def integers(text: str, name: str) -> list[int]:
     return values
 
 
-@app.command()
+def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
+    """The run's settings: what its file and the options that the command itself does not have say."""
+    if config is None and not context.args:
+        return {}  # without the libraries, which take seconds
+    quiet_libraries()
+    from .options import read_settings
+
+    file = [] if config is None else ["--config", str(config)]
+    own = [f"--{parameter.name}" for parameter in context.command.params]
+    return read_settings([*file, *context.args], own)
+
+
+@app.command(**OF_A_RUN)
 def plan(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Option(help="YAML file with GRPOConfig settings.")] = None,
-    num_processes: Annotated[
-        int, typer.Option("--num-processes", "--processes", help="Processes the run is laid onto.")
-    ] = 1,
+    config: Annotated[Path | None, CONFIG] = None,
+    processes: Annotated[int, typer.Option(help="Processes the run is laid onto.")] = 1,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     num_generations: Annotated[int | None, typer.Option(help="Completions per prompt (default: 8).")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Completions per optimizer step, global.")] = None,
@@ -75,37 +89,25 @@ def plan(
     rollout_chunk_size: Annotated[int | None, typer.Option(help="Completions per generate call.")] = None,
     micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
-    dataloader_drop_last: Annotated[bool | None, typer.Option(help="Drop a smaller last step.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model id, folder or config.json: adds tokens, balance and memory per device.")
+    engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
+    prompt_length: Annotated[int, typer.Option(help="With a model: tokens of a prompt.")] = 512,
+    mean_completion_length: Annotated[
+        int | None, typer.Option(help="With a model (default: half of max_completion_length).")
     ] = None,
-    engine: Annotated[str, typer.Option(help="With model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
-    prompt_length: Annotated[int, typer.Option(help="With model: tokens of a prompt.")] = 512,
-    max_completion_length: Annotated[int | None, typer.Option(help="With model: tokens (default: 512).")] = None,
-    mean_completion_length: Annotated[int | None, typer.Option(help="With model (default: half the longest).")] = None,
-    compute: Annotated[
-        str | None, typer.Option(help="With model: float32, bfloat16 or float16 forwards (default: bfloat16).")
-    ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="With model: train adapters of this rank alone.")] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, typer.Option(help="With model: recompute activations (default: yes, as in TRL).")
-    ] = None,
-    recompute_granularity: Annotated[str | None, typer.Option(help="With model: full or selective.")] = None,
 ) -> None:
-    """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too."""
-    from ..batching.sizes import SETTINGS, describe_plan, geometry_of
+    """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too.
 
-    file = read_config(config)
-    known = (*SETTINGS, "micro_batch_tokens")
-    if any(name not in known and get_close_matches(name, known, 1, 0.8) for name in file):
-        refuse_unknown(file, config)  # seconds, so only for a name that may be misspelt
-    settings = {name: value for part in (file, context.params) for name, value in part.items() if value is not None}
-    geometry = geometry_of(settings, num_processes)
+    The model is that of the run: an id, a folder, or a config.json.
+    """
+    from ..batching.sizes import describe_plan, geometry_of
+
+    parts = (settings_of(context, config), context.params)
+    settings = {name: value for part in parts for name, value in part.items() if value is not None}
+    geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, settings.get("micro_batch_tokens")))
-    if model is not None:
-        quiet_libraries()
+    if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
         text, table = expected_memory(model, geometry, settings)
@@ -113,16 +115,10 @@ def plan(
         Console().print(table)
 
 
-@app.command()
+@app.command(**OF_A_RUN)
 def check(
-    model: Annotated[
-        str | None, typer.Option(help="Model id or folder with its tokenizer (default: the demo).")
-    ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Data set id, file or folder (default: the demo).")] = None,
-    prompt_column: Annotated[str | None, typer.Option(help="Column that holds the prompt (default: prompt).")] = None,
-    answer_column: Annotated[str | None, typer.Option(help="Column that holds the gold answer.")] = None,
-    rewards: Annotated[str | None, typer.Option(help="Reward functions, comma-separated names or paths.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of a run, as for recipes/grpo.py.")] = None,
+    context: typer.Context,
+    config: Annotated[Path | None, CONFIG] = None,
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
@@ -134,24 +130,26 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
-    """Train a few steps under several splits and compare the updates; exit status 1 when a split differs."""
-    from .check import check as run_check
-    from .check.comparison import Split, default_splits
+    """Train a few steps of a run (default: the demo) under several splits and compare; status 1 when a split differs.
+
+    In float32 unless the run's settings name bf16 or fp16; what it writes, logs and evaluates is left out.
+    """
     from .plots import load_pyplot, write_check_plot
 
     if plot is not None:
         load_pyplot()  # before the work, not after it
     quiet_libraries()
-    given = read_config(config)
-    refuse_unknown(given, config)
-    asked: dict[str, Any] = {"model_name_or_path": model, "dataset_name": dataset, "prompt_column": prompt_column}
-    asked |= {"answer_column": answer_column, "rewards": None if rewards is None else rewards.split(",")}
-    task = load_task({**given, **{name: value for name, value in asked.items() if value is not None}})
+    from .check import check as run_check
+    from .check.comparison import Split, default_splits
+    from .check.task import load_task
+
     counts = integers(processes, "processes")
-    if micro_batch_sizes is None:
-        splits = default_splits(task.settings.get("global_batch_size") or 16, counts)
+    sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
+    task = load_task(settings_of(context, config))
+    if sizes is None:
+        splits = default_splits(task.settings["global_batch_size"], counts)
     else:
-        splits = [Split(size, n) for n in counts for size in integers(micro_batch_sizes, "micro_batch_sizes")]
+        splits = [Split(size, n) for n in counts for size in sizes]
     say(task.about)
     report = run_check(
         task.model,
@@ -162,6 +160,7 @@ def check(
         steps=steps,
         against=against,
         peft=task.peft,
+        quantization=task.quantization,
         tolerance=tolerance,
         bitwise=bitwise,
         progress=_say_dim,
@@ -182,8 +181,10 @@ def _say_dim(sentence: str) -> None:
     Console().print(f"[dim]{sentence}[/dim]")
 
 
-@app.command()
+@app.command(**OF_A_RUN)
 def bench(
+    context: typer.Context,
+    config: Annotated[Path | None, CONFIG] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -191,45 +192,76 @@ def bench(
             "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model id or path; or a config.json (random weights). Default: 28M Qwen2, or what the shape names."
-        ),
-    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="All reference shapes, micro-batches searched: more than an hour.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
-    stock_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of.")] = BENCH_MICRO,
-    our_micro: Annotated[str, typer.Option(help="Micro-batch sizes to choose ours of.")] = BENCH_MICRO,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    stock_micro: Annotated[
+        str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of, for example 1,2,4.")
+    ] = None,
+    our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
+    prompt_length: Annotated[int | None, typer.Option(help="Of a run: tokens (default: measured in its data).")] = None,
+    mean_completion_length: Annotated[
+        int | None, typer.Option(help="Of a run: tokens (default: half of max_completion_length).")
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(help="A file of --json: show it against this bench.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
     parts: Annotated[
         bool, typer.Option("--parts", help="Instead: ours with and without each of its parts, no stock TRL.")
     ] = False,
 ) -> None:
-    """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved."""
-    from .bench.shapes import MODELS, REFERENCE, as_tables, parse_shape, run_shape, write_json
+    """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved.
+
+    Without --config, a quarter of an hour on reference shapes; with it, one optimizer step of that run: its model,
+    sizes, LoRA and precision, on completions of random tokens. --model_name_or_path may be a config.json (random
+    weights).
+    """
     from .plots import load_pyplot, write_bench_plot
 
     if plot is not None:
         load_pyplot()
     quiet_libraries()
-    known = {s.name: s for s in REFERENCE}
-    shapes = [known[text] if text in known else parse_shape(text) for text in shape] if shape else list(REFERENCE)
-    source: Any = model
-    if model is not None and model.endswith(".json"):
-        source = json.loads(Path(model).read_text())
+    from .bench.of_run import options_of, shape_of
+    from .bench.record import compared, read_record, record_of
+    from .bench.shapes import MICRO, MODELS, OURS, REFERENCE, SHORT, STOCK, as_tables, parse_shape, run_shape
+
+    settings = settings_of(context, config)
+    options, dtype = options_of(settings), settings.get("dtype", "float32")
+    source: Any = settings.get("model_name_or_path")
+    if source is not None and source.endswith(".json"):
+        source = json.loads(Path(source).read_text())
+    known = {s.name: s for s in (*SHORT, *REFERENCE)}
     if parts:
-        _bench_parts(known, source or MODELS["reference"], rounds, dtype)
+        _bench_parts({s.name: s for s in REFERENCE}, source or MODELS["reference"], rounds, dtype)
         return
-    sizes = {"TRL": integers(stock_micro, "stock_micro"), "grpo_ext": integers(our_micro, "our_micro")}
+    if shape:
+        shapes = [known[text] if text in known else parse_shape(text) for text in shape]
+    elif config is not None or settings.get("dataset_name") is not None:
+        name = "the run" if config is None else config.stem
+        one, source, dtype, options = shape_of(settings, name, prompt_length, mean_completion_length)
+        shapes = [one]
+    else:
+        shapes = list(REFERENCE if long else SHORT)
+    asked = {STOCK: stock_micro, OURS: our_micro}
+    searched = {who: integers(text, "micro-batches") for who, text in asked.items() if text is not None}
+    how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
+    old = None if compare is None else read_record(compare, shapes)
     results = []
     for one in shapes:
-        results.append(run_shape(one, source or MODELS[one.model], rounds, sizes, dtype, _say_dim))
+        fixed = {} if one.micro is None else {who: [size] for who, size in zip((STOCK, OURS), one.micro)}
+        sizes = {STOCK: MICRO, OURS: MICRO, **fixed, **searched}
+        results.append(run_shape(one, source or MODELS[one.model], rounds, sizes, dtype, _say_dim, options))
+        record = record_of(results, how)
         if json_file is not None:
-            write_json(results, json_file)
+            json_file.write_text(json.dumps(record, indent=1) + "\n")
     for table in as_tables(results):
         Console().print(table)
+    if old is not None:
+        table, notes = compared(old, record)
+        Console().print(table)
+        for note in notes:
+            say(f"  {escape(note)}")
     if plot is not None:
         write_bench_plot(results, plot)
 

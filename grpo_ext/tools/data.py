@@ -13,20 +13,6 @@ from datasets.exceptions import DatasetNotFoundError
 
 from ..errors import ConfigError, DataError, shortened
 
-# options of the recipe, by the argument of `load_prompts` that they are
-OPTIONS = {
-    "dataset_config": "name",
-    "dataset_split": "split",
-    "prompt_column": "prompt_column",
-    "answer_column": "answer_column",
-    "answer_after": "answer_after",
-    "prompt_template": "prompt_template",
-    "system_prompt": "system_prompt",
-    "conversational": "conversational",
-    "max_samples": "max_samples",
-    "eval_fraction": "eval_fraction",
-    "seed": "seed",
-}
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 

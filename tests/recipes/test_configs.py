@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.tools.cli import app
+from tests.support import launches
 from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
@@ -85,8 +86,7 @@ def test_the_plan_gives_sizes_and_memory(name, tmp_path):
     file = settings(CONFIGS / f"{name}.yaml")
     (tmp_path / "config.json").write_text(json.dumps(toy_config(64).to_dict()))
     command = ["plan", "--config", str(CONFIGS / f"{name}.yaml"), "--processes", str(processes)]
-    command += ["--model", str(tmp_path / "config.json"), "--engine", "ddp" if processes == 1 else "fsdp2"]
-    command += ["--lora-rank", str(file["lora_r"])] if "lora_r" in file else []
+    command += ["--model_name_or_path", str(tmp_path / "config.json"), "--engine", "ddp" if processes == 1 else "fsdp2"]
     result = CliRunner().invoke(app, command + (["--num-prompts", str(prompts)] if prompts else []))
     assert result.exit_code == 0, result.output
     groups = file["global_batch_size"] // file["num_generations"]
@@ -121,3 +121,27 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
     assert max(line["grad_norm"] for line in steps) > 0
     weights = "adapter_model.safetensors" if settings(CONFIGS / f"{name}.yaml").get("use_peft") else "model.safetensors"
     assert (tmp_path / "out" / weights).is_file()
+
+
+def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
+    """The plan of the file is above; the check trains it, the bench is what it would run."""
+    monkeypatch.setattr("grpo_ext.tools.check.comparison.run_all", launches.run_all)
+    own: Overrides = {
+        "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
+        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
+    }
+    words = ["--config", str(CONFIGS / "gsm8k_lora.yaml"), *as_options({**SMALL, **NO_FP16, **own})]
+    result = CliRunner().invoke(app, ["check", *words, "--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "LoRA of rank 16, in float32" in result.output
+    assert "learns the same" in result.output
+    benched = []
+    monkeypatch.setattr("grpo_ext.tools.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)
+    CliRunner().invoke(app, ["bench", *words])
+    ((shape, model, rounds, sizes, dtype, _, options),) = benched
+    assert (shape.name, shape.groups, shape.group, shape.longest, shape.lora) == ("gsm8k_lora", 4, 4, 16, True)
+    assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)
+    assert sizes == {"TRL": [8], "grpo_ext": [8]}
+    assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
+    # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
+    assert 4 < shape.prompt < 7

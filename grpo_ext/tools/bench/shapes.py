@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 from rich.table import Table
@@ -27,6 +26,7 @@ from ...batching.sizes import even_slice, group_numbers
 from ...errors import ConfigError
 
 MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
+MICRO = (1, 2, 4, 8, 16, 32)  # micro-batch sizes that are tried where none are named
 AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no more than this times its seconds
 PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
 OURS, STOCK = "grpo_ext", "TRL"
@@ -39,13 +39,15 @@ class Shape:
     Attributes:
         prompt: tokens of each prompt.
         shortest, longest: tokens of the completions.
-        skewed: exponential lengths (many short, few long) instead of uniform ones.
+        skewed: exponential lengths (many short, few long) instead of uniform ones; mean: of the exponential, where it
+            is not a quarter of the longest.
         groups, group: prompts per step, completions per prompt.
         without_variance: share of the groups whose rewards are all equal.
         lora, checkpointing: train an adapter, recompute activations.
         sample: time the sampling of completions instead of training on given ones.
         whole: sample, and train on what was sampled.
         model: name of the model in `MODELS`, where none is asked for.
+        micro: completions per forward of stock TRL and of ours, where the fastest are not searched for.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Shape:
     sample: bool = False
     whole: bool = False
     model: str = "reference"
+    mean: int | None = None
+    micro: tuple[int, int] | None = None
 
     @property
     def samples(self) -> bool:
@@ -79,7 +83,7 @@ class Shape:
         def one() -> int:
             if not self.skewed:
                 return source.randint(self.shortest, self.longest)
-            return min(self.longest, self.shortest + int(source.expovariate(4 / self.longest)))
+            return min(self.longest, self.shortest + int(source.expovariate(1 / (self.mean or self.longest / 4))))
 
         return [[one() for _ in range(self.group)] for _ in range(self.groups)]
 
@@ -92,6 +96,15 @@ REFERENCE = (
     Shape("long prompt, LoRA + checkpointing", 512, 32, 256, lora=True, checkpointing=True),
     Shape("rollout, ragged answers", 64, 1, 768, skewed=True, sample=True),
     Shape("real vocabulary, whole step", 40, 1, 45, groups=8, whole=True, model="smollm2-135m"),
+)
+
+# a quarter of an hour: half the groups, one phase each, and the micro-batches that were fastest in the long form
+SHORT = (
+    Shape("long prompt, 2 groups", 512, 32, 256, groups=2, micro=(2, 8)),
+    Shape("ragged answers, 2 groups", 64, 64, 768, skewed=True, groups=2, micro=(1, 4)),
+    Shape("short everything", 16, 8, 16, micro=(32, 32)),
+    Shape("rollout, ragged answers, 2 groups", 64, 1, 384, skewed=True, groups=2, sample=True, micro=(16, 16)),
+    Shape("real vocabulary, 2 groups", 40, 1, 45, groups=2, whole=True, model="smollm2-135m", micro=(8, 16)),
 )
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -239,12 +252,20 @@ def matmul_rate(device: str, dtype: str) -> float:
 def spec_of(
     shape: Shape, who: str, micro: int, model: Any, dtype: str, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a worker is told; `options` go to the trainer's configuration."""
+    """What a worker is told; `options` go to GRPOConfig and trl's ModelConfig, as far as the trainer has them."""
     shared = {"shape": dataclasses.asdict(shape), "model": model, "dtype": dtype}
     return {**shared, "who": who, "micro": micro, "options": dict(options or {})}
 
 
-def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype: str, say: Callable[[str], Any]) -> int:
+def _best_micro(
+    shape: Shape,
+    who: str,
+    sizes: Sequence[int],
+    model: Any,
+    dtype: str,
+    say: Callable[[str], Any],
+    options: Mapping[str, Any] | None = None,
+) -> int:
     """The fastest micro-batch size, by the faster of two steps; the smallest of those that are as good as that."""
     rows = shape.groups * shape.group
     dividing = sorted({min(size, rows) for size in sizes if who == OURS or rows % min(size, rows) == 0})
@@ -259,7 +280,7 @@ def _best_micro(shape: Shape, who: str, sizes: Sequence[int], model: Any, dtype:
         return usable[-1]
     seconds = {}
     for size in usable:
-        with closing(Worker(spec_of(shape, who, size, model, dtype))) as worker:
+        with closing(Worker(spec_of(shape, who, size, model, dtype, options))) as worker:
             worker.step()
             seconds[size] = min(sum(worker.step()["seconds"].values()) for _ in range(2))
         say(f"{shape.name}: {who} with micro-batches of {size}: {seconds[size]:.2f} s")
@@ -281,20 +302,30 @@ def _alternate(
 
 
 def run_shape(
-    shape: Shape, model: Any, rounds: int, micros: Mapping[str, Sequence[int]], dtype: str, say: Callable[[str], Any]
+    shape: Shape,
+    model: Any,
+    rounds: int,
+    micros: Mapping[str, Sequence[int]],
+    dtype: str,
+    say: Callable[[str], Any],
+    options: Mapping[str, Any] | None = None,
 ) -> Result:
     """Measure one shape, ours and stock in turn.
 
     Args:
         model: a model id or path, or a configuration as a dictionary (random weights).
         micros: micro-batch sizes to choose the fastest of, for each trainer.
+        dtype: of the weights, float32 or bfloat16.
+        options: settings of a run, by the names of GRPOConfig and trl's ModelConfig.
     """
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    micro = {who: _best_micro(shape, who, micros[who], model, dtype, say) for who in (STOCK, OURS)}
-    matmul = matmul_rate(device, dtype)
-    specs = {who: spec_of(shape, who, micro[who], model, dtype) for who in (STOCK, OURS)}
+    micro = {who: _best_micro(shape, who, micros[who], model, dtype, say, options) for who in (STOCK, OURS)}
+    given = options or {}
+    computed = "float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else dtype
+    matmul = matmul_rate(device, computed)
+    specs = {who: spec_of(shape, who, micro[who], model, dtype, options) for who in (STOCK, OURS)}
     steps, about = _alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
     return Result(
         shape,
@@ -416,7 +447,7 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
                 f"{r.working_mib[who]:.0f} MiB",
                 f"{r.peak_mib[who]:.0f} MiB",
             )
-    compared = Table(title="grpo_ext against TRL, both at their best micro-batch size")
+    compared = Table(title="grpo_ext against TRL")
     for name in ("shape", "speed-up", "working memory", "peak memory", "useful matmul share", "bound (s)"):
         compared.add_column(name, justify="left" if name == "shape" else "right")
     for r in results:
@@ -430,9 +461,3 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
             "-" if r.shape.samples else f"{r.flops / r.matmul:.2f}",
         )
     return [phases, compared]
-
-
-def write_json(results: Sequence[Result], path: Path) -> None:
-    """All figures, for machines."""
-    rows = [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results]
-    path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -34,14 +34,17 @@ def _words(vocabulary: int) -> Any:
     )
 
 
-def _model(spec: dict[str, Any]) -> Any:
+def _model(spec: dict[str, Any], of_model: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import get_quantization_config
 
     torch.manual_seed(0)
     dtype = getattr(torch, spec["dtype"])
     if isinstance(spec["model"], str):
-        return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
+        load = {"revision": of_model.model_revision, "attn_implementation": of_model.attn_implementation}
+        load["quantization_config"] = get_quantization_config(of_model)
+        return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype, **load)
     config = AutoConfig.for_model(**spec["model"])
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # half a billion random numbers take a while
         return AutoModelForCausalLM.from_config(config).to(dtype)
@@ -184,11 +187,12 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     import torch
     import trl
     from datasets import Dataset
-    from peft import LoraConfig
 
     import grpo_ext
 
-    model = _model(spec)
+    asked = {"use_peft": shape.lora, "lora_target_modules": "all-linear", "lora_dropout": 0.0, **spec["options"]}
+    of_model = trl.ModelConfig(**{n: v for n, v in asked.items() if n in trl.ModelConfig.__dataclass_fields__})
+    model = _model(spec, of_model)
     vocabulary = model.config.get_text_config().vocab_size
     given = _Given(shape, vocabulary)
     if shape.samples:  # a random model says each token alike; enough of them end an answer
@@ -199,32 +203,31 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     layout = (
         {"global_batch_size": rows} if spec["who"] == OURS else {"gradient_accumulation_steps": rows // spec["micro"]}
     )
-    args = package.GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=spec["micro"],
-        num_generations=shape.group,
-        max_completion_length=shape.longest,
-        max_steps=10**6,
-        learning_rate=1e-6,
-        shuffle_dataset=False,
-        gradient_checkpointing=shape.checkpointing,
-        bf16=spec["dtype"] == "bfloat16",
-        use_cpu=not torch.cuda.is_available(),
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="no",
-        disable_tqdm=True,
+    known = package.GRPOConfig.__dataclass_fields__
+    settings = {
+        "per_device_train_batch_size": spec["micro"],
+        "num_generations": shape.group,
+        "max_completion_length": shape.longest,
+        "max_steps": 10**6,
+        "learning_rate": 1e-6,
+        "shuffle_dataset": False,
+        "gradient_checkpointing": shape.checkpointing,
+        "bf16": spec["dtype"] == "bfloat16",
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
         **layout,
-        **spec["options"],
-    )
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        **{name: value for name, value in spec["options"].items() if name in known},
+    }
     trainer = package.GRPOTrainer(
         model=model,
         reward_funcs=given.reward,
-        args=args,
+        args=package.GRPOConfig(folder, **settings),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in p) for p in given.prompts]}),
         processing_class=_words(vocabulary),
-        peft_config=lora if shape.lora else None,
+        peft_config=trl.get_peft_config(of_model),
         callbacks=[callback],
     )
     if not shape.samples:

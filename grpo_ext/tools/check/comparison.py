@@ -266,6 +266,7 @@ def check(
     steps: int = 3,
     against: str | None = None,
     peft: dict[str, Any] | None = None,
+    quantization: Any = None,
     tolerance: float = TOLERANCE,
     bitwise: bool = False,
     progress: Any = None,
@@ -285,6 +286,7 @@ def check(
         splits: default: several micro-batch sizes on 1 and 2 processes.
         against: "trl" runs stock TRL beside, under the same splits.
         peft: keyword arguments of `peft.LoraConfig`.
+        quantization: a `transformers.BitsAndBytesConfig`.
         bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.
         progress: called with a sentence before each launch.
 
@@ -307,7 +309,7 @@ def check(
         data_path = str(Path(name) / "data")
         train_dataset.save_to_disk(data_path)
         start = _model_folder(model, processing_class, Path(name))
-        template = Run("", start, data_path, functions, base, peft=peft, trace=bitwise)
+        template = Run("", start, data_path, functions, base, peft=peft, quantization=quantization, trace=bitwise)
         results: list[SplitResult] = []
         for trainer in (OURS, STOCK) if against else (OURS,):
             results += _compare_trainer(

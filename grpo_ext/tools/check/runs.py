@@ -39,9 +39,10 @@ class Run:
         model_path: folder or id of the start, loaded in `dtype`; its tokenizer lies beside it.
         data_path: folder of the training set (`Dataset.save_to_disk`).
         rewards: reward functions, as for the trainer.
-        config: keyword arguments of `grpo_ext.GRPOConfig`.
+        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply, but for the type.
         trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
         peft: keyword arguments of `peft.LoraConfig`, or None for full training.
+        quantization: a `transformers.BitsAndBytesConfig`, or None.
         eval_path: folder of an evaluation set; evaluated once after training.
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
@@ -58,6 +59,7 @@ class Run:
     config: dict[str, Any]
     trainer: str = OURS
     peft: dict[str, Any] | None = None
+    quantization: Any = None
     eval_path: str | None = None
     dtype: str = "float32"
     trace: bool = False

@@ -49,7 +49,10 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         import grpo_ext
 
         args, trainer_class = grpo_ext.GRPOConfig(**config), grpo_ext.GRPOTrainer
-    model = create_model_from_path(run.model_path, dtype=getattr(torch, run.dtype), device_map=None)
+    load = {**(config.get("model_init_kwargs") or {}), "dtype": getattr(torch, run.dtype), "device_map": None}
+    if run.quantization is not None:
+        load["quantization_config"] = run.quantization
+    model = create_model_from_path(run.model_path, **load)
     if run.nameless:
         model.config._name_or_path = ""
     return trainer_class(
@@ -59,6 +62,7 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         train_dataset=load_from_disk(run.data_path),
         eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
         processing_class=processing_class_of(run.model_path, args),
+        quantization_config=run.quantization,
         peft_config=LoraConfig(**run.peft) if run.peft else None,
         rollout_func=run.rollout_func,
     )

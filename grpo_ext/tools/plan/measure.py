@@ -1,4 +1,4 @@
-"""The planning table of `grpo-ext plan --model`: tokens, balance and memory per device, before anything is started.
+"""The planning table of `grpo-ext plan` for a model: tokens, balance and memory per device, before anything is started.
 
 The saved activations are counted, not guessed: two layers of the architecture, with random weights and a tiny
 vocabulary, run forward once on the CPU, and every tensor autograd keeps is added up.
@@ -24,7 +24,7 @@ from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
-from ...runtime.recompute import PRODUCTS
+from ...runtime.recompute import PRODUCTS, recomputes_selectively
 from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
@@ -47,12 +47,12 @@ def load_config(model: str) -> Any:
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model={model!r} gives no configuration ({reason}); name a model or a config.json."
+            f"model_name_or_path={model!r} gives no configuration ({reason}); name a model or a config.json."
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"model={model!r} is a {type(config).__name__}, and memory is counted for models of text alone; leave "
-            "--model out, or name the text model inside."
+            f"model_name_or_path={model!r} is a {type(config).__name__}, and memory is counted for models of text "
+            "alone; name the text model inside."
         )
     return config
 
@@ -155,18 +155,6 @@ def measure(
     )
 
 
-def is_selective(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings recompute selectively.
-
-    Raises:
-        ConfigError: they name another granularity.
-    """
-    granularity = settings.get("recompute_granularity", "full")
-    if granularity not in ("full", "selective"):
-        raise ConfigError(f"recompute_granularity={granularity!r} is unknown; use one of 'full', 'selective'.")
-    return bool(granularity == "selective")
-
-
 def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> StepSizes:
     """Lengths of a first step: prompts of one length, completions of exponential length, cut at the longest."""
     rows = geometry.global_batch_size
@@ -185,11 +173,9 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
 
 
 def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
-    """Memory per device, by part."""
+    """Memory per device, by part; what it is of stands above it."""
     found = memory_of(model, layout)
-    table = Table(
-        title=f"Memory per device, {layout.engine} on {layout.processes} (GiB, expected)", title_justify="left"
-    )
+    table = Table()
     table.add_column("part")
     table.add_column("GiB", justify="right")
     for name, size in found.items():
@@ -205,21 +191,15 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     Args:
         model: id, folder or config.json.
         settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, `prompt_length`
-            (tokens), and as far as they are known `mean_completion_length` (tokens), `compute` and `lora_rank`.
+            (tokens), and `mean_completion_length` (tokens) where it is known.
 
     Raises:
-        ConfigError: a configuration that cannot be read, an unknown engine or type.
+        ConfigError: a configuration that cannot be read, an unknown engine, a way to recompute that is refused.
     """
-    half = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
-    compute = settings.get("compute", half)
-    if compute not in DTYPES:
-        raise ConfigError(f"compute={compute!r}: use float32, bfloat16 or float16.")
-    lora_rank = settings.get("lora_rank", settings.get("lora_r", 16) if settings.get("use_peft") else None)
-    selective, checkpointing = is_selective(settings), bool(settings.get("gradient_checkpointing", True))
-    if selective and (not checkpointing or settings["engine"] == "zero3"):
-        raise ConfigError(
-            "recompute_granularity='selective' wants gradient_checkpointing, and is refused under ZeRO-3; change one."
-        )
+    # bfloat16 is TRL's default
+    compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
+    lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
+    selective = recomputes_selectively(settings, zero3=settings["engine"] == "zero3")
     prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
     mean = settings.get("mean_completion_length") or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
@@ -236,7 +216,7 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         largest,
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompt + longest,
-        checkpointing=checkpointing,
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
         selective=selective,
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
         bitwise=bool(settings.get("bitwise_invariant", False)),

@@ -1,7 +1,7 @@
 """What a training step and a rollout take of a device's memory, from a model's sizes: arithmetic, no model is loaded.
 
 Sizes in bytes per device. The saved activations per token are measured on two layers (tools.plan.measure); the rest
-follows from the number of parameters and from what an engine shards. Used by `grpo-ext plan --model`.
+follows from the number of parameters and from what an engine shards. Used by `grpo-ext plan` where a model is named.
 """
 
 from __future__ import annotations

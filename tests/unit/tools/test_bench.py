@@ -1,4 +1,4 @@
-"""The benchmark trains both on the same tokens, and its figures follow from what was measured."""
+"""The benchmark trains both on the same tokens; its figures follow from what was measured, as does a comparison."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import dataclasses
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.bench import shapes as bench
+from grpo_ext.tools.bench.record import compared, read_record, record_of
 from grpo_ext.tools.bench.shapes import (
     OURS,
     PARTS,
     PHASES,
     REFERENCE,
+    SHORT,
     STOCK,
     Result,
     Shape,
@@ -24,11 +27,12 @@ from grpo_ext.tools.bench.shapes import (
     parts_tables,
     run_part,
     run_shape,
-    write_json,
 )
 from grpo_ext.tools.bench.worker import _Given, cost_of
+from grpo_ext.tools.cli import app
 from grpo_ext.tools.plots import write_bench_plot
 from tests.support.tiny import stock_scores
+from tests.support.toy_recipe import CONFIGS, question_rows, toy_model
 
 TINY = {
     "model_type": "qwen2",
@@ -150,10 +154,75 @@ def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
         assert result.tokens[OURS] == result.tokens[STOCK] == _Given(shape, 64).tokens
     assert result.matmul > 0
     assert any("round 1 of 1" in text for text in said)
-    write_json([result], tmp_path / "figures.json")
-    assert json.loads((tmp_path / "figures.json").read_text())[0]["speed_up"] == result.speed_up
+    assert record_of([result], {})["results"][0]["speed_up"] == result.speed_up
     write_bench_plot([result], tmp_path / "figures.svg")
     drawn = (tmp_path / "figures.svg").read_text()
     assert f"<!-- {result.speed_up:.1f}x -->" in drawn
     assert all(f"<!-- {phase} -->" in drawn for phase in shape.phases if result.seconds[OURS][phase])
     assert [table.row_count for table in as_tables([result])] == [2, 1]
+
+
+def test_the_short_form_is_of_the_same_kind_as_the_long_one_and_names_its_micro_batches():
+    for shape in SHORT:
+        rows = shape.groups * shape.group
+        assert shape.micro is not None
+        assert rows % min(shape.micro[0], rows) == 0, "stock TRL's has to divide"
+        assert shape.phases in [s.phases for s in REFERENCE]
+
+
+def record(seconds: float, **shape: object) -> dict:
+    phases = dict.fromkeys(PHASES, seconds)
+    both = {OURS: 8.0, STOCK: 4.0}
+    result = Result(
+        Shape("x", 4, 1, 2, **shape), {OURS: 2, STOCK: 2}, {OURS: phases, STOCK: phases}, both, both, both, 1.0, 1.0, 1
+    )
+    return record_of([result], {"rounds": 1})
+
+
+def test_an_old_bench_is_compared_by_shape_trainer_and_phase():
+    old, new = record(0.4), record(0.2, micro=(1, 1))
+    new["machine"] = {**old["machine"], "cores": -1}
+    table, notes = compared(old, new)
+    rows = list(zip(*(column.cells for column in table.columns)))
+    assert rows[0] == ("x", STOCK, "log-probs", "100", "50", "2.00x")
+    assert rows[-1] == ("x", OURS, "all", "150", "75", "2.00x")
+    assert [row[2] for row in rows] == [*PHASES[1:], "all"] * 2
+    assert notes == [f"machine: cores was {old['machine']['cores']}, is -1."]
+    assert {"cpu", "cores", "threads", "memory_gib"} <= old["machine"].keys()
+    assert {"torch", "trl"} <= old["versions"].keys()
+    assert old["settings"] == {"rounds": 1}
+    table, notes = compared(record(0.4, lora=True), record(0.2))
+    assert (table.row_count, notes) == (0, ["x: not in the old file."])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[1]", "holds no figures of a bench"),
+        ("no JSON", "holds no figures of a bench"),
+        ('{"results": []}', "does not say its machine, settings, versions"),
+        (json.dumps(record(1.0, lora=True)), "holds none of the shapes of this bench"),
+    ],
+)
+def test_a_file_that_cannot_be_compared_with_is_refused(tmp_path, content, says):
+    (tmp_path / "old.json").write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        read_record(tmp_path / "old.json", [Shape("x", 4, 1, 2)])
+    with pytest.raises(ConfigError, match="holds no figures"):
+        read_record(tmp_path / "none.json", [Shape("x", 4, 1, 2)])
+    (tmp_path / "new.json").write_text(json.dumps(record(1.0)))
+    assert read_record(tmp_path / "new.json", [Shape("x", 4, 1, 2, micro=(2, 2))])["settings"] == {"rounds": 1}
+
+
+@pytest.mark.full
+def test_a_run_is_benched_end_to_end(tmp_path):
+    model, rows = toy_model(tmp_path / "model"), question_rows(tmp_path / "rows.jsonl")
+    of_run = f"--config {CONFIGS / 'gsm8k_lora.yaml'} --model_name_or_path {model} --dataset_name {rows} --fp16 False"
+    sizes = "--num_generations 4 --global_batch_size 8 --max_completion_length 8 --prompt_length 20 --rounds 1"
+    words = ["bench", *of_run.split(), *sizes.split(), "--json", str(tmp_path / "new.json")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    written = json.loads((tmp_path / "new.json").read_text())
+    assert written["results"][0]["shape"]["lora"]
+    assert written["settings"]["options"]["lora_r"] == 16
+    result = CliRunner().invoke(app, [*words, "--compare", str(tmp_path / "new.json")])
+    assert "Milliseconds per token, old against new" in result.output

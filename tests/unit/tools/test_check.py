@@ -25,7 +25,6 @@ from grpo_ext.tools.check.comparison import (
     update_error,
 )
 from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, stock_config
-from grpo_ext.tools.run_file import Task
 from tests.support.launches import run_all as run_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -241,9 +240,11 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from typer.testing import CliRunner
 
     from grpo_ext.tools import cli
+    from grpo_ext.tools.check.task import Task
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    monkeypatch.setattr(cli, "load_task", lambda *args: Task("", None, [], {}, None, "Checking"))
+    task = Task("", None, [], {}, None, None, "Checking")
+    monkeypatch.setattr("grpo_ext.tools.check.task.load_task", lambda *args: task)
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools import cli
-from grpo_ext.tools.cli import app, integers, read_config
+from grpo_ext.tools.cli import app, integers
+from grpo_ext.tools.options import read_settings
 
 runner = CliRunner()
 
@@ -24,9 +25,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
 
 
 def test_plan_prints_the_layout_for_any_number_of_processes():
-    done = run(
-        "plan", "--global_batch_size", "16", "--num-generations", "4", "--num_processes", "3", "--num_prompts", "10"
-    )
+    done = run("plan", "--global_batch_size", "16", "--num-generations", "4", "--processes", "3", "--num_prompts", "10")
     assert done.returncode == 0, done.stderr
     assert "16 completions = 4 prompts x 4" in done.stdout
     assert "10 prompts = 3 optimizer steps" in done.stdout
@@ -36,7 +35,7 @@ def test_plan_prints_the_layout_for_any_number_of_processes():
 def test_plan_reads_the_settings_of_a_recipe(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("global_batch_size: 24\nnum_generations: 4\nlearning_rate: 1.0e-5\n")
-    assert "24 completions = 6 prompts x 4" in run("plan", "--config", str(path)).stdout
+    assert "24 completions = 6 prompts x 4" in runner.invoke(app, ["plan", "--config", str(path)]).output
 
 
 def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
@@ -45,17 +44,16 @@ def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
     done = runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5", "--num_train_epochs", "1"])
     assert "5 prompts = 2 optimizer steps" in done.output, done.output
     assert runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5"]).output != done.output
-    kept = runner.invoke(
-        app,
-        ["plan", "--config", str(path), "--num_prompts", "5", "--num_train_epochs", "1", "--no-dataloader-drop-last"],
-    )
+    words = ["--num_prompts", "5", "--num_train_epochs", "1", "--dataloader_drop_last", "False"]
+    kept = runner.invoke(app, ["plan", "--config", str(path), *words])
     assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
 
 
 def test_plan_shows_a_token_budget(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("micro_batch_tokens: 4096\n")
-    assert "up to 8 completions and 4096 tokens per device" in run("plan", "--config", str(path)).stdout
+    planned = runner.invoke(app, ["plan", "--config", str(path)]).output
+    assert "up to 8 completions and 4096 tokens per device" in planned
     assert "or more, by length" in run("plan", "--micro_batch_tokens", "2048").stdout
 
 
@@ -80,23 +78,35 @@ def test_lists_and_files_are_checked(tmp_path):
         integers("16,x", "sizes")
     with pytest.raises(ConfigError, match="below 1"):
         integers("0", "sizes")
-    with pytest.raises(ConfigError, match="is no file"):
-        read_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_settings(["--config", str(tmp_path / "none.yaml")])
     (tmp_path / "list.yaml").write_text("- 1\n")
-    with pytest.raises(ConfigError, match="holds no settings"):
-        read_config(tmp_path / "list.yaml")
+    with pytest.raises(ConfigError, match="must contain a YAML mapping"):
+        read_settings(["--config", str(tmp_path / "list.yaml")])
+    with pytest.raises(ConfigError, match="--config wants a file"):
+        read_settings(["--config"])
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_a_misspelt_setting_in_a_file_is_refused(tmp_path, command):
+def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-5\nlora_r: 4\nrewards: [a, b]\nuse_peft: true\n")
+    given = read_settings(["--rewards", "c", "--conversational", "True", f"--config={file}", "--lora-r", "8"])
+    assert given == {"learning_rate": 1e-5, "lora_r": 8, "rewards": ["c"], "use_peft": True, "conversational": True}
+    assert read_settings([]) == {}
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "bench"])
+def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
     file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
     result = runner.invoke(app, [command, "--config", str(file)])
     assert isinstance(result.exception, ConfigError)
-    assert "'global_batchsize' is no setting; did you mean 'global_batch_size'?" in str(result.exception)
-    file.write_text("global_batch_size: 32\nper_device_eval_batch_size: 2\nrewards: [exact_number]\n")
-    if command == "plan":
-        assert runner.invoke(app, [command, "--config", str(file)]).exit_code == 0
+    assert "'global_batchsize' is no setting; did you mean global_batch_size?" in str(result.exception)
+    result = runner.invoke(app, [command, "--conversationl", "True"])
+    assert str(result.exception) == "--conversationl is no option; did you mean --conversational?"
+    own = {"plan": "num_prompts", "check": "micro_batch_sizes", "bench": "stock_micro"}[command]
+    result = runner.invoke(app, [command, f"--{own}s", "4"])
+    assert f"did you mean --{own}?" in str(result.exception)
 
 
 def test_square_brackets_reach_the_reader(monkeypatch, capsys):
@@ -110,7 +120,7 @@ def test_square_brackets_reach_the_reader(monkeypatch, capsys):
 
 @pytest.fixture
 def checked(monkeypatch, tmp_path):
-    """Runs `grpo-ext check --config` with a file; returns what would be checked, and what was said."""
+    """Runs `grpo-ext check` with a file and options; returns what would be checked, and what was said."""
     seen = {}
 
     def check(model, dataset, rewards, settings, **options):
@@ -127,45 +137,64 @@ def checked(monkeypatch, tmp_path):
     return run
 
 
-def test_a_check_takes_model_data_rewards_and_adapter_from_the_file_of_the_run(checked, tmp_path):
+def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n{"question": "2", "answer": "2"}\n')
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     data = {"dataset_name": str(tmp_path / "data.jsonl"), "prompt_column": "question", "max_samples": 1}
-    file = {"model_name_or_path": "some/model", "rewards": ["exact_number"], "beta": 0.1, "seed": 7, **data, **adapter}
-    seen, result = checked(file)
+    written = {"output_dir": "out", "report_to": "wandb", "save_steps": 5, "logging_steps": 5, "eval_strategy": "steps"}
+    file = {"model_name_or_path": "some/model", "beta": 0.1, "seed": 7, **data, **adapter, **written}
+    options = ["--rewards", "exact_number", "length_penalty", "--max_completion_length", "32", "--lora_alpha", "8"]
+    seen, result = checked(file, *options, "--steps", "2", "--attn_implementation", "eager")
     assert str(result.exception) == "stop here"
-    assert seen["model"] == "some/model"
+    assert (seen["model"], seen["steps"]) == ("some/model", 2)
     assert seen["dataset"]["prompt"] == ["1 + 1"]
-    assert [f.__name__ for f in seen["rewards"]] == ["exact_number"]
+    assert [f.__name__ for f in seen["rewards"]] == ["exact_number", "length_penalty"]
+    assert seen["rewards"][1].max_completion_length == 32
     assert (
         LoraConfig(**seen["peft"]).to_dict()
         == LoraConfig(
-            r=4, lora_alpha=32, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+            r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
         ).to_dict()
     )
-    assert (seen["settings"]["beta"], seen["settings"]["seed"]) == (0.1, 7)
-    assert not seen["settings"].keys() & file.keys() - {"beta", "seed"}
-    assert "Checking some/model on " in result.output
-    assert "LoRA of rank 4" in result.output
-    seen, _ = checked(file, "--model", "other/model")  # an option wins
-    assert seen["model"] == "other/model"
+    loaded = seen["settings"].pop("model_init_kwargs")
+    assert loaded == {"revision": "main", "trust_remote_code": False, "attn_implementation": "eager"}
+    expected = {"beta": 0.1, "seed": 7, "max_completion_length": 32, "bf16": False, "global_batch_size": 8}
+    assert seen["settings"] == expected
+    assert f"LoRA of rank 4, in float32; without {', '.join(sorted(written))}" in result.output
+    assert seen["quantization"] is None
+    seen, _ = checked(file, "--model_name_or_path", "other/model", "--load_in_8bit", "True")  # an option wins
+    assert (seen["model"], seen["quantization"].load_in_8bit) == ("other/model", True)
+
+
+def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_named(checked, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    data = {"model_name_or_path": "some/model", "dataset_name": str(tmp_path / "data.jsonl"), "bf16": True}
+    options = ["--conversational", "True", "--prompt_column", "question", "--system_prompt", "Add up."]
+    seen, result = checked(data, *options)
+    messages = [{"role": "system", "content": "Add up."}, {"role": "user", "content": "1 + 1"}]
+    assert seen["dataset"]["prompt"] == [messages]
+    assert seen["settings"]["bf16"] is True
+    assert "bf16 as the settings say (float32: --bf16 False)" in result.output
+
+
+def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+    seen, _ = checked({"model_name_or_path": "m", "dataset_name": str(tmp_path / "data.jsonl"), **sizes})
+    kept = {name: seen["settings"].get(name) for name in (*sizes, "global_batch_size", "rollout_batch_size")}
+    assert kept == {**dict.fromkeys(sizes), **kept, "global_batch_size": 16, "rollout_batch_size": 32}
+    assert kept["steps_per_generation"] is kept["gradient_accumulation_steps"] is None
 
 
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
-    assert "dataset_name=None" in str(result.exception)
-    assert "either give all three" in str(result.exception)
-    _, result = checked({"nothing": 1})
-    assert "'nothing' is no setting" in str(result.exception)
-    demo = SimpleNamespace(model_path="demo/model", train_dataset=None, reward_funcs=[len])
-    monkeypatch.setattr("grpo_ext.demo.task.load_demo", lambda: demo)
-    ignored = {"dtype": "bfloat16", "model_revision": "main", "use_bnb_nested_quant": True, "output_dir": "out"}
-    seen, result = checked({"learning_rate": 0.5, **ignored, "max_samples": 4})
-    said = (
-        "Checking the demo, all weights; dtype, max_samples, model_revision, output_dir, use_bnb_nested_quant left out"
-    )
-    assert said in result.output
+    assert "Only --model_name_or_path is given" in str(result.exception)
+    demo = SimpleNamespace(model_path="demo/model", train_dataset=None)
+    monkeypatch.setattr("grpo_ext.tools.check.task.load_demo", lambda: demo)
+    seen, result = checked({"learning_rate": 0.5, "dtype": "bfloat16", "output_dir": "out"})
+    assert "Checking the demo, all weights, in float32; without dtype, output_dir" in result.output
     assert (seen["model"], seen["peft"], seen["settings"]["learning_rate"]) == ("demo/model", None, 0.5)
+    assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
 
 def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
@@ -174,13 +203,13 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     file = tmp_path / "run.yaml"
 
     def planned(content, *flags):
-        file.write_text(yaml.safe_dump(content))
-        arguments = ["plan", "--config", str(file), "--model", str(tmp_path / "config.json"), *flags]
+        file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "config.json"), **content}))
+        arguments = ["plan", "--config", str(file), *flags]
         result = runner.invoke(app, arguments)
         assert result.exit_code == 0, result.exception
         return result.output
 
     full, lora = planned({"beta": 0.0}), planned({"use_peft": True, "lora_r": 4})
-    assert lora == planned({"beta": 0.0}, "--lora-rank", "4") != full
-    assert planned({"bf16": False}) == planned({"beta": 0.0}, "--compute", "float32") != full
-    assert planned({"fp16": True}) == planned({"beta": 0.0}, "--compute", "float16")
+    assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
+    assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
+    assert planned({"gradient_checkpointing": False}) != full

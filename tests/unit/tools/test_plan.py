@@ -195,16 +195,16 @@ def test_the_plan_of_a_step_that_cuts_a_group_counts_the_prompt_of_the_part():
 def test_the_command_shows_it(tmp_path):
     path = tmp_path / "model.json"
     path.write_text(json.dumps(SMALL))
-    done = plan("--processes", "1024", "--model", str(path), "--engine", "fsdp2", "--global_batch_size", "16384")
+    words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
+    done = plan("--model_name_or_path", str(path), *words)
     assert done.returncode == 0, done.stderr
     for words in ("memory per device, fsdp2 on 1024", "training", "tokens per device", "x the mean", "1M parameters"):
         assert words in done.stdout
-    done = plan("--model", str(tmp_path / "gone.json"))
+    done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
     assert done.returncode == 2
     assert "gives no configuration" in done.stderr.replace("\n", " ")
     with pytest.raises(ConfigError):
         load_config(str(tmp_path))
-    assert "use float32" in plan("--model", str(path), "--compute", "int4").stderr
 
 
 def plan(*args: str) -> subprocess.CompletedProcess:
@@ -227,8 +227,8 @@ def geometry_of_64() -> Any:
     ("changes", "says"),
     [
         ({"recompute_granularity": "half"}, "recompute_granularity='half' is unknown"),
-        ({"recompute_granularity": "selective", "gradient_checkpointing": False}, "wants gradient_checkpointing"),
-        ({"recompute_granularity": "selective", "engine": "zero3"}, "refused under ZeRO-3"),
+        ({"recompute_granularity": "selective", "gradient_checkpointing": False}, "there is gradient_checkpointing"),
+        ({"recompute_granularity": "selective", "engine": "zero3"}, "under ZeRO-3"),
     ],
 )
 def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, says):

@@ -1,0 +1,87 @@
+"""What `grpo-ext check` trains, from the settings of a run as recipes/grpo.py takes them: the run itself, but for what
+it writes and evaluates, and in float32 where the settings do not name another precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trl import get_peft_config, get_quantization_config
+
+from ...batching.sizes import geometry_of
+from ...config import GRPOConfig
+from ...demo.task import load_demo
+from ...rewards.registry import resolve_rewards
+from ..options import as_dataclasses, demo_defaults, is_demo, load_arguments, load_data, part
+
+# beginnings of names that say what a run writes, evaluates, or goes on from
+_LEFT_OUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
+# other names of the two sizes
+_SIZES = ("gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a check trains.
+
+    Attributes:
+        model: folder or id.
+        settings: of GRPOConfig.
+        peft: arguments of LoraConfig; None for full training.
+        quantization: a BitsAndBytesConfig, or None.
+        about: the task in words, with what of the settings a check leaves out.
+    """
+
+    model: Any
+    dataset: Any
+    rewards: Any
+    settings: dict[str, Any]
+    peft: dict[str, Any] | None
+    quantization: Any
+    about: str
+
+
+def load_task(given: Mapping[str, Any]) -> Task:
+    """The task of a run's settings; the demo, with smaller steps, where they name neither a model nor data.
+
+    Without `global_batch_size` the step is that of the run on one process.
+
+    Raises:
+        ConfigError: a setting is refused, or half a task is named. DataError: rows that cannot be trained on.
+    """
+    demo = is_demo(given)
+    defaults = {**demo_defaults(), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
+    left_out = {name for name in part(given, GRPOConfig) if name.startswith(_LEFT_OUT)}
+    used = {name: value for name, value in given.items() if name not in left_out}
+    script, training, model = as_dataclasses({**defaults, **used})
+    rewards = resolve_rewards(script.rewards, training.max_completion_length)
+    settings = part({**defaults, **used}, GRPOConfig)
+    geometry = geometry_of(settings, 1)
+    settings = {name: value for name, value in settings.items() if name not in _SIZES}
+    settings["global_batch_size"] = geometry.global_batch_size
+    if geometry.steps_per_rollout > 1:
+        settings["rollout_batch_size"] = geometry.rollout_batch_size
+    if demo:
+        task = load_demo()
+        source, dataset, about = str(task.model_path), task.train_dataset, "the demo"
+    else:
+        source, dataset = str(model.model_name_or_path), load_data(script, training.seed)[0]
+        about = f"{source} on {script.dataset_name}"
+        settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
+    adapter: Any = get_peft_config(model)
+    about += ", all weights" if adapter is None else f", LoRA of rank {adapter.r}"
+    half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
+    about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
+    ignored = sorted(left_out | given.keys() & {"dtype"})
+    about += f"; without {', '.join(ignored)}" if ignored else ""
+    return Task(
+        source,
+        dataset,
+        rewards,
+        settings,
+        None if adapter is None else {s.name: getattr(adapter, s.name) for s in dataclasses.fields(adapter) if s.init},
+        get_quantization_config(model),
+        f"Checking {about}",
+    )

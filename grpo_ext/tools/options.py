@@ -1,0 +1,177 @@
+"""What a run may be told, by options or in the YAML file of `--config`: the data and rewards below, GRPOConfig, trl's
+ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check`, `plan` and `bench`.
+Unlike in TRL's script, a run that names neither model nor data is the embedded demo."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from datasets import Dataset
+from trl import ModelConfig, TrlParser
+
+from ..config import GRPOConfig
+from ..demo.task import demo_config_defaults
+from ..errors import ConfigError, GrpoExtError, did_you_mean
+from ..rewards.registry import reward_names
+from .data import load_prompts
+
+DEMO_REWARD = "grpo_ext.demo.task.sorted_letters_reward"  # what `--rewards` is for the demo where it is not given
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
+
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
+    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
+    answer_after: str | None = field(
+        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
+    )
+    prompt_template: str | None = field(
+        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
+    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
+    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
+    rewards: list[str] = field(
+        default_factory=lambda: ["exact_number"],
+        metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
+    )
+    demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
+
+
+def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConfig]:
+    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
+    settings = read_settings(argv)
+    demo = is_demo(settings)
+    return demo, *as_dataclasses({**(demo_defaults() if demo else {}), **settings})
+
+
+def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
+    """What the command line and its `--config FILE` set, by name and in its type; the command line wins.
+
+    Args:
+        own: further options, of the command that calls; for the hint where a name is unknown.
+
+    Raises:
+        ConfigError: an unknown name or a value of another type; a file that is missing or holds no settings.
+    """
+    argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))  # type: ignore[arg-type]
+    parser.error = refuse_option  # type: ignore[method-assign]
+    if argv[-1:] == ["--config"]:
+        refuse_option("--config wants a file")
+    if "--config" in argv and not (path := Path(argv[argv.index("--config") + 1])).is_file():
+        raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
+    # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
+    parser.set_defaults_with_config(lora_dropout=0.0)
+    if not {"--help", "-h"} & set(argv):  # which lists the defaults; else what is given comes alone, in a namespace
+        parser.set_defaults_with_config(**dict.fromkeys((a.dest for a in parser._actions), argparse.SUPPRESS))
+        parser.dataclass_types = ()
+    try:
+        *found, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    except GrpoExtError:
+        raise
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(str(error)) from error
+    refuse_unknown(unknown, argv, [*own, *(option for action in parser._actions for option in action.option_strings)])
+    return dict(vars(found[0])) if found else {}
+
+
+def is_demo(settings: Mapping[str, Any]) -> bool:
+    """Whether neither a model nor data is named.
+
+    Raises:
+        ConfigError: one of them is.
+    """
+    given = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
+    if len(given) == 1:
+        raise ConfigError(
+            f"Only --{given[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+        )
+    return not given
+
+
+def demo_defaults() -> dict[str, Any]:
+    """The demo's settings, where none are given."""
+    return {**demo_config_defaults(), "rewards": [DEMO_REWARD]}
+
+
+def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
+    """Settings as what they configure.
+
+    Raises:
+        ConfigError: a setting is refused, by this package, TRL or transformers.
+    """
+    script, model = ScriptArguments(**part(settings, ScriptArguments)), part(settings, ModelConfig)
+    try:
+        return script, GRPOConfig(**part(settings, GRPOConfig)), ModelConfig(**{"lora_dropout": 0.0, **model})
+    except GrpoExtError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def part(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """The settings that are fields of a dataclass."""
+    names = {spec.name for spec in fields(kind) if spec.init}
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def refuse_option(message: str) -> NoReturn:
+    """A parser's complaint as one sentence, without the two hundred lines of its usage."""
+    raise ConfigError(f"{message}; `--help` lists the options.")
+
+
+def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> None:
+    """Refuse what the parser has left over: options, and names in the file of `--config`, which come as options too."""
+    if not unknown:
+        return
+    names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
+    name = next((name for name in names if name.startswith("--")), names[0])
+    hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
+    if any(word.split("=")[0] == name for word in argv):
+        raise ConfigError(f"{name} is no option; {hint}")
+    file = argv[argv.index("--config") + 1]
+    raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
+
+
+def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset, Dataset | None]:
+    """(train, held-out or None) prompts, as the script's options say."""
+    return load_prompts(
+        str(script.dataset_name),
+        name=script.dataset_config,
+        split=script.dataset_split,
+        prompt_column=script.prompt_column,
+        answer_column=script.answer_column,
+        answer_after=script.answer_after,
+        prompt_template=script.prompt_template,
+        system_prompt=script.system_prompt,
+        conversational=script.conversational,
+        max_samples=script.max_samples,
+        eval_fraction=script.eval_fraction,
+        seed=seed,
+    )
+
+
+def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
+    """How the model is loaded: arguments of `from_pretrained`, those of `--model_init_kwargs` before the others."""
+    given: Any = training.model_init_kwargs or {}  # a dictionary by now; the option is written as JSON
+    return {
+        "revision": model.model_revision,
+        "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **given,
+    }
