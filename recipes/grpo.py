@@ -19,17 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import exact_match, load_demo
+from grpo_ext.demo.task import exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.tools.check.runs import STOCK
 from grpo_ext.tools.console import Console
-from grpo_ext.tools.options import ScriptArguments, load_arguments, load_data, parse
+from grpo_ext.tools.options import (
+    ScriptArguments,
+    load_arguments,
+    load_data,
+    load_demo_named,
+    parse,
+    stock_arguments,
+)
 from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
 
@@ -86,8 +95,12 @@ def fresh_demo_folder() -> str:
     return broadcast_object_list(chosen)[0]
 
 
-def make_trainer(training: GRPOConfig, console: Console, **what: Any) -> GRPOTrainer:
+def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **what: Any) -> Any:
+    """The trainer; TRL's own with `stock`, for a comparison."""
     training.disable_tqdm = True
+    if stock:
+        args = stock_arguments(training, PartialState().num_processes)
+        return console.install(trl.GRPOTrainer(args=args, **what))
     return console.install(GRPOTrainer(args=training, **what))
 
 
@@ -121,39 +134,51 @@ def finish(trainer: GRPOTrainer) -> None:
 
 def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    say('Demo: put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher')
-    if PartialState().device.type == "cpu":
+    if script.demo == "letters" and PartialState().device.type == "cpu":
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
         torch.set_num_threads(1)
     start_time = time.perf_counter()
-    say("Making the model (about 20 s the first time, then cached) ...")
-    with PartialState().main_process_first():  # which builds the model; the others find it in the cache
-        task = load_demo()
+    say("Making the model (the first time it takes 20 s, or the time of a download; then it is cached) ...")
+    with PartialState().main_process_first():  # which makes the model; the others find it in the cache
+        task = load_demo_named(script, model)
+    say(f"Demo: {task.about}")
+    measuring = 0.0
+    seconds_by_step: dict[int, float] = {}  # of training, without measuring
 
     def measure(model: Any) -> dict[str, float]:
-        return {HELD_OUT: exact_match(model, trainer.processing_class, task.eval_dataset)[0]}
+        nonlocal measuring
+        began = time.perf_counter()
+        seconds_by_step[trainer.state.global_step] = began - start_time - measuring
+        score, _ = exact_match(model, trainer.processing_class, task)
+        measuring += time.perf_counter() - began
+        return {HELD_OUT: score}
 
     def show(when: str) -> float:
         """Five answers to held-out words, and how many of all are right; on the main process alone."""
         if not PartialState().is_main_process:
             return 0.0
-        score, samples = exact_match(policy, trainer.processing_class, task.eval_dataset)
+        score, samples = exact_match(policy, trainer.processing_class, task)
         say(f"{when}, held-out exact match {score:.2f}:")
-        for prompt, completion, answer in samples[:5]:
-            say(f"  {prompt:<8}{completion:<9}{'right' if completion == answer else 'wrong, ' + answer}")
+        for prompt, completion, answer, right in samples[:5]:
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            said = " ".join(completion.split())  # on one line
+            say(f"  {text:<7} {said:<8} {'right' if right else 'wrong, ' + answer}")
         return score
 
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
-    trainer = make_trainer(training, console, **what, peft_config=get_peft_config(model))
+    stock = script.demo_trainer == STOCK
+    trainer = make_trainer(training, console, stock, **what, peft_config=get_peft_config(model))
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = show("Before")
+    start_time, measuring = time.perf_counter(), 0.0
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    after, seconds = show("After"), time.perf_counter() - start_time
+    seconds = time.perf_counter() - start_time
+    after = show("After")
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
-    save(trainer, {**figures, "seconds": seconds})
+    save(trainer, {**figures, "seconds_by_step": {0: 0.0, **seconds_by_step}, "seconds": seconds, "demo": task.about})
     if trainer.accelerator.num_processes == 1 and not training.resume_from_checkpoint:
         again = shlex.join(["recipes/grpo.py", *argv])
         say("Next, the same run on two processes, which learns the same:")

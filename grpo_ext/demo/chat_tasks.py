@@ -22,17 +22,20 @@ LIST_PROMPTS = 4096
 WORDS = "apple bird bread cat chair cloud dog fish green house light moon music paper river stone sun table tree water"
 
 
-def sums_task(cache_dir: Path | None = None) -> DemoTask:
-    """ "What is 7 + 12?": numbers up to 20; who sees 7 + 12 in training is not asked 12 + 7 afterwards."""
+def sums_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTask:
+    """ "What is 7 + 12?": numbers up to 20; who sees 7 + 12 in training is not asked 12 + 7 afterwards.
+
+    `model`: id or folder of another chat model.
+    """
     pairs = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 2))
     random.Random(DATA_SEED).shuffle(pairs)
     both = [order for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)])]
     rows = [(f"What is {a} + {b}?", str(a + b)) for a, b in both]
     train = rows[EVAL_PROMPTS:]
     random.Random(DATA_SEED).shuffle(train)
-    folder, weights = smollm2(cache_dir)
+    source, weights = (model, model) if model else smollm2(cache_dir)
     about = f'sums ("What is 7 + 12?"); {weights}'
-    return DemoTask(about, folder, _chat(train), _chat(rows[:EVAL_PROMPTS]), [exact_number], sums_settings())
+    return DemoTask(about, source, _chat(train), _chat(rows[:EVAL_PROMPTS]), [exact_number], sums_settings())
 
 
 def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
@@ -43,21 +46,18 @@ def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -
     ]
 
 
-def last_word_task(cache_dir: Path | None = None) -> DemoTask:
-    """An instruction that the model does not follow: "Which word is last in this list: ...? Answer with one word." """
+def last_word_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTask:
+    """An instruction that the model does not follow: "Which word is last in this list: ...? Answer with one word."
+
+    `model`: id or folder of another chat model.
+    """
     rng = random.Random(DATA_SEED)
     lists = dict.fromkeys(tuple(rng.sample(WORDS.split(), 4)) for _ in range(LIST_PROMPTS))
     rows = [(f"Which word is last in this list: {', '.join(ws)}? Answer with one word.", ws[-1]) for ws in lists]
-    folder, weights = smollm2(cache_dir)
-    held_out = _chat(rows[:EVAL_PROMPTS])
-    return DemoTask(
-        f"an instruction (the last word of a list, and nothing else); {weights}",
-        folder,
-        _chat(rows[EVAL_PROMPTS:]),
-        held_out,
-        [last_word_reward],
-        last_word_settings(),
-    )
+    source, weights = (model, model) if model else smollm2(cache_dir)
+    about = f"an instruction (the last word of a list, and nothing else); {weights}"
+    train, held_out = _chat(rows[EVAL_PROMPTS:]), _chat(rows[:EVAL_PROMPTS])
+    return DemoTask(about, source, train, held_out, [last_word_reward], last_word_settings())
 
 
 def sums_settings() -> dict[str, Any]:

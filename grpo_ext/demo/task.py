@@ -26,16 +26,17 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What a trainer takes: a model folder (with its tokenizer), data with `prompt` and `answer`, reward functions.
+    """What a trainer takes: a model with its tokenizer, data with `prompt` and `answer`, reward functions, settings.
 
     Attributes:
         about: what is learned, and from which weights.
+        model_path: folder or id.
         reward_funcs: the first says what is right, with 1.0.
         settings: keyword arguments of `grpo_ext.GRPOConfig`.
     """
 
     about: str
-    model_path: Path
+    model_path: Path | str
     train_dataset: Dataset
     eval_dataset: Dataset
     reward_funcs: list[Callable[..., Any]]

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import trl
 import yaml
 from datasets import Dataset
 from trl import ModelConfig, TrlParser
 
 from ..config import GRPOConfig
-from ..demo.task import demo_config_defaults
+from ..demo.catalog import demo_named
+from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
+from .check.runs import OURS, STOCK, stock_config
 from .data import load_prompts
-
-DEMO_REWARD = "grpo_ext.demo.task.sorted_letters_reward"  # what `--rewards` is for the demo where it is not given
 
 
 @dataclass
@@ -48,6 +49,13 @@ class ScriptArguments:
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
     )
+    demo: str | None = field(
+        default=None,
+        metadata={"help": "Where no data are named: letters (default), or sums or last_word with SmolLM2-135M."},
+    )
+    demo_trainer: str = field(
+        default=OURS, metadata={"help": f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings."}
+    )
     demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
 
@@ -55,7 +63,7 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConf
     """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
     settings = read_settings(argv)
     demo = is_demo(settings)
-    return demo, *as_dataclasses({**(demo_defaults() if demo else {}), **settings})
+    return demo, *as_dataclasses({**(demo_defaults(settings) if demo else {}), **settings})
 
 
 def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
@@ -90,11 +98,17 @@ def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def is_demo(settings: Mapping[str, Any]) -> bool:
-    """Whether neither a model nor data is named.
+    """Whether neither a model nor data is named; a demo of a chat model may have another model.
 
     Raises:
-        ConfigError: one of them is.
+        ConfigError: one of them is, or data beside a demo.
     """
+    if (name := settings.get("demo")) is not None:
+        if settings.get("dataset_name") is not None:
+            raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
+        if not demo_named(name).chat and settings.get("model_name_or_path") is not None:
+            raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
+        return True
     given = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
     if len(given) == 1:
         raise ConfigError(
@@ -103,9 +117,17 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
     return not given
 
 
-def demo_defaults() -> dict[str, Any]:
-    """The demo's settings, where none are given."""
-    return {**demo_config_defaults(), "rewards": [DEMO_REWARD]}
+def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the demo that these settings name, where none are given."""
+    name = settings.get("demo") or "letters"
+    demo = demo_named(name)
+    return {**demo.settings(), "demo": name, "rewards": [demo.reward]}
+
+
+def load_demo_named(script: ScriptArguments, model: ModelConfig) -> DemoTask:
+    """The demo of these options, with its model."""
+    demo = demo_named(script.demo or "letters")
+    return demo.load(model.model_name_or_path) if demo.chat else demo.load()
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
@@ -121,6 +143,18 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+
+
+def stock_arguments(training: GRPOConfig, processes: int) -> trl.GRPOConfig:
+    """The same run for `trl.GRPOTrainer`.
+
+    Raises:
+        GrpoExtError: stock TRL cannot express it: micro-batches that do not divide.
+    """
+    values = {spec.name: getattr(training, spec.name) for spec in fields(trl.GRPOConfig) if spec.init}
+    derived = {"global_batch_size": training.resolve_geometry(processes).global_batch_size}
+    ours = {"rollout_batch_size": training.rollout_batch_size, "generation_batch_size": None}
+    return trl.GRPOConfig(**stock_config({**values, **derived, **ours, "steps_per_generation": None}, processes))
 
 
 def part(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:

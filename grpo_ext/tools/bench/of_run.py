@@ -9,9 +9,8 @@ from typing import Any
 from trl import ModelConfig
 
 from ...batching.sizes import ceil_div
-from ...demo.task import load_demo
 from ...errors import ConfigError
-from ..options import as_dataclasses, demo_defaults, is_demo, load_data, part
+from ..options import as_dataclasses, demo_defaults, is_demo, load_data, load_demo_named, part
 from .shapes import Shape
 
 # settings of GRPOConfig that decide how long a step takes, beside its sizes
@@ -55,11 +54,11 @@ def shape_of(
         ConfigError: a setting is refused, or half a task is named. DataError: rows that cannot be trained on.
     """
     demo = is_demo(settings)
-    settings = {**(demo_defaults() if demo else {}), **settings}
+    settings = {**(demo_defaults(settings) if demo else {}), **settings}
     script, training, model = as_dataclasses(settings)
     if model.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={model.dtype!r}: a bench has weights in float32 or bfloat16; add --dtype float32.")
-    task = load_demo() if demo else None
+    task = load_demo_named(script, model) if demo else None
     source = str(task.model_path if task else model.model_name_or_path)
     if prompt_length is None:
         prompt_length = prompt_tokens(task.train_dataset if task else load_data(script, training.seed)[0], source)

@@ -12,9 +12,8 @@ from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
 from ...config import GRPOConfig
-from ...demo.task import load_demo
 from ...rewards.registry import resolve_rewards
-from ..options import as_dataclasses, demo_defaults, is_demo, load_arguments, load_data, part
+from ..options import as_dataclasses, demo_defaults, is_demo, load_arguments, load_data, load_demo_named, part
 
 # beginnings of names that say what a run writes, evaluates, or goes on from
 _LEFT_OUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
@@ -52,7 +51,7 @@ def load_task(given: Mapping[str, Any]) -> Task:
         ConfigError: a setting is refused, or half a task is named. DataError: rows that cannot be trained on.
     """
     demo = is_demo(given)
-    defaults = {**demo_defaults(), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
+    defaults = {**demo_defaults(given), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
     left_out = {name for name in part(given, GRPOConfig) if name.startswith(_LEFT_OUT)}
     used = {name: value for name, value in given.items() if name not in left_out}
     script, training, model = as_dataclasses({**defaults, **used})
@@ -64,8 +63,8 @@ def load_task(given: Mapping[str, Any]) -> Task:
     if geometry.steps_per_rollout > 1:
         settings["rollout_batch_size"] = geometry.rollout_batch_size
     if demo:
-        task = load_demo()
-        source, dataset, about = str(task.model_path), task.train_dataset, "the demo"
+        task = load_demo_named(script, model)
+        source, dataset, about = str(task.model_path), task.train_dataset, f"the demo: {task.about}"
     else:
         source, dataset = str(model.model_name_or_path), load_data(script, training.seed)[0]
         about = f"{source} on {script.dataset_name}"
