@@ -52,6 +52,11 @@ def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> 
         raise ConfigError(f"recompute_granularity={granularity!r} is unknown; use one of 'full', 'selective'.")
     if granularity == "full":
         return False
+    if zero3:
+        raise ConfigError(
+            "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
+            "torch takes that for a part of the layer. Use 'full', ZeRO-2 or FSDP2."
+        )
     given = settings.get("gradient_checkpointing_kwargs") or {}
     given = json.loads(given) if isinstance(given, str) else given  # as the command line has it
     for name, clashes in (
@@ -64,9 +69,4 @@ def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> 
                 "recompute_granularity='selective' says what gradient checkpointing (not the reentrant kind) keeps, "
                 f"and there is {name}; change one of the two."
             )
-    if zero3:
-        raise ConfigError(
-            "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
-            "torch takes that for a part of the layer. Use 'full', ZeRO-2 or FSDP2."
-        )
     return True

@@ -193,7 +193,7 @@ def bench(
         ),
     ] = None,
     long: Annotated[
-        bool, typer.Option("--long", help="All reference shapes, micro-batches searched: more than an hour.")
+        bool, typer.Option("--long", help="All reference shapes, micro-batches searched: an hour or more.")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
     stock_micro: Annotated[
@@ -239,7 +239,7 @@ def bench(
         shapes = [known[text] if text in known else parse_shape(text) for text in shape]
     elif config is not None or settings.get("dataset_name") is not None:
         name = "the run" if config is None else config.stem
-        one, source, dtype, options = shape_of(settings, name, prompt_length, mean_completion_length)
+        one, source, options = shape_of(settings, name, prompt_length, mean_completion_length)
         shapes = [one]
     else:
         shapes = list(REFERENCE if long else SHORT)

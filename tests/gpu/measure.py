@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools.bench.shapes import OURS, STOCK, Shape, Worker, spec_of
+from grpo_ext.tools.check.runs import LaunchError
 
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "model_type": "qwen2",
@@ -106,7 +107,7 @@ def measure(shape: Shape, trainer: str, model: Any, most: int, end: float) -> di
                 with closing(Worker(spec, max(end - time.monotonic(), 1), errors)) as worker:
                     for _ in range(1 + ROUNDS):
                         steps.append(worker.step())
-            except (RuntimeError, OSError) as error:  # it ended, or was ended
+            except (LaunchError, OSError) as error:  # it ended, or was ended
                 errors.seek(0)
                 text = errors.read()
                 reason = (text.strip().splitlines() or [str(error)])[-1]

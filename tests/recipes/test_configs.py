@@ -131,9 +131,8 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
         "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
     }
     words = ["--config", str(CONFIGS / "gsm8k_lora.yaml"), *as_options({**SMALL, **NO_FP16, **own})]
-    result = CliRunner().invoke(
-        app, ["check", *words, "--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"]
-    )
+    splits = ["--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"]
+    result = CliRunner().invoke(app, ["check", *words, *splits])
     assert result.exit_code == 0, (result.output, result.exception)
     assert "LoRA of rank 16, in float32" in result.output
     assert "learns the same" in result.output

@@ -23,7 +23,13 @@ _ROWS = 256  # prompts that are measured
 
 
 def options_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that both trainers of a bench are given, as far as they have them."""
+    """The settings that both trainers of a bench are given, as far as they have them.
+
+    Raises:
+        ConfigError: a type of the weights that a bench does not have.
+    """
+    if settings.get("dtype", "float32") not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype={settings['dtype']!r}: a bench has weights in float32 or bfloat16; use one of them.")
     used = {**part(settings, ModelConfig), **{name: settings[name] for name in _OF_SPEED if name in settings}}
     return {name: value for name, value in used.items() if name not in ("model_name_or_path", "dtype")}
 
@@ -43,8 +49,8 @@ def prompt_tokens(dataset: Any, model: str) -> int:
 
 def shape_of(
     settings: Mapping[str, Any], name: str, prompt_length: int | None, mean_completion_length: int | None
-) -> tuple[Shape, str, str, dict[str, Any]]:
-    """(shape, model, type of its weights, options for `run_shape`) of one optimizer step of a run.
+) -> tuple[Shape, str, dict[str, Any]]:
+    """(shape, model, options for `run_shape`) of one optimizer step of a run.
 
     Args:
         prompt_length: tokens; None measures the run's data.
@@ -56,8 +62,6 @@ def shape_of(
     demo = is_demo(settings)
     settings = {**(demo_defaults(settings) if demo else {}), **settings}
     script, training, model = as_dataclasses(settings)
-    if model.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype={model.dtype!r}: a bench has weights in float32 or bfloat16; add --dtype float32.")
     task = load_demo_named(script, model) if demo else None
     source = str(task.model_path if task else model.model_name_or_path)
     if prompt_length is None:
@@ -78,4 +82,4 @@ def shape_of(
         mean=mean_completion_length or max(longest // 2, 1),
         micro=(max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0), micro),  # stock TRL's has to divide
     )
-    return shape, source, model.dtype, {**options_of(settings), "bf16": training.bf16, "fp16": training.fp16}
+    return shape, source, {**options_of(settings), "bf16": training.bf16, "fp16": training.fp16}

@@ -24,6 +24,7 @@ from rich.table import Table
 from ...batching.micro_batches import StepSizes, TokenCost, assign_rows
 from ...batching.sizes import even_slice, group_numbers
 from ...errors import ConfigError
+from ..check.runs import LaunchError
 
 MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
 MICRO = (1, 2, 4, 8, 16, 32)  # micro-batch sizes that are tried where none are named
@@ -187,7 +188,7 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
+            raise LaunchError(f"the benchmark's worker ended with status {self.process.wait()}; see its message above")
         result: dict[str, Any] = json.loads(line)
         return result
 

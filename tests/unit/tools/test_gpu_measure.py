@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_ext.tools.bench.shapes import OURS, STOCK, Shape
+from grpo_ext.tools.check.runs import LaunchError
 from tests.gpu import measure
 
 SHAPE = Shape("x", 16, 4, 8, groups=2, group=4)
@@ -57,7 +58,7 @@ class Fake:
         self.asked.append(spec["micro"])
         if spec["micro"] > self.fits:
             errors.write(f"Traceback\n{self.says}\n")
-            raise RuntimeError("it ended")
+            raise LaunchError("it ended")
 
     def step(self) -> dict[str, Any]:
         return {"seconds": {"step": 2.0}, "tokens": 10, "peak_mib": 3.0, "working_mib": 1.0}
