@@ -209,7 +209,7 @@ def finish(trainer: GRPOTrainer) -> None:
 
 
 def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: list[str]) -> None:
-    from trl import get_peft_config
+    from trl import get_peft_config, get_quantization_config
 
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     say('Demo: put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher')
@@ -236,7 +236,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: Any, argv: li
 
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
-    trainer = make_trainer(training, console, **what, peft_config=get_peft_config(model))
+    light = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
+    trainer = make_trainer(training, console, **what, **light)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = show("Before")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
