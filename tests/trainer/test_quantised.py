@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gguf
 import peft
 import pytest
 import torch
@@ -200,6 +199,7 @@ def test_a_quantisation_without_its_library_is_one_sentence(tmp_path, base, monk
 
 
 def test_a_gguf_file_of_an_unknown_architecture_is_one_sentence(tmp_path, base):
+    gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[gguf]'")
     writer = gguf.GGUFWriter(Path(base) / "strange.gguf", "strange")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
