@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .errors import ConfigError, DataError, ModelError, SplitDependentError
 from .forward.images import images_of
 from .forward.lm_head import refuse_unknown_head
 from .forward.positions import covered_length, longest_prompt, settle_rope
+from .forward.quantised import outlier_thresholds
 from .forward.reference import base_model_of
 from .precision.loss_scaler import half_weights, refuse_half_weights
 from .runtime.collectives import shards_parameters
@@ -59,6 +61,27 @@ def check_causal_lm(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Inside, a library that is missing for quantised weights, or a GGUF file of an unknown kind, is one of our errors.
+
+    Raises:
+        ConfigError, ModelError: in place of transformers' ImportError and ValueError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if "quantiz" not in str(error) and "GGUF" not in str(error):
+            raise
+        raise ConfigError(f"the weights cannot be read without another library: {error}") from error
+    except ValueError as error:
+        if not str(error).startswith("GGUF model with architecture"):
+            raise
+        raise ModelError(
+            f"{str(error).rstrip('.')} by transformers; pass the original model's folder in place of the GGUF file."
+        ) from error
 
 
 def _is_rate(value: Any) -> bool:
@@ -115,6 +138,14 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind in _SPLIT_DEPENDENT_ADAPTERS:
             found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+    outliers = {path: size for path, size in outlier_thresholds(model).items() if size}
+    if outliers:
+        path, size = next(iter(outliers.items()))
+        found.append(
+            f"8-bit layers ({path}, {len(outliers)} in all; llm_int8_threshold={size:g}) pick outlier columns over the "
+            "rows of a forward; load the model with quantization_config={'load_in_8bit': True, 'llm_int8_threshold': "
+            "0.0} in model_init_kwargs (BitsAndBytesConfig takes the same), or in 4 bits"
+        )
     if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
         found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
     if neftune_noise_alpha:
@@ -452,6 +483,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "hang; train it with ZeRO-2, FSDP2 or DDP."
         )
     refuse_unknown_head(base_model_of(policy))
+    _refuse_dora_in_8_bits(policy)
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())
     check_optimizer(trainer.optimizer, policy)
@@ -487,6 +519,15 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if done is not None:
         logger.warning(done)
     return uncovered + refuse([] if dependent is None else [dependent], config.allow_split_dependent)
+
+
+def _refuse_dora_in_8_bits(policy: nn.Module) -> None:
+    configs = getattr(policy, "peft_config", None) or {}
+    if outlier_thresholds(policy) and any(getattr(config, "use_dora", False) for config in configs.values()):
+        raise ConfigError(
+            "use_dora=True on 8-bit weights, which PEFT reads before bitsandbytes has put them in place: the second "
+            "forward fails; load the model in 4 bits, or set use_dora=False."
+        )
 
 
 def check_bitwise(trainer: Any) -> None:

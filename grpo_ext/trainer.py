@@ -36,6 +36,7 @@ from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
+from .forward.quantised import keep_4bit_weights
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
@@ -45,7 +46,7 @@ from .run.keeper import RunKeeper, RunParts
 from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
-from .run.weights import load_renamed
+from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, pinned
@@ -142,22 +143,23 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
         if rollout_func is not None:
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
-        super().__init__(
-            model=model,
-            reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-            args=loop_args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        with checks.loading():
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=loop_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         compat.verify_built(self)
         self.geometry = config.geometry
         if reference is not None:
@@ -179,6 +181,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         multiple = self.pad_to_multiple_of
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
+        keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
@@ -687,13 +690,15 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with dtypes_kept(self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self.is_fsdp_enabled:
             load_renamed(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """transformers', and the weights that it leaves out."""
-        super()._load_best_model()
+        with dtypes_kept(self.model):
+            super()._load_best_model()
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             load_renamed(self.model, str(self.state.best_model_checkpoint))
 

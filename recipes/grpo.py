@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -17,6 +18,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported, which TRL does
 
 import torch
 import trl
@@ -168,7 +171,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     console = Console(measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
     stock = script.demo_trainer == STOCK
-    trainer = make_trainer(training, console, stock, **what, peft_config=get_peft_config(model))
+    light = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
+    trainer = make_trainer(training, console, stock, **what, **light)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = show("Before")
     start_time, measuring = time.perf_counter(), 0.0

@@ -27,6 +27,7 @@ from .packed import score_packed
 from .padded import score_padded
 from .prefix import columns_of, score_prefix
 from .prefix_cache import windows_of
+from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .rows import TokenRows
 
 # a fault is a difference of more than this many times the rounding; healthy models reach 1.6 (measured in 600 starts),
@@ -175,6 +176,8 @@ def rounding_unit(policy: Any, device: torch.device) -> float:
     backends: tuple[Any, ...] = (torch.backends, torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn).matmul)
     products = {backend.fp32_precision for backend in backends}
     shortcuts = [size for name, size in (("tf32", 2.0**-11), ("bf16", 2.0**-9)) if name in products]
+    if outlier_thresholds(policy):
+        shortcuts.append(EIGHT_BIT_UNIT)
     return max([*map(_unit, kinds), *shortcuts])
 
 

@@ -38,7 +38,8 @@ class RecordedCompletions:
         logps: log-probability of every token of each completion.
         dtype: in which the recording model computed ("float32", "bfloat16", "float16").
         temperature: the logits were divided by it.
-        quantised: whether the weights were; a plain copy of them scores differently.
+        quantised: how the weights were, as transformers' quantization_config, or only whether they were; a plain copy
+            of them scores differently.
     """
 
     prompts: list[torch.Tensor]
@@ -46,7 +47,7 @@ class RecordedCompletions:
     logps: list[torch.Tensor]
     dtype: str
     temperature: float
-    quantised: bool = False
+    quantised: dict[str, Any] | bool = False
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
@@ -131,8 +132,16 @@ def record(
         logps,
         half or str(next(model.parameters()).dtype).removeprefix("torch."),
         temperature,
-        bool(getattr(base_model_of(accelerator.unwrap_model(model)), "is_quantized", False)),
+        _quantisation(base_model_of(accelerator.unwrap_model(model))),
     )
+
+
+def _quantisation(model: Any) -> dict[str, Any] | bool:
+    """How the weights are quantised, or only whether: LLM.int8 rounds activations too, by more than is compared."""
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return bool(getattr(model, "is_quantized", False))
+    config: Any = model.config.quantization_config
+    return config.to_diff_dict()
 
 
 def score_alone(model: Any, recorded: RecordedCompletions) -> list[torch.Tensor]:

@@ -8,6 +8,8 @@ is resumed and where the best checkpoint is loaded at its end.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ def _saved_names(folder: Path) -> set[str] | None:
         return None
     with safe_open(weights, "pt") as file:
         return set(file.keys())
+
+
+@contextmanager
+def dtypes_kept(model: Any) -> Iterator[None]:
+    """Every weight keeps its number format while an adapter is loaded; PEFT makes float32 of what was bfloat16."""
+    before = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != before.get(name, parameter.dtype):
+            parameter.data = parameter.data.to(before[name])
 
 
 def load_renamed(model: Any, folder: str | Path) -> None:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
+from ..forward.quantised import keep_4bit_weights
 from ..run.checkpoint import checkpoints, why_broken
 from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
@@ -306,8 +307,13 @@ def _class_of(config: Any) -> Any:
     return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
 
 
-def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, torch.dtype]:
+def _with_adapter(
+    folder: Path, base: str | None, merging: bool, quantised: dict[str, Any] | None = None
+) -> tuple[Any, torch.dtype]:
     """The base model with the adapter of a folder, in float32, and the type the base is stored in.
+
+    Args:
+        quantised: quantise the base like this while it is read, where it is not stored so.
 
     Raises:
         ConfigError: the base is unknown, or quantised where it is merged into.
@@ -320,12 +326,15 @@ def _with_adapter(folder: Path, base: str | None, merging: bool) -> tuple[Any, t
     if not name:
         raise ConfigError("the adapter names no base model (it was in memory); give it with --base.")
     config = AutoConfig.from_pretrained(name)
-    if merging and getattr(config, "quantization_config", None) is not None:
+    stored_so = getattr(config, "quantization_config", None) is not None
+    if merging and stored_so:
         raise ConfigError(
             f"{name} is quantised, and merging into quantised weights rounds the adapter away; give the original with "
             "--base, or export the adapter alone."
         )
-    model = _class_of(config).from_pretrained(name, dtype=torch.float32)
+    options = {} if quantised is None or stored_so else {"quantization_config": quantised}
+    model = _class_of(config).from_pretrained(name, dtype=torch.float32, **options)
+    keep_4bit_weights(model)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return PeftModel.from_pretrained(model, str(folder)), stored
 
@@ -350,10 +359,14 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
     recorded = RecordedCompletions.load(source)
-    if recorded is None or recorded.quantised:
-        return None
+    if recorded is None or (recorded.quantised and not adapter) or recorded.quantised is True:
+        return None  # a merged model has the weights of the base as they were before they were rounded
     if adapter:
-        model, written = _with_adapter(writing, base, merging=False)[0], dtype or "float32"
+        try:
+            model = _with_adapter(writing, base, merging=False, quantised=recorded.quantised or None)[0]
+        except ImportError:  # of what reads quantised weights
+            return None
+        written = dtype or ("bfloat16" if recorded.quantised else "float32")  # a device multiplies them in its own way
     else:
         from transformers import AutoConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import OURS, Run
-from tests.support.cases import CASES, Bench
+from tests.support.cases import CASES, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
 
 NAMES = [  # what bitwise mode takes
@@ -15,6 +15,7 @@ NAMES = [  # what bitwise mode takes
 ALWAYS = (
     *("grpo", "dapo", "kl_lora", "quantile_bonus", "moe", "few_groups", "cut", "hybrid"),
     "truncated",  # units of a single row, where kernels round by alignment
+    *list(QUANTISED)[:1],
 )
 EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "max_grad_norm": 0.5}
 

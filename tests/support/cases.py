@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
 from grpo_ext.tools.check.runs import OURS, Run
 from tests.support.architectures import PREFIXED, architecture
@@ -53,6 +55,12 @@ class Case:
     rollout_func: Any = None
     nameless: bool = False  # a model object that cannot be loaded again by name
 
+
+# read in 4 or 8 bits from a folder that holds them so; the adapter is bfloat16
+BITS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True, "llm_int8_threshold": 0.0}}
+QUANTISED = {f"lora_{kind}": Case({"beta": 0.1, **ONE_ROLLOUT}, kind, peft=LORA) for kind in BITS}
+if find_spec("bitsandbytes") is None:
+    QUANTISED = {}
 
 CASES = {
     "grpo": Case({"loss_type": "grpo"}),
@@ -105,6 +113,7 @@ CASES = {
     "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
     "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **STATIC, **CUT}, model="llama"),
+    **QUANTISED,
     "images": Case({"beta": 0.1, "rollout_batch_size": 32}, "llava", rewards=(picture_reward,), prompts=8),
     "images_tiled": Case({"loss_type": "grpo", **CUT}, "idefics3", rewards=(picture_reward,), prompts=9),
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
@@ -132,7 +141,7 @@ FULL = (
     *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
-    *("truncated", "entropy", "moe_reused", "images_tiled"),
+    *("truncated", "entropy", "moe_reused", "images_tiled", *QUANTISED),
 )
 
 SETTINGS = {
@@ -148,6 +157,13 @@ SETTINGS = {
 }
 
 
+def quantised_model(bits: dict[str, Any], folder: Path) -> Any:
+    """A tiny model of sizes that bitsandbytes' blocks divide; its weights are quantised when they are read."""
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    config = BitsAndBytesConfig(**bits)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
 class Bench:
     """Makes the runs of the matrix over one folder of models and data."""
 
@@ -160,6 +176,9 @@ class Bench:
             if kind in FAMILIES:
                 image_model(kind).save_pretrained(path)
                 image_processor(kind).save_pretrained(path)
+            elif kind in BITS:
+                quantised_model(BITS[kind], self.folder / f"{kind}_of").save_pretrained(path)
+                tiny_tokenizer().save_pretrained(path)
             else:
                 model = architecture(kind) if kind in PREFIXED and kind not in TINY else tiny_model(kind)
                 model.save_pretrained(path)

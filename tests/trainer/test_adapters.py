@@ -27,6 +27,10 @@ KINDS: dict[str, Any] = {
 }
 
 
+LORA = {"r": 4, "task_type": "CAUSAL_LM", **_TARGETS}
+LOW_RANK: dict[str, dict[str, Any]] = {"dora": {"use_dora": True}, "rslora": {"use_rslora": True}, "loaded": {}}
+
+
 def make(tmp_path, adapter, model=None, **settings):
     # a step that is large beside the rounding of the parameters themselves
     args = {"optim": "sgd", "learning_rate": 5.0, "max_grad_norm": 0.0, "max_steps": 1, **settings}
@@ -99,6 +103,32 @@ def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
         length = len(completion)
         logps = next(p for ids, tokens, p in chosen if ids == prompt and tokens[:length] == completion)
         assert torch.allclose(scored[row, :length], torch.tensor(logps[:length]), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k == "rslora" else k for k in LOW_RANK])
+def test_low_rank_adapters_train_the_same_for_every_split_and_resume_exactly(tmp_path, kind):
+    model, adapter = tiny_model("llama"), peft.LoraConfig(**LORA, **LOW_RANK[kind], init_lora_weights=False)
+    torch.manual_seed(1)
+    peft.get_peft_model(model, adapter).save_pretrained(tmp_path / "adapter")
+
+    def parts() -> dict[str, Any]:
+        if kind != "loaded":
+            return {"adapter": adapter}
+        trained = peft.PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path / "adapter"), is_trainable=True)
+        return {"adapter": None, "model": trained}
+
+    settings: dict[str, Any] = {"beta": 0.1, "max_steps": 2, "learning_rate": 1.0, "num_iterations": 2}
+    whole = update(tmp_path, **parts(), per_device_train_batch_size=16, **settings)
+    assert error(whole, update(tmp_path, **parts(), per_device_train_batch_size=3, **settings)) <= UPDATE
+    assert error(whole, update(tmp_path, **parts(), seed=4, **settings)) > DIFFERENT
+
+    saving = {**settings, "save_strategy": "steps", "save_steps": 1}
+    straight, resumed = make(tmp_path, **parts(), **saving), make(tmp_path, **parts(), **saving)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    pairs = list(zip(straight.model.named_parameters(), resumed.model.parameters()))
+    assert all(torch.equal(one, other) for (_, one), other in pairs)
+    assert any(".ref." in name for (name, _), _ in pairs) == (kind == "loaded")  # the reference is what was loaded
 
 
 def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):

@@ -29,6 +29,7 @@ from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
 _TOKENS = 192
+_QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
 
 
 def load_config(model: str) -> Any:
@@ -103,6 +104,7 @@ def measure(
     weights: str = "float32",
     compute: str = "bfloat16",
     lora_rank: int | None = None,
+    bits: int | None = None,
     forms: Sequence[Form] = ("packed", "prefix"),
 ) -> ModelSizes:
     """What counts of an architecture, without its weights.
@@ -110,6 +112,7 @@ def measure(
     Args:
         weights: type of the weights; compute: type of a forward pass.
         lora_rank: only adapters of this rank on every linear layer are trained.
+        bits: the linear layers are held in 4 or 8 bits (bitsandbytes).
         forms: that the settings allow, the best first.
     """
     from transformers import AutoModelForCausalLM
@@ -122,10 +125,9 @@ def measure(
     largest = max(
         (sum(p.numel() for p in layer.parameters()) for stack in layers for layer in stack), default=parameters
     )
-    trained = parameters
+    trained, head = parameters, model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if lora_rank is not None:
-        head = model.get_output_embeddings()
-        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
@@ -150,6 +152,8 @@ def measure(
         product_bytes=products,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
+        quantised=sum(m.weight.numel() for m in linear) if bits else 0,
+        quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
         form=choice.form(model),
         form_in_words=choice.described(model),
     )
@@ -203,7 +207,8 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
     mean = settings.get("mean_completion_length") or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
-    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, forms=forms)
+    bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
+    sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompt, longest, mean), sizes)
     rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
     prompts = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)

@@ -30,6 +30,7 @@ class ModelSizes:
         product_bytes: of matrix products and attention per token and layer, which selective recomputation saves too.
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         cost: of a token in training, for assigning groups to processes.
+        quantised: parameters that are held in `quantised_bytes` each.
         form: how its completions run; form_in_words: that, and why not in another form.
     """
 
@@ -46,6 +47,8 @@ class ModelSizes:
     product_bytes: float
     cache_bytes: float
     cost: TokenCost = field(default_factory=TokenCost)
+    quantised: int = 0
+    quantised_bytes: float = 0.0
     form: Form = "packed"
     form_in_words: str = ""
 
@@ -89,12 +92,13 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     # DeepSpeed holds weights and gradients in the half precision, and float32 copies with the optimizer's shards
     width = model.compute_bytes if deepspeed else model.weight_bytes
     masters = model.weight_bytes if deepspeed and half else 0
-    whole = model.parameters * width
+    plain = model.parameters - model.quantised
+    whole = plain * width + model.quantised * model.quantised_bytes
     shards_weights = layout.engine in ("zero3", "fsdp2")
     holders = layout.processes if layout.engine != "ddp" else 1  # of gradients and optimizer states
     # one layer in use and the next one being gathered
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
-    casts = model.parameters * model.compute_bytes if half and not deepspeed else 0
+    casts = plain * model.compute_bytes if half and not deepspeed else 0
     tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {
         "weights": whole / layout.processes + gathered if shards_weights else whole,

@@ -21,6 +21,7 @@ from grpo_ext.tools.plan.measure import balance, expected_memory, load_config, m
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
 from tests.support import forks
 from tests.support.architectures import architecture
+from tests.support.cases import BITS, QUANTISED, quantised_model
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -156,6 +157,19 @@ def test_architectures_are_measured(kind):
     assert half.token_bytes < sizes.token_bytes
     adapters = measure(model.config, compute="float32", lora_rank=2)
     assert 0 <= adapters.trained < sizes.trained
+
+
+@pytest.mark.skipif(not QUANTISED, reason="needs bitsandbytes: pip install '.[quantized]'")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
+    model = quantised_model(BITS[f"{bits}bit"], tmp_path)
+    held = sum(p.nbytes for p in model.parameters())
+    held += sum(p.quant_state.absmax.nbytes for p in model.parameters() if hasattr(p, "quant_state"))
+    settings: dict[str, Any] = {"compute": "float32", "lora_rank": 4}
+    layout = MemoryLayout("ddp", 1, 64, 4, 32)
+    found, plain = (memory_of(measure(model.config, **settings, bits=n), layout) for n in (bits, None))
+    assert found["weights"] == held < plain["weights"] / 2
+    assert found["activations"] == plain["activations"]
 
 
 def test_the_form_decides_how_many_tokens_there_are():

@@ -1,0 +1,211 @@
+"""Weights in 4 and 8 bits under an adapter: the update, checkpoints and export, and what is refused of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers import quantizer_bnb_4bit
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
+from grpo_ext.tools.export import export
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import error
+from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
+
+pytestmark = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install '.[quantized]'"
+)
+BITS: dict[int, dict[str, Any]] = {
+    4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    8: {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+KL = {"beta": 0.1, "rollout_batch_size": 32, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """A model whose rows bitsandbytes can cut into blocks."""
+    return saved(tmp_path_factory.mktemp("base"), norm=1.0)
+
+
+def saved(folder: Path, norm: float) -> str:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.mul_(norm)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def loaded(base: str, bits: int, **changes: Any) -> Any:
+    config = BitsAndBytesConfig(**{**BITS[bits], **changes})
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
+
+
+def lora(**options: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
+def make(folder: Path, model: Any, adapter: Any = None, widened: bool = False, quantise: Any = None, **settings: Any):
+    """`widened`: with the adapter in float32, which TRL makes bfloat16."""
+    # a step that is large beside the rounding of the parameters themselves
+    args = {"optim": "sgd", "learning_rate": 5.0, "max_grad_norm": 0.0, "max_steps": 1, **settings}
+    torch.manual_seed(0)
+    trainer = GRPOTrainer(
+        model,
+        letter_reward,
+        GRPOConfig(**config_kwargs(folder / "out", **args)),
+        prompts(),
+        processing_class=tiny_tokenizer(),
+        peft_config=None if isinstance(model, peft.PeftModel) else lora() if adapter is None else adapter,
+        quantization_config=None if quantise is None else BitsAndBytesConfig(**quantise),
+    )
+    for parameter in trainer.model.parameters() if widened else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return trainer
+
+
+def trained(trainer: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
+
+
+def update(*args: Any, **settings: Any) -> torch.Tensor:
+    trainer = make(*args, **settings)
+    before = trained(trainer)
+    trainer.train()
+    return trained(trainer) - before
+
+
+WAYS = {
+    "packs": {**KL},
+    "prefix": {"forward": "prefix", **KL},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+full = pytest.mark.full
+EITHER = pytest.mark.parametrize("bits", [4, pytest.param(8, marks=full)])
+
+
+@EITHER
+@pytest.mark.parametrize("way", ["packs", *(pytest.param(way, marks=full) for way in ("prefix", "checkpointing"))])
+def test_the_update_does_not_depend_on_the_split(tmp_path, base, bits, way):
+    def of(size: int, **changes: Any) -> torch.Tensor:
+        settings = {"quantise": BITS[bits], "per_device_train_batch_size": size, **WAYS[way], **changes}
+        return update(tmp_path, base, **settings)
+
+    assert error(of(16, widened=True), of(5, widened=True)) <= UPDATE
+    whole = of(16)
+    assert UPDATE < error(whole, of(5)) <= UPDATE_BFLOAT16 / 2  # the adapter is bfloat16
+    assert error(whole, of(16, seed=4)) > UPDATE_BFLOAT16
+    assert error(whole, of(16, quantise=None)) > DIFFERENT  # which is to say that the weights are quantised
+
+
+@EITHER
+def test_a_loaded_model_trains_as_its_name_does_and_a_forward_in_evaluation_mode_changes_nothing(tmp_path, base, bits):
+    settings = {"per_device_train_batch_size": 5, "max_steps": 2}
+    expected = update(tmp_path, base, quantise=BITS[bits], **settings)
+    trainer = make(tmp_path, loaded(base, bits), save_strategy="steps", save_steps=1, **settings)
+    before = trained(trainer)
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(input_ids=torch.tensor([[3, 4, 5]]))
+    trainer.train()
+    assert torch.equal(trained(trainer) - before, expected)
+
+
+def test_weights_that_are_repacked_for_inference_are_refused(tmp_path, base):
+    from bitsandbytes.functional import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("bitsandbytes repacks on CPUs with AVX512-BF16 alone")
+    model = loaded(base, 4)
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        expected = model.train()(input_ids=ids).logits
+        model.eval()(input_ids=ids)
+    assert error(expected, model.train()(input_ids=ids).logits) > DIFFERENT  # it is refused for a reason
+    with pytest.raises(ModelError, match=r"repacked the 4-bit weights of \S*layers\.0.*load the model"):
+        make(tmp_path, model)
+
+
+def test_outlier_columns_are_refused_because_they_depend_on_the_rows(tmp_path, base, monkeypatch):
+    with pytest.raises(SplitDependentError, match=r"14 in all; llm_int8_threshold=6\) pick outlier columns.*in 4 bits"):
+        make(tmp_path, base, quantise={"load_in_8bit": True})
+    from bitsandbytes.autograd import _functions
+
+    steep = saved(tmp_path / "steep", norm=2.5)  # activations of up to 20
+    # a CPU multiplies by dequantised weights in training; this is how other devices do
+    monkeypatch.setattr(_functions, "MatMul8bitFp", _functions.MatMul8bitLt)
+
+    def of(size: int, threshold: float) -> torch.Tensor:
+        quantise = {**BITS[8], "llm_int8_threshold": threshold}
+        settings = {"allow_split_dependent": True, "per_device_train_batch_size": size, "widened": True}
+        return update(tmp_path, steep, quantise=quantise, **settings)
+
+    assert error(of(16, 6.0), of(5, 6.0)) > 10 * DIFFERENT
+    assert error(of(16, 0.0), of(5, 0.0)) <= UPDATE
+
+
+@EITHER
+def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits):
+    settings = {
+        "quantise": BITS[bits],
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 3,
+        "optim": "adamw_torch",
+    }
+    trainer = make(tmp_path, base, learning_rate=0.05, **settings)
+    trainer.train()
+    resumed = make(tmp_path, base, learning_rate=0.05, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert torch.equal(trained(resumed), trained(trainer))
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    done = export(checkpoint, tmp_path / "adapter")
+    assert (done.difference is not None) == (bits == 4)  # on weights that are quantised as they were in training
+    assert (done.difference or 0) < 1e-2
+    expected = peft.get_peft_model_state_dict(trainer.model)
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    export(
+        checkpoint, tmp_path / "merged", merge_adapter=True
+    )  # into the weights as they were before they were rounded
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.allclose(merged(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
+    assert not getattr(merged, "is_quantized", False)
+
+
+def test_dora_in_8_bits_is_refused(tmp_path, base):
+    with pytest.raises(ConfigError, match=r"use_dora=True on 8-bit weights.*4 bits, or set use_dora=False"):
+        make(tmp_path, base, adapter=lora(use_dora=True), quantise=BITS[8])
+
+
+def test_a_quantisation_without_its_library_is_one_sentence(tmp_path, base, monkeypatch):
+    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"without another library: .*pip install -U bitsandbytes"):
+        make(tmp_path, base, quantise=BITS[4])
+
+
+def test_a_gguf_file_of_an_unknown_architecture_is_one_sentence(tmp_path, base):
+    gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[gguf]'")
+    writer = gguf.GGUFWriter(Path(base) / "strange.gguf", "strange")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        ModelError, match="architecture strange is not supported yet by transformers; pass the original"
+    ):
+        make(tmp_path, base, model_init_kwargs={"gguf_file": "strange.gguf"})
