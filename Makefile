@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-crash test-vllm test-trl test-min test-gpu wheels-gpu check bench lint format clean
+.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-gpu wheels-gpu check bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ setup: $(READY)  ## make the environment
 
 train: $(READY)  ## train the embedded demo (ARGS="--max_steps 50" for overrides)
 	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no recipes/grpo.py $(ARGS)
+
+train-real: $(READY)  ## teach SmolLM2-135M to add, on the CPU (ARGS="--demo last_word": another problem)
+	@$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/grpo.py --demo sums $(ARGS)
 
 # a file of tests stays with one worker, because its tests share launches; tests/conftest.py puts the long files first
 WORKERS ?= 2

@@ -535,7 +535,7 @@ def float64_throughout(model: Any) -> Iterator[Any]:
     model.double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no float64
-    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    modules: set[Any] = {sys.modules[type(part).__module__] for part in model.modules()}
     used = {getattr(value, "__module__", None) or "" for module in modules for value in vars(module).values()}
     modules |= {sys.modules[name] for name in used if name.startswith("transformers.")}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from grpo_ext.tools.options import DEMO_REWARD
+from grpo_ext.demo.catalog import DEMOS
 from tests.support.toy_recipe import (
     CONFIGS,
     Overrides,
@@ -81,7 +81,7 @@ def test_it_parses_with_the_demo(recipe, name):
     demo, script, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
     assert demo
     assert training.seed == 42, "the demo's own settings fill in what the preset leaves open"
-    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get("rewards", [DEMO_REWARD])
+    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get("rewards", [DEMOS["letters"].reward])
 
 
 @pytest.mark.parametrize("name", PRESETS)

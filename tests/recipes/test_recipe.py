@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 
 from grpo_ext.demo.task import exact_match, load_demo
 from grpo_ext.demo.warm_start import build_tokenizer
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools.options import parse
 from tests.support import forks
+from tests.support.drop_in import tool_tokenizer
+from tests.support.tiny import tiny_model
 from tests.support.toy_recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
@@ -198,3 +202,33 @@ def test_bad_input_as_a_process(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 2
     assert result.stderr == "error: --global_batchsize is no option; did you mean --global_batch_size?\n"
+
+
+def test_the_problems_of_the_real_model_train_another_chat_model_with_either_trainer(launch, tmp_path):
+    model, tokenizer = tiny_model(), tool_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    options = ["--model_name_or_path", tmp_path / "chat", *ONE_STEP, "--per_device_train_batch_size", "4"]
+    for name, trainer in (("sums", "grpo_ext"), ("last_word", "trl")):
+        folder = tmp_path / f"runs-{name}"
+        own = ["--demo", name, "--demo_trainer", trainer, "--demo_eval_every", "1", "--output_dir", folder]
+        result = launch(*options, *own, "--max_completion_length", "4")
+        assert f"{tmp_path / 'chat'}" in result.stdout.split("Before, ")[0]
+        assert result.stdout.count("held-out exact match 0.00") >= 2
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert metrics["exact_match_by_step"] == {"0": 0.0, "1": 0.0}
+        assert 0.0 < metrics["seconds_by_step"]["1"] <= metrics["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--demo", "sum"], "--demo sum is unknown; did you mean 'sums'?"),
+        (["--demo", "sums", "--dataset_name", "rows.jsonl"], "--demo sums brings its own data"),
+        (["--demo", "letters", "--model_name_or_path", "m"], "--demo letters makes its own model"),
+    ],
+)
+def test_a_demo_that_cannot_be_is_one_sentence(options, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse(options)

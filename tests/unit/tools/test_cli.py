@@ -189,10 +189,10 @@ def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path)
 def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     _, result = checked({"model_name_or_path": "some/model", "rewards": ["exact_number"]})
     assert "Only --model_name_or_path is given" in str(result.exception)
-    demo = SimpleNamespace(model_path="demo/model", train_dataset=None)
-    monkeypatch.setattr("grpo_ext.tools.check.task.load_demo", lambda: demo)
+    demo = SimpleNamespace(model_path="demo/model", train_dataset=None, about="letters")
+    monkeypatch.setattr("grpo_ext.tools.check.task.load_demo_named", lambda script, model: demo)
     seen, result = checked({"learning_rate": 0.5, "dtype": "bfloat16", "output_dir": "out"})
-    assert "Checking the demo, all weights, in float32; without dtype, output_dir" in result.output
+    assert "Checking the demo: letters, all weights, in float32; without dtype, output_dir" in result.output
     assert (seen["model"], seen["peft"], seen["settings"]["learning_rate"]) == ("demo/model", None, 0.5)
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
