@@ -7,6 +7,7 @@ goes to the recipe's parser. Light until a command needs more: a `plan` of sizes
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -321,16 +322,23 @@ def report(
         Path | None,
         typer.Option(help="Folder to write (default: RUN/report; for several runs report-comparison, or -2, ...)."),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Demos: also plot the held-out score over training time (png, svg or pdf).")
+    ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
+    from .plots import write_held_out_plot
     from .report.page import report as write
 
+    if plot is not None:
+        write_held_out_plot(runs, plot)
     page = write(runs, output)
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 
 def main() -> None:
     """Entry point; a deliberate error is one message and exit status 2, without a traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported, which TRL does
     try:
         app()
     except GrpoExtError as error:

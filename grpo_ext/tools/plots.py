@@ -1,10 +1,11 @@
-"""Plots of what `grpo-ext check` and `grpo-ext bench` measured, as files (png, svg or pdf).
+"""Plots of what `grpo-ext check`, `bench` and the demos measured, as files (png, svg or pdf).
 
 The figures of the README are made with them. matplotlib is imported here only, and only when a plot is asked for.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,32 @@ def write_bench_plot(results: Sequence[Result], path: Path) -> None:
     axes[0][0].set_ylabel("seconds per step", fontsize=8)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(phases), fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
+    """The held-out score of runs of a demo over the seconds they trained, without those of measuring.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or a run is no demo that has ended.
+    """
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(5.0, 3.0))
+    for run in runs:
+        try:
+            metrics = json.loads((run / "metrics.json").read_text())
+            scores, seconds = metrics["exact_match_by_step"], metrics["seconds_by_step"]
+        except (OSError, KeyError) as error:
+            raise ConfigError(f"{run} holds no held-out scores ({error}); name runs of the demo that ended.") from error
+        axis.plot([seconds[step] for step in scores], list(scores.values()), "o-", markersize=3, label=run.name)
+    axis.set_xlabel("seconds of training", fontsize=8)
+    axis.set_ylabel("held-out exact match", fontsize=8)
+    axis.set_ylim(0, 1.02)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7)
+    figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import warnings
 
-_NOISY = ("trl", "bitsandbytes", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
+_NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
 
 
 def quiet_libraries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import OURS, STOCK
-from grpo_ext.tools.plots import load_pyplot, write_check_plot
+from grpo_ext.tools.plots import load_pyplot, write_check_plot, write_held_out_plot
 
 SPLITS = [Split(32, 1), Split(5, 1), Split(16, 2)]
 ERRORS = {OURS: [0.0, 4.7e-6, 5.9e-6], STOCK: [0.0, math.nan, 0.82]}
@@ -47,3 +48,20 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
         load_pyplot()
+
+
+def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, monkeypatch):
+    pyplot, figures = load_pyplot(), []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    for name in ("ours", "stock", "own"):
+        (tmp_path / name).mkdir()
+    scores = {"exact_match_by_step": {"0": 0.25, "5": 0.5}, "seconds_by_step": {"0": 0.0, "5": 60.0}}
+    for name in ("ours", "stock"):
+        (tmp_path / name / "metrics.json").write_text(json.dumps(scores))
+    write_held_out_plot([tmp_path / "ours", tmp_path / "stock"], tmp_path / "race.svg")
+    (axis,) = figures[0].axes
+    assert [line.get_label() for line in axis.get_lines()] == ["ours", "stock"]
+    assert axis.get_lines()[0].get_xydata().tolist() == [[0.0, 0.25], [60.0, 0.5]]
+    (tmp_path / "own" / "metrics.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no held-out scores"):
+        write_held_out_plot([tmp_path / "own"], tmp_path / "own.svg")
