@@ -298,6 +298,7 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
+        "_tool_call_loop": "prompts prompt_ids completion_ids completions logprobs",
         "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size "
         "compute_entropy compute_aux_loss",
     }.items()
@@ -362,6 +363,8 @@ BODIES = (
         "_generate",
         ("return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images",),
     ),
+    # between turns tokens are added up, and never made anew
+    Body(_GRPO, "_tool_call_loop", ("prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids",)),
     Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
     Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
     # a checkpoint is written below the folder that is asked for

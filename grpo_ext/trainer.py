@@ -495,7 +495,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
         """TRL's, with the images of a prompt prepared once for all its completions."""
         tokenize, call = super()._tokenize_prompts, self._sampler.call
-        if call is None or call.images is None or call.histories is not None:
+        if call is None or call.images is None or call.prompt_lengths is not None:
             return tokenize(prompts)
         firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
         ids, found, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
@@ -530,6 +530,13 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return turn(prompt_ids, *fields, **kwargs)
             with self._clock.phase("rollout"):
                 return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, after which a process takes part in the turns that others still have, where generation is shared."""
+        found = super()._tool_call_loop(*args, **kwargs)
+        if not self.use_transformers_continuous_batching:
+            self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
+        return found
 
     @property
     def _generation(self) -> Generation:
