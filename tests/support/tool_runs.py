@@ -273,7 +273,8 @@ def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]
     case, said = CASES[name], []
     tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
     model = tiny_model(max_position_embeddings=4096)
-    model.resize_token_embeddings(len(tokenizer))
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer))  # draws the new ones
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=transcript_reward,
