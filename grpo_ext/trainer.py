@@ -53,6 +53,7 @@ from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
+from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -128,9 +129,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
+        rows = checks.with_rows(train_dataset, eval_dataset)
+        environment_factory = checked_environments(environment_factory, config.tool_timeout, rows)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
         with_images = isinstance(processing_class, ProcessorMixin)
+        if tools or environment_factory:
+            check_tools(tools or [], processing_class, rows)
         travelling = with_images and bool(tools or environment_factory)
         checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
         self._clock = PhaseClock()
@@ -183,6 +188,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
         self._loss_config = config.loss_config()
+        self._timed_tools = None
+        if (seconds := self.args.tool_timeout) is not None:
+            self._timed_tools = TimedTools(seconds, getattr(self, "_environment_pool", {}))
         prepare = None
         if with_images:
             options: Any = self.chat_template_kwargs
@@ -532,8 +540,15 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, after which a process takes part in the turns that others still have, where generation is shared."""
-        found = super()._tool_call_loop(*args, **kwargs)
+        """TRL's, with a limit in time for every call.
+
+        Afterwards a process takes part in the turns that others still have, where generation is shared.
+        """
+        loop, seen = super()._tool_call_loop, {}
+        if self._timed_tools is not None:
+            now, later = (getattr(self, name) for name in compat.TOOLS)
+            seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
+        found = compat.on_view(loop, seen, *args, **kwargs)
         if not self.use_transformers_continuous_batching:
             self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
         return found

@@ -27,7 +27,7 @@ class RowTokens(list[int]):
         super().__init__(ids)
         self.row = row
 
-    def __add__(self, after: Any) -> RowTokens:
+    def __add__(self, after: Any) -> RowTokens:  # type: ignore[override]
         return RowTokens(self.row, [*self, *after])
 
     def __radd__(self, before: Any) -> RowTokens:

@@ -419,9 +419,12 @@ class RolloutSampler:
     @property
     def why_equal(self) -> str | None:
         """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+        return "a forward of a sharded model is a collective" if self.sharded else self.why_vllm_equal
+
+    @property
+    def why_vllm_equal(self) -> str | None:
+        """The same of vLLM alone, in every turn."""
         args = self.args
-        if self.sharded:
-            return "a forward of a sharded model is a collective"
         if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
             return "vLLM cuts what several processes sampled together as if all had as many"
         return None

@@ -19,7 +19,7 @@ from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name != "leak"]
-SIZES = {"tools": 5, "async": 3, "environments": 5, "twins": 1, "scripted": 3, "dynamic": 24, "company": 5, "leak": 5}
+SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
 FULL = ("scripted", "dynamic")
 
 
@@ -121,10 +121,11 @@ def test_every_case_calls_tools_and_learns(runs, name):
     assert float(alone["update"].norm()) > 1e-4
     lines = [json.loads(line) for line in alone["table"]["transcript"]]
     assert {len([m for m in messages if m["role"] == "assistant"]) for messages in lines} >= {1, 2}
-    if name in ("tools", "async"):
+    if name in ("tools", "async", "hanging"):
         assert 0 < first["tools/failure_frequency"] < 1
         answers = {str(m["content"]) for messages in lines for m in messages if m["role"] == "tool"}
         failures = {"tools": "{'error': 'Tool unknown not found.'}", "async": "{'error': 'busy'}"}
+        failures["hanging"] = "{'error': 'no answer within tool_timeout=0.15 seconds'}"
         assert failures[name] in answers
 
 
@@ -147,5 +148,3 @@ def test_a_tool_that_answers_what_its_process_knows_is_seen(runs):
     one, other = runs("leak", 2, SIZES["leak"])
     assert one["table"]["transcript"] == other["table"]["transcript"] != alone["table"]["transcript"]
     assert error(alone["update"], one["update"]) > DIFFERENT
-
-

@@ -160,6 +160,31 @@ class Silent(Game):
     get_reward = None  # type: ignore[assignment]
 
 
+async def wait(number: int) -> str:
+    """Wait, now and then for ever.
+
+    Args:
+        number: How long.
+    """
+    await asyncio.sleep(600 if number % 5 == 0 else 0)
+    return "done"
+
+
+class Stuck(Game):
+    """An environment that hangs now and then."""
+
+    def stall(self, number: int) -> str:
+        """Stall, now and then for ever.
+
+        Args:
+            number: How long.
+        """
+        if number % 5 == 0:
+            self.calls = 50
+            time.sleep(600)
+        return "moved"
+
+
 def by_sum(names: list[str]) -> Callable[[list[int]], list[str]]:
     """Which tools the tokens of a completion call: none, one, or several at once."""
     return lambda ids: [names[sum(ids) % len(names)] for _ in range(1 + sum(ids) % 3)] if sum(ids) % 4 else []
@@ -224,7 +249,9 @@ KINDS = {"game": Game, "shop": Shop, "silent": Silent}
 CASES = {
     "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
     "async": Case({"tools": [ask, refuse, count]}, ["ask", "count", "refuse", "ask"], all_at_once),
-    "environments": Case({"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}),
+    "environments": Case(
+        {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
+    ),
     # all say the same at first, and the answer is too long for some
     "twins": Case(
         {"environment_factory": Game},
@@ -244,7 +271,9 @@ CASES = {
         config={"max_completion_length": 400},
     ),
     "dynamic": Case(
-        {"tools": [count, tell]}, ["count", "tell"], config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2}
+        {"tools": [count, tell]},
+        ["count", "tell"],
+        config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2},
     ),
     "company": Case({"tools": [count, tell]}, ["count", "tell"], company=True),
     "leak": Case({"tools": [leak]}, ["leak"]),

@@ -393,7 +393,7 @@ def test_rows_that_nobody_sampled_are_refused():
     call = ScoringCall(SimpleNamespace(), RewardCalls())
     completions = call.remember([[5], [5]], [[6], [6]])
     with pytest.raises(RolloutError, match="place 1 of 2"):
-        call.rows_of([[5] + completions[0], [5] + list(completions[1])])
+        call.rows_of([[5] + completions[0], [5, *completions[1]]])
 
 
 # ---- The rollout batch ----------------------------------------------------------------------------------------------
