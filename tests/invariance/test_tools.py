@@ -20,10 +20,11 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name != "leak"]
 SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
-FULL = ("scripted", "dynamic")
+FULL = ("scripted", "dynamic", "tools")
 
 
-def launched(folder: Path, processes: int, runs: list[tuple[str, int]]) -> None:
+def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:
+    """What the processes printed; empty where all of them ended well."""
     script, arguments = Path(tool_runs.__file__), (str(folder), json.dumps(runs))
     dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
@@ -32,7 +33,7 @@ def launched(folder: Path, processes: int, runs: list[tuple[str, int]]) -> None:
     else:
         done = accelerate_launch(script, *arguments)
         status, output = done.returncode, done.stdout + done.stderr
-    assert status == 0, output[-3000:]
+    return "" if status == 0 else output[-3000:] or "nothing"
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +42,16 @@ def runs(tmp_path_factory, request) -> Any:
     full = request.config.getoption("--full")
     names = [name for name in CASES if full or name not in FULL]
     folders = {n: tmp_path_factory.mktemp(f"on_{n}") for n in (1, 2, 3)}
-    wanted = {1: [(name, 24) for name in names], 2: [(name, SIZES[name]) for name in names], 3: []}
+    wanted = {1: [(name, 24, {}) for name in names], 2: [(name, SIZES[name], {}) for name in names], 3: []}
     if full:
-        wanted[1] += [(name, size) for name in NAMES for size in (7, 1)]
-        wanted[3] += [(name, size) for name in NAMES for size in (24, 2)]
+        wanted[1] += [(name, size, {}) for name in NAMES for size in (7, 1)]
+        wanted[3] += [(name, size, {}) for name in NAMES for size in (24, 2)]
     done = set()
 
     def result(name: str, processes: int, size: int) -> list[dict[str, Any]]:
         if processes not in done and wanted[processes]:
             done.add(processes)
-            launched(folders[processes], processes, wanted[processes])
+            assert not (output := launched(folders[processes], processes, *wanted[processes])), output
         found = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))
         return [torch.load(path, weights_only=False) for path in found]
 
@@ -148,3 +149,29 @@ def test_a_tool_that_answers_what_its_process_knows_is_seen(runs):
     one, other = runs("leak", 2, SIZES["leak"])
     assert one["table"]["transcript"] == other["table"]["transcript"] != alone["table"]["transcript"]
     assert error(alone["update"], one["update"]) > DIFFERENT
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_that_dies_while_a_tool_answers_goes_on_as_if_it_had_not(tmp_path, processes):
+    settings = {"global_batch_size": 8, "rollout_batch_size": 16, "max_steps": 4, "save_strategy": "steps"}
+    case = ("environments", 3, {**settings, "save_steps": 1})
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole, killed = folders
+    assert not (output := launched(whole, processes, case)), output
+    last = str(processes - 1)
+    calls = torch.load(whole / f"environments-3-{last}.pt", weights_only=False)["calls"]
+    case[2]["dies_at"] = {last: calls - 1}  # in the second rollout batch, between its turns
+    assert launched(killed, processes, case)
+    assert sorted(path.name for path in (killed / "environments").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    assert not list(killed.glob("*.pt"))
+    case[2].pop("dies_at")
+    assert not (output := launched(killed, processes, ("environments", 3, {**case[2], "resume": "latest"}))), output
+    one, other = (torch.load(folder / "environments-3-0.pt", weights_only=False) for folder in folders)
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["table"]["transcript"][-8:] == other["table"]["transcript"][-8:]
+    assert metric_difference(one["log"][2:4], other["log"][-3:-1])[0] == 0.0

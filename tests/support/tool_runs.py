@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,8 +37,8 @@ TEMPLATE = (
 SETTINGS: dict[str, Any] = {
     "global_batch_size": 24,
     "rollout_chunk_size": 8,
-    "max_completion_length": 60,
-    "max_tool_calling_iterations": 3,
+    "max_completion_length": 45,
+    "max_tool_calling_iterations": 2,
     "max_steps": 1,
     "adam_epsilon": ADAM_EPSILON,
 }
@@ -91,6 +93,13 @@ async def refuse(number: int) -> str:
 
 
 calls_here = [0]
+DIES_AT: dict[str, int] = {}  # the call that kills the process, by the number of the process
+
+
+def note_call() -> None:
+    calls_here[0] += 1
+    if calls_here[0] == DIES_AT.get(os.environ.get("RANK", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leak(number: int) -> str:
@@ -99,7 +108,7 @@ def leak(number: int) -> str:
     Args:
         number: Not used.
     """
-    calls_here[0] += 1
+    note_call()
     return str(calls_here[0])
 
 
@@ -116,6 +125,7 @@ class Game:
         Args:
             number: How far.
         """
+        note_call()
         self.calls += 1
         return count(number)
 
@@ -125,6 +135,7 @@ class Game:
         Args:
             number: How long.
         """
+        note_call()
         self.calls += 2
         return "so " * (self.size + number % 3)
 
@@ -297,7 +308,7 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
     return [len(messages) - 0.1 * len(set(str(messages[-1]["content"]))) for messages in completions]
 
 
-def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]:
+def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """Train on this process; what it saw, with every call of the model's `generate`: keys, places, and tokens."""
     case, said = CASES[name], []
     tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
@@ -327,7 +338,7 @@ def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]
     calls_here[0] = 0
     before = parameters(trainer)
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     finally:
         sampler.sample_chunk = inner
     fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
@@ -343,16 +354,18 @@ def train(folder: Path, name: str, size: int, **settings: Any) -> dict[str, Any]
         "log": log,
         "table": table,
         "rollout": {key: fields[key] for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
+        "weights": parameters(trainer),
         "said": said,
+        "calls": calls_here[0],
     }
 
 
 def main(folder: Path, runs: list[list[Any]]) -> None:
-    """Runs are (case, micro-batch size)."""
-    import os
-
-    for name, size in runs:
-        torch.save(train(folder, name, int(size)), folder / f"{name}-{size}-{os.environ.get('RANK', '0')}.pt")
+    """Runs are (case, micro-batch size, settings); `dies_at` among these is `DIES_AT`."""
+    for name, size, settings in runs:
+        DIES_AT.clear()
+        DIES_AT.update(settings.pop("dies_at", {}))
+        torch.save(train(folder, name, size, **settings), folder / f"{name}-{size}-{os.environ.get('RANK', '0')}.pt")
 
 
 if __name__ == "__main__":
