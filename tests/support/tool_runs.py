@@ -308,22 +308,28 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
     return [len(messages) - 0.1 * len(set(str(messages[-1]["content"]))) for messages in completions]
 
 
+def parts(name: str) -> dict[str, Any]:
+    """What a case gives a trainer, beside the model and the settings."""
+    case = CASES[name]
+    tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
+    given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
+    return {**given, **case.parts}
+
+
 def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
     """Train on this process; what it saw, with every call of the model's `generate`: keys, places, and tokens."""
     case, said = CASES[name], []
-    tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
+    given = parts(name)
+    tokenizer = given["processing_class"]
     model = tiny_model(max_position_embeddings=4096)
     torch.manual_seed(0)
     model.resize_token_embeddings(len(tokenizer))  # draws the new ones
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=transcript_reward,
         args=GRPOConfig(
             **config_kwargs(folder / name, **{**SETTINGS, **case.config, **settings}, per_device_train_batch_size=size)
         ),
-        train_dataset=rows(case),
-        processing_class=tokenizer,
-        **case.parts,
+        **given,
     )
     trainer._sampler.sharded = case.company
     inner = sampler.sample_chunk
