@@ -299,7 +299,7 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
-        "_tool_call_loop": "prompts prompt_ids completion_ids completions logprobs",
+        "_tool_call_loop": "prompts prompt_ids completion_ids completions",
         "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size "
         "compute_entropy compute_aux_loss",
     }.items()

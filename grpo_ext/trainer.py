@@ -539,16 +539,21 @@ class GRPOTrainer(trl.GRPOTrainer):
             with self._clock.phase("rollout"):
                 return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
 
-    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, with a limit in time for every call.
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's, with a limit in time for every call; a process without prompts calls none.
 
         Afterwards a process takes part in the turns that others still have, where generation is shared.
         """
+        if self._without_prompts():
+            for messages in completions:
+                messages[0].pop("tool_calls", None)
         loop, seen = super()._tool_call_loop, {}
         if self._timed_tools is not None:
             now, later = (getattr(self, name) for name in compat.TOOLS)
             seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
-        found = compat.on_view(loop, seen, *args, **kwargs)
+        found = compat.on_view(loop, seen, prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
         if not self.use_transformers_continuous_batching:
             self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
         return found

@@ -53,8 +53,8 @@ RESPONSES = {
     },
 }
 # what the warm start's teacher does: calls the tool rightly, forgets a factor in the call, or guesses
-SHARES = {"calls": 0.25, "forgets": 0.25, "guesses": 0.5}
-STEPS, EXAMPLES = 300, 32  # of the warm start, and of each of its steps
+SHARES = {"calls": 0.4, "forgets": 0.15, "guesses": 0.45}
+STEPS, EXAMPLES = 500, 64  # of the warm start, and of each of its steps
 
 
 def calculate(expression: str) -> str:
@@ -115,13 +115,18 @@ def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
-    """A model, and its tokenizer, after a supervised run over worked examples, of which a quarter is right."""
+    """A model, and its tokenizer, after a supervised run over worked examples, of which two in five are right."""
     tokenizer, rng = build_tokenizer(), random.Random(0)
 
+    def written() -> list[tuple[int, bool]]:
+        return [(i, own) for text, own in worked_example(rng) for i in tokenizer(text)["input_ids"]]
+
+    examples = [written() for _ in range(4096)]
+
     def batch() -> dict[str, torch.Tensor]:
-        rows = [[(tokenizer(text)["input_ids"], own) for text, own in worked_example(rng)] for _ in range(EXAMPLES)]
-        ids = [torch.tensor([i for part, _ in row for i in part]) for row in rows]
-        labels = [torch.tensor([i if own else -100 for part, own in row for i in part]) for row in rows]
+        rows = rng.choices(examples, k=EXAMPLES)
+        ids = [torch.tensor([i for i, _ in row]) for row in rows]
+        labels = [torch.tensor([i if own else -100 for i, own in row]) for row in rows]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
@@ -136,8 +141,8 @@ def main(argv: list[str]) -> None:
     from trl import TrlParser
 
     parser: Any = TrlParser((GRPOConfig,))
-    settings = {"max_steps": 40, "max_completion_length": 64, "max_tool_calling_iterations": 2, "tool_timeout": 5.0}
-    settings["learning_rate"] = 3e-4
+    settings = {"max_steps": 60, "max_completion_length": 64, "max_tool_calling_iterations": 2, "tool_timeout": 5.0}
+    settings["learning_rate"] = 2e-4
     parser.set_defaults_with_config(output_dir="runs/tools", **{**demo_config_defaults(), **settings})
     (training,) = parser.parse_args_and_config(argv)
     if PartialState().device.type == "cpu":

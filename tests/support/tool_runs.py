@@ -286,7 +286,14 @@ CASES = {
         ["count", "tell"],
         config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2},
     ),
-    "company": Case({"tools": [count, tell]}, ["count", "tell"], company=True),
+    "company": Case(
+        {"tools": [count, tell]},
+        ["count", "tell"],
+        company=True,
+        config={"global_batch_size": 12, "rollout_chunk_size": 4},
+    ),
+    # on two processes one has no prompts; it may not go on with what it was lent
+    "few": Case({"tools": [count, tell]}, ["count", "tell"], company=True, config={"global_batch_size": 4}),
     "leak": Case({"tools": [leak]}, ["leak"]),
 }
 
