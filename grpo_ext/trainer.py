@@ -90,7 +90,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
         RewardError: at the first call of a reward function that returns something else than rewards.
-        RolloutError: at the first call of a `rollout_func` that returns something else than completions.
+        RolloutError: at the first call of a `rollout_func` that returns something else than completions, and where an
+            environment's `reset` hangs (`tool_timeout`).
     """
 
     args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
