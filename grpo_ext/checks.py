@@ -243,14 +243,23 @@ def check_data_sets(train: Any, evaluation: Any) -> None:
     Raises:
         DataError: names the set.
     """
+    for split, dataset in _named(train, evaluation).items():
+        check_prompts(dataset, split)
+
+
+def with_rows(train: Any, evaluation: Any) -> list[Any]:
+    """Those of the data sets that have rows to look at: no streams, and none that is empty."""
+    found = _named(train, evaluation).values()
+    return [data for data in found if hasattr(data, "select_columns") and hasattr(data, "__len__") and len(data)]
+
+
+def _named(train: Any, evaluation: Any) -> dict[str, Any]:
     named = {"training": train}
     if isinstance(evaluation, dict):
         named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}
     else:
         named["evaluation"] = evaluation
-    for split, dataset in named.items():
-        if dataset is not None:
-            check_prompts(dataset, split)
+    return {split: dataset for split, dataset in named.items() if dataset is not None}
 
 
 def check_prompts(dataset: Any, split: str) -> None:
@@ -470,6 +479,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         raise ConfigError(
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
+        )
+    if trainer.tools and accelerator.num_processes > 1 and (why := trainer._sampler.why_vllm_equal) is not None:
+        raise ConfigError(
+            f"tools or an environment on {accelerator.num_processes} processes: {why}, and in later turns they have "
+            "not; use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
         )
     if with_images and not trainer._sampler.travelling:
         for data in _data_sets(trainer):

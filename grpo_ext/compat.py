@@ -60,6 +60,7 @@ create_model_from_path = _function("trl.trainer.utils", "create_model_from_path"
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
 prepare_fsdp = _function("trl.models", "prepare_fsdp")
 SyncRefModelCallback = _function("trl", "SyncRefModelCallback")
+supports_tool_calling = _function("trl.chat_template_utils", "supports_tool_calling")
 prepare_multimodal_messages = _function("trl.data_utils", "prepare_multimodal_messages")
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(_module("transformers.cache_utils"), "DummyLayer", None)
@@ -300,6 +301,7 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
+        "_tool_call_loop": "prompts prompt_ids completion_ids completions",
         "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size "
         "compute_entropy compute_aux_loss",
     }.items()
@@ -324,6 +326,7 @@ CALLED = (
     Point(_module("trl.models"), "prepare_deepspeed", ("model", "accelerator")),
     Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
     Point(trl, "SyncRefModelCallback", ("ref_model", "accelerator")),
+    Point(_module("trl.chat_template_utils"), "supports_tool_calling", ("processing_class",)),
     Point(_module("trl.data_utils"), "prepare_multimodal_messages", ("messages", "images")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
     Point(_module("trl.trainer.utils"), "get_config_model_id", ("config",)),
@@ -346,6 +349,7 @@ class Body:
 _BEGINS = "callback_handler.on_train_begin"
 _FIELDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 _MORE = ("old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps")
+TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")  # of each row, by name, while it is scored
 _SCORING = "_generate_and_score_completions"
 
 BODIES = (
@@ -364,6 +368,11 @@ BODIES = (
         "_generate",
         ("return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images",),
     ),
+    # between turns tokens are added up, and never made anew
+    *(Body(_GRPO, "_tool_call_loop", (f"self.{name}[idx_with_tool]",)) for name in TOOLS),
+    *(Body(_GRPO, _SCORING, (f"self.{name} = ",)) for name in (*TOOLS, "environments")),
+    Body(_GRPO, _SCORING, ("pool = self._environment_pool[name]", "pool.append(self.environment_factories[name]())")),
+    Body(_GRPO, "_tool_call_loop", ("prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids",)),
     Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
     Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
     # a checkpoint is written below the folder that is asked for
@@ -424,6 +433,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "chat_template_kwargs",
     "control",
     "environment_factories",
+    "environments",
     "eos_token_ids",
     "eval_dataset",
     "is_deepspeed_enabled",
@@ -446,6 +456,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "shuffle_dataset",
     "state",
     "temperature",
+    "tools",
     "top_entropy_quantile",
     "train_dataset",
     "use_adaptive_entropy",

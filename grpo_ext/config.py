@@ -213,6 +213,14 @@ class GRPOConfig(trl.GRPOConfig):
         choices=["error", "none"],
     )
 
+    # Tools and environments.
+    tool_timeout: float | None = _setting(
+        None,
+        "Seconds one call of a tool, or an environment's `reset`, may take. The model is told of a tool that takes "
+        "longer as of any failure: an asynchronous one is cancelled, a synchronous one left behind in its thread, and "
+        "its environment replaced. Default: no limit. (TRL's max_tool_calling_iterations limits the turns.)",
+    )
+
     # Refusals.
     allow_split_dependent: bool = _setting(
         False,
@@ -303,8 +311,9 @@ class GRPOConfig(trl.GRPOConfig):
             if getattr(self, name) not in values:
                 names = ", ".join(repr(v) for v in values if isinstance(v, str))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
-        if self.reward_timeout is not None and not self.reward_timeout > 0:
-            raise ConfigError(f"reward_timeout={self.reward_timeout!r}: use seconds, more than 0, or None.")
+        for name in ("reward_timeout", "tool_timeout"):
+            if (seconds := getattr(self, name)) is not None and not seconds > 0:
+                raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None.")
         _require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):

@@ -39,7 +39,7 @@ class RewardError(GrpoExtError):
 
 
 class RolloutError(GrpoExtError):
-    """A `rollout_func` that raised, or returned something that is no rollout."""
+    """A `rollout_func` that raised or returned no rollout, or an environment that cannot begin one."""
 
 
 class SplitDependentError(ModelError):

@@ -54,6 +54,7 @@ from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import Generation, RewardSettings, RolloutSampler
+from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -90,7 +91,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
         RewardError: at the first call of a reward function that returns something else than rewards.
-        RolloutError: at the first call of a `rollout_func` that returns something else than completions.
+        RolloutError: at the first call of a `rollout_func` that returns something else than completions, and where an
+            environment's `reset` hangs (`tool_timeout`).
     """
 
     args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
@@ -129,9 +131,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
             checks.check_data_sets(train_dataset, eval_dataset)
+        rows = checks.with_rows(train_dataset, eval_dataset)
+        environment_factory = checked_environments(environment_factory, config.tool_timeout, rows)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
         with_images = isinstance(processing_class, ProcessorMixin)
+        if tools or environment_factory:
+            check_tools(tools or [], processing_class, rows)
         travelling = with_images and bool(tools or environment_factory)
         checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
         self._clock = PhaseClock()
@@ -186,6 +192,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
         self._loss_config = config.loss_config()
+        self._timed_tools = None
+        if (seconds := self.args.tool_timeout) is not None:
+            self._timed_tools = TimedTools(seconds, getattr(self, "_environment_pool", {}))
         prepare = None
         if with_images:
             options: Any = self.chat_template_kwargs
@@ -498,7 +507,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
         """TRL's, with the images of a prompt prepared once for all its completions."""
         tokenize, call = super()._tokenize_prompts, self._sampler.call
-        if call is None or call.images is None or call.histories is not None:
+        if call is None or call.images is None or call.prompt_lengths is not None:
             return tokenize(prompts)
         firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
         ids, found, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
@@ -533,6 +542,25 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return turn(prompt_ids, *fields, **kwargs)
             with self._clock.phase("rollout"):
                 return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
+
+    def _tool_call_loop(
+        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's, with a limit in time for every call; a process without prompts calls none.
+
+        Afterwards a process takes part in the turns that others still have, where generation is shared.
+        """
+        if self._without_prompts():
+            for messages in completions:
+                messages[0].pop("tool_calls", None)
+        loop, seen = super()._tool_call_loop, {}
+        if self._timed_tools is not None:
+            now, later = (getattr(self, name) for name in compat.TOOLS)
+            seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
+        found = compat.on_view(loop, seen, prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
+        if not self.use_transformers_continuous_batching:
+            self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
+        return found
 
     @property
     def _generation(self) -> Generation:

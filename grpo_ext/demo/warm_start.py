@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, positions: int = 64) -> LlamaForCausalLM:
     """A Llama of about half a million float32 parameters without dropout; the caller's random state stays as it was."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -67,7 +68,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         num_hidden_layers=RECIPE["num_hidden_layers"],
         num_attention_heads=RECIPE["num_attention_heads"],
         num_key_value_heads=RECIPE["num_attention_heads"],
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         attention_dropout=0.0,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -98,40 +99,40 @@ def _worked_examples(words: list[str], tokenizer: Any, rng: random.Random) -> di
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
 
 
-def _learning_rate(step: int) -> float:
-    rise = min(1.0, (step + 1) / RECIPE["warmup_steps"])
-    return RECIPE["learning_rate"] * rise * (1 - step / RECIPE["steps"])
-
-
 def train_warm_start(words: list[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The supervised run: AdamW, linear decay, cross-entropy on careless answers to `words`, a progress bar."""
+    """The supervised run over careless answers to `words`."""
+    tokenizer = build_tokenizer()
+    model, rng = build_model(tokenizer, seed), random.Random(seed)
+    return fit(model, lambda: _worked_examples(words, tokenizer, rng), RECIPE["steps"]), tokenizer
+
+
+def fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], steps: int) -> LlamaForCausalLM:
+    """A supervised run: AdamW, linear decay, cross-entropy, a progress bar; the model, for evaluation."""
     threads = torch.get_num_threads()
     # these tensors are too small to split, and on busy cores waiting threads cost ten times more
     torch.set_num_threads(1)
     try:
-        return _train(words, seed)
+        return _fit(model.train(), batch, steps)
     finally:
         torch.set_num_threads(threads)
 
 
-def _train(words: list[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed).train()
-    rng = random.Random(seed)
+def _fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], steps: int) -> LlamaForCausalLM:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE["learning_rate"], weight_decay=0.0)
     # disable=None: no bar where the output is a file
-    bar = tqdm(range(RECIPE["steps"]), desc="warm start, once, then cached", unit="step", leave=False, disable=None)
+    bar = tqdm(range(steps), desc="warm start, once, then cached", unit="step", leave=False, disable=None)
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(step)
-        loss = model(**_worked_examples(words, tokenizer, rng)).loss
+            rise = min(1.0, (step + 1) / RECIPE["warmup_steps"])
+            group["lr"] = RECIPE["learning_rate"] * rise * (1 - step / steps)
+        loss = model(**batch()).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def recipe_key(words: list[str]) -> str:
@@ -142,12 +143,17 @@ def recipe_key(words: list[str]) -> str:
 
 def warm_started_model(words: list[str], cache_dir: Path | None = None) -> Path:
     """The folder of the warm-started model and its tokenizer; built on the first call, found on the next."""
+    return built_once(f"demo-{recipe_key(words)}", lambda: train_warm_start(words, RECIPE["seed"]), cache_dir)
+
+
+def built_once(name: str, build: Callable[[], tuple[Any, Any]], cache_dir: Path | None = None) -> Path:
+    """The folder `name` of the cache, with the model and the tokenizer that `build` returns where there is none yet."""
 
     def make(folder: Path) -> None:
-        model, tokenizer = train_warm_start(words, RECIPE["seed"])
+        model, tokenizer = build()
         _save_quietly(model, tokenizer, folder)
 
-    return cached_folder(f"demo-{recipe_key(words)}", make, cache_dir)
+    return cached_folder(name, make, cache_dir)
 
 
 def _save_quietly(model: Any, tokenizer: Any, folder: Path) -> None:

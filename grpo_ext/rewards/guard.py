@@ -157,36 +157,39 @@ class Faults:
 STRICT = Faults()
 
 
-def _in_time(function: Callable[..., Any], seconds: float | None, keywords: dict[str, Any]) -> Any:
+class TookTooLong(TimeoutError):
+    """A call that did not return within the time that a setting gives it."""
+
+    def __init__(self, seconds: float | None, setting: str) -> None:
+        super().__init__(f"no answer within {setting}={seconds} seconds")
+
+
+def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
     """What `function` returns, within a time.
 
     Raises:
-        TimeoutError: it did not return; the thread it ran in is left behind, as no thread can be stopped.
+        TookTooLong: it did not return; the thread it ran in is left behind, as no thread can be stopped.
     """
     if seconds is None:
-        return _listed(function(**keywords))
+        return function()
     results: list[Any] = []
     errors: list[BaseException] = []
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            results.append(_listed(context.run(function, **keywords)))
+            results.append(context.run(function))
         except BaseException as error:  # of any kind; the calling thread raises it
             errors.append(error)
 
-    thread = threading.Thread(target=work, daemon=True, name="reward")
+    thread = threading.Thread(target=work, daemon=True, name=setting)
     thread.start()
     thread.join(seconds)
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(_too_late(seconds))
+        raise TookTooLong(seconds, setting)
     return results[0]
-
-
-def _too_late(seconds: float | None) -> str:
-    return f"no answer within reward_timeout={seconds} seconds"
 
 
 def _listed(rewards: Any) -> Any:
@@ -252,7 +255,7 @@ class _Scoring:
 
         def attempt() -> tuple[RewardCall, Any]:
             call, given = self._begin(start, keywords)
-            return call, _in_time(self.function, self.faults.timeout, given)
+            return call, in_time(lambda: _listed(self.function(**given)), self.faults.timeout, "reward_timeout")
 
         try:
             call, rewards = Retrying(**self.faults.policy(self.name))(attempt)
@@ -268,7 +271,9 @@ class _Scoring:
             try:
                 return call, await asyncio.wait_for(self.function(**given), self.faults.timeout)
             except asyncio.TimeoutError as error:
-                raise TimeoutError(str(error) or _too_late(self.faults.timeout)) from None
+                if str(error):  # the function's own
+                    raise
+                raise TookTooLong(self.faults.timeout, "reward_timeout") from None
 
         try:
             found: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)

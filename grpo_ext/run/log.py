@@ -241,8 +241,17 @@ def _message(message: Mapping[str, Any]) -> str:
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
         content = " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
-    calls = f" {message['tool_calls']}" if message.get("tool_calls") else ""
-    return f"{message.get('role', '')}: {content or ''}{calls}"
+    said = [str(content)] if content else []
+    name = f"{message.get('role', '')}{' ' + message['name'] if message.get('name') else ''}"
+    return f"{name}: {' '.join([*said, *map(_call, message.get('tool_calls') or ())])}"
+
+
+def _call(call: Any) -> str:
+    """A tool call as one writes it in Python."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
+        return str(call)
+    return f"{function.get('name')}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
 
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:

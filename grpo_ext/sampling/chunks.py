@@ -5,44 +5,49 @@ Differs from TRL, which generates for all rows of a process at once: a chunk has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..batching.prompt_order import RolloutRequest
+from ..errors import RolloutError
 
 
-class RowHistories:
-    """Finds which row of this process a later turn continues, when tools make TRL generate again for some rows.
+class RowTokens(list[int]):
+    """Token ids that were sampled for a row of this process; what is put before and after them stays of that row.
 
-    TRL passes the continued rows in order and each extends its own history, so the next row whose history is a prefix
-    is the one. Rows with equal histories are exchangeable.
+    TRL goes on with the rows whose tools have answered and does not say which: it passes the tokens of the prompt, of
+    the completion and of the answers, added up. Tokens alone do not tell either: rows may say the same, and be answered
+    differently.
     """
 
-    def __init__(self, prompts: list[list[int]], completions: list[list[int]]) -> None:
-        self.prompt_lengths = [len(p) for p in prompts]
-        self.histories = [list(p) + list(c) for p, c in zip(prompts, completions)]
+    def __init__(self, row: int, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self.row = row
 
-    def match(self, continued: list[list[int]]) -> list[int]:
-        """Row index of each continued sequence."""
-        rows, next_row = [], 0
-        for ids in continued:
-            while self.histories[next_row] != ids[: len(self.histories[next_row])]:
-                next_row += 1
-            rows.append(next_row)
-            next_row += 1
-        return rows
+    def __add__(self, after: Any) -> RowTokens:  # type: ignore[override]
+        return RowTokens(self.row, [*self, *after])
 
-    def offsets(self, rows_B: torch.Tensor, continued: list[list[int]]) -> torch.Tensor:
-        """Token position of the next token in the completion of each row, int64 (B,)."""
-        return torch.tensor([len(ids) - self.prompt_lengths[row] for row, ids in zip(rows_B.tolist(), continued)])
+    def __radd__(self, before: Any) -> RowTokens:
+        return RowTokens(self.row, [*before, *self])
 
-    def extend(self, rows: list[int], continued: list[list[int]], new: list[list[int]]) -> None:
-        """Record what the rows have become."""
-        for row, ids, tokens in zip(rows, continued, new):
-            self.histories[row] = list(ids) + list(tokens)
+
+def rows_continued(prompt_ids: Sequence[Sequence[int]]) -> list[int]:
+    """Which row of this process each sequence of a later turn belongs to.
+
+    Raises:
+        RolloutError: a sequence does not begin with what was sampled for a row.
+    """
+    rows = [getattr(ids, "row", None) for ids in prompt_ids]
+    if None in rows:
+        raise RolloutError(
+            f"a later turn goes on with token ids that are not known to belong to a row (place {rows.index(None)} of "
+            f"{len(rows)}); an override of _generate_single_turn or _tool_call_loop has to pass on the lists of token "
+            "ids that it gets, not copies of them."
+        )
+    return rows  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,6 @@ class ChunkedGeneration:
     """Samples the rows of one process, chunk by chunk; later turns keep the chunks of the first.
 
     Attributes:
-        histories: the rows as sampled so far, None in the first turn.
         keys_B: key of every row of this process.
         chunk_size: completions per chunk, in whole groups.
         calls: from this process's number of chunks to the number of `generate` calls it has to make.
@@ -58,42 +62,44 @@ class ChunkedGeneration:
     """
 
     request: RolloutRequest
-    histories: RowHistories | None
     keys_B: torch.Tensor
     chunk_size: int
     calls: Callable[[int], int]
     alike: bool = False
 
-    def run(
-        self, sample: Callable[..., list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
-    ) -> list[list[int]]:
-        """New token ids of each of `rows`; those of a process without prompts are one `filler` token.
+    def plan(self, prompt_ids: Sequence[Sequence[int]], rows: list[int]) -> ChunkPlan:
+        """What to call `generate` for; a collective where that is one.
 
         Args:
-            sample: from prompts, keys, token offsets and row numbers of a chunk to its new token ids.
             prompt_ids: token ids so far of each of `rows`.
         """
-
-        def keyed(part: list[int]) -> list[list[int]]:
-            own = [rows[i] for i in part]
-            index = torch.tensor(own)
-            prompts = [prompt_ids[i] for i in part]
-            offsets = torch.zeros_like(index) if self.histories is None else self.histories.offsets(index, prompts)
-            return sample(prompts, self.keys_B[index], offsets, own)
-
-        return self.chunk_by_chunk(keyed, prompt_ids, rows, filler)
-
-    def chunk_by_chunk(
-        self, sample: Callable[[list[int]], list[list[int]]], prompt_ids: Any, rows: list[int], filler: int
-    ) -> list[list[int]]:
-        """New token ids of each of `rows`, from a function of the positions in `rows` that make a chunk."""
         group = self.request.num_generations
         parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
         if self.alike:
             parts = [piece for part in parts for piece in by_length(part, prompt_ids)]
         own = 0 if self.request.empty else len(parts)
-        result: list[list[int]] = [[filler] for _ in rows]
-        for call in range(self.calls(own)):
+        return ChunkPlan(parts, own, self.calls(own))
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The calls of `generate` of one turn.
+
+    Attributes:
+        parts: positions of the rows of each chunk, among those of the turn.
+        own: chunks whose tokens count; none on a process without prompts.
+        calls: the number of calls; those beyond `own` keep other processes company.
+    """
+
+    parts: list[list[int]]
+    own: int
+    calls: int
+
+    def run(self, sample: Callable[[list[int]], list[list[int]]], filler: int) -> list[list[int]]:
+        """New token ids of each row, from a function of the positions that make a chunk; `filler` where none count."""
+        parts, own = self.parts, self.own
+        result: list[list[int]] = [[filler] for part in parts for _ in part]
+        for call in range(self.calls):
             part = parts[call % len(parts)]
             tokens = sample(part)
             if call < own:

@@ -48,7 +48,7 @@ from ..runtime.collectives import (
     shards_parameters,
 )
 from ..runtime.out_of_memory import Halving
-from .chunks import ChunkedGeneration, RowHistories
+from .chunks import ChunkedGeneration, RowTokens, rows_continued
 from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
 from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout, padded
@@ -105,7 +105,7 @@ class ScoringCall:
         calls: how reward functions are called, and what they log.
         read: images of its rows, where they are read from the data set; shown: where tools or environments may show
             some. Neither for a model that takes none.
-        histories: the rows as sampled so far; None before the first turn.
+        prompt_lengths: tokens of each row's prompt; None before the first turn.
         rewards_BF: of all processes; None before they are known.
         logged: what the reward functions of all processes logged, every value.
     """
@@ -114,7 +114,7 @@ class ScoringCall:
     calls: RewardCalls
     read: RowImages | None = None
     shown: ShownImages | None = None
-    histories: RowHistories | None = None
+    prompt_lengths: list[int] | None = None
     rewards_BF: torch.Tensor | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)
 
@@ -123,21 +123,21 @@ class ScoringCall:
         """The images of its rows, as far as they have come; None for a model that takes none."""
         return self.read if self.shown is None else self.shown.rows
 
-    def rows_of(self, prompt_ids: list[list[int]]) -> list[int]:
+    def rows_of(self, prompt_ids: Sequence[Sequence[int]]) -> list[int]:
         """Which rows of this process a turn goes on with."""
-        return list(range(len(prompt_ids))) if self.histories is None else self.histories.match(prompt_ids)
+        return list(range(len(prompt_ids))) if self.prompt_lengths is None else rows_continued(prompt_ids)
 
-    def offsets_of(self, rows: list[int], prompt_ids: list[list[int]]) -> torch.Tensor:
-        """Token position of the next token in the completion of each row, int64 (B,)."""
-        index = torch.tensor(rows)
-        return torch.zeros_like(index) if self.histories is None else self.histories.offsets(index, prompt_ids)
+    def offsets_of(self, rows: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Token position of the next token in the completion of each row, tools' tokens counted, int64 (B,)."""
+        lengths = self.prompt_lengths
+        return torch.tensor([0 if lengths is None else len(ids) - lengths[row] for row, ids in zip(rows, prompt_ids)])
 
-    def remember(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> None:
-        """Record a turn."""
-        if self.histories is None:
-            self.histories = RowHistories(prompt_ids, completions)
-        else:
-            self.histories.extend(self.rows_of(prompt_ids), prompt_ids, completions)
+    def remember(self, prompt_ids: Sequence[Sequence[int]], completions: list[list[int]]) -> list[list[int]]:
+        """The completions of a turn, by which a later turn knows its rows again."""
+        rows = self.rows_of(prompt_ids)
+        if self.prompt_lengths is None:
+            self.prompt_lengths = [len(ids) for ids in prompt_ids]
+        return [RowTokens(row, ids) for row, ids in zip(rows, completions)]
 
 
 class RolloutSampler:
@@ -419,9 +419,12 @@ class RolloutSampler:
     @property
     def why_equal(self) -> str | None:
         """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+        return "a forward of a sharded model is a collective" if self.sharded else self.why_vllm_equal
+
+    @property
+    def why_vllm_equal(self) -> str | None:
+        """The same of vLLM alone, in every turn."""
         args = self.args
-        if self.sharded:
-            return "a forward of a sharded model is a collective"
         if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
             return "vLLM cuts what several processes sampled together as if all had as many"
         return None
@@ -449,7 +452,8 @@ class RolloutSampler:
             call.shown.so_far(fields[0], own)
         if how.vllm is not None:
             seen = {"vllm_generation": self._with_seeds(call, how, prompt_ids, fields[2])}
-            completions, logps = on_view(trl_turn, seen, prompt_ids, *fields, **options)
+            plain = [list(ids) for ids in prompt_ids]  # they are sent to other processes
+            completions, logps = on_view(trl_turn, seen, plain, *fields, **options)
         elif self.samples_by_key(how):
             completions = self.by_key(call, how, prompt_ids)
         else:
@@ -466,10 +470,8 @@ class RolloutSampler:
                 told = {name: value for name, value in options.items() if name != "has_tool_images"}
                 return trl_turn(prompts, images, part, *rest, **told)[0]
 
-            chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
-            completions = chunked.chunk_by_chunk(generate, prompt_ids, own, how.filler)
-        call.remember(prompt_ids, completions)
-        return completions, logps
+            completions = self._chunked(call, how).plan(prompt_ids, own).run(generate, how.filler)
+        return call.remember(prompt_ids, completions), logps
 
     def by_key(self, call: ScoringCall, how: Generation, prompt_ids: list[list[int]]) -> list[list[int]]:
         """New token ids of each row, sampled by key.
@@ -478,23 +480,26 @@ class RolloutSampler:
             PrecisionError: on every process, where the model's scores are no distribution on one.
         """
         rows, found, failure = call.rows_of(prompt_ids), list[list[int]](), None
-        chunked = self._chunked(call, how.training, is_prompt_learning(how.model))
+        chunked = self._chunked(call, how)
+        keys_B, offsets_B = chunked.keys_B[torch.tensor(rows)], call.offsets_of(rows, prompt_ids)
+        # before parameters are gathered: a process that keeps others company learns here whether there is a turn
+        plan = chunked.plan(prompt_ids, rows)
         try:
             with how.generating() as model:
 
-                def fitting(prompts: Any, keys: torch.Tensor, offsets: torch.Tensor, own: list[int]) -> list[list[int]]:
-                    def work(part: Sequence[int]) -> list[list[int]]:
-                        index = torch.tensor(part)
-                        images = None if call.images is None else call.images.of([own[i] for i in part])
-                        chunk = ([prompts[i] for i in part], keys[index], offsets[index], images)
-                        return self._sample_chunk(model, how, chunked.alike, *chunk)
+                def work(part: Sequence[int]) -> list[list[int]]:
+                    index = torch.tensor(part)
+                    images = None if call.images is None else call.images.of([rows[i] for i in part])
+                    chunk = ([prompt_ids[i] for i in part], keys_B[index], offsets_B[index], images)
+                    return self._sample_chunk(model, how, chunked.alike, *chunk)
 
-                    return [row for piece in self.memory.run(range(len(prompts)), work) for row in piece]
+                def fitting(chunk: list[int]) -> list[list[int]]:
+                    return [row for piece in self.memory.run(chunk, work) for row in piece]
 
-                found = chunked.run(fitting, prompt_ids, rows, how.filler)
+                found = plan.run(fitting, how.filler)
         except PrecisionError as error:
             failure = str(error)
-        if call.histories is None:  # every process comes here once: none waits for one that failed
+        if call.prompt_lengths is None:  # every process comes here once: none waits for one that failed
             failure = first_of_all_processes(failure)
         if failure is not None:
             raise PrecisionError(failure)
@@ -522,7 +527,7 @@ class RolloutSampler:
     def _with_seeds(self, call: ScoringCall, how: Generation, prompt_ids: Any, num_generations: int) -> Any:
         """TRL's `VLLMGeneration`, seen with one seed for each row of this process."""
         rows = call.rows_of(prompt_ids)
-        if call.histories is None:
+        if call.prompt_lengths is None:
             self.refuse_unequal_slices(how.vllm, 0 if call.request.empty else len(rows))
         keys = self._keys(call.request, how.training)[torch.tensor(rows)]
         seeds = completion_seeds(keys, call.offsets_of(rows, prompt_ids), call.request.num_generations)
@@ -547,13 +552,28 @@ class RolloutSampler:
     def _keys(self, request: RolloutRequest, training: bool) -> torch.Tensor:
         return request_keys(request, self.args.seed, TRAIN_STREAM if training else EVAL_STREAM)
 
-    def _chunked(self, call: ScoringCall, training: bool, alike: bool) -> ChunkedGeneration:
+    def _chunked(self, call: ScoringCall, how: Generation) -> ChunkedGeneration:
         def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
             return max_over_processes(own, self.accelerator.device) if self.sharded else own
 
         # virtual tokens stand before the padding, so there is none: `alike`
-        request, chunk = call.request, self.geometry.rollout_chunk_size
-        return ChunkedGeneration(request, call.histories, self._keys(request, training), chunk, calls, alike)
+        alike, chunk = is_prompt_learning(how.model), self.geometry.rollout_chunk_size
+        return ChunkedGeneration(call.request, self._keys(call.request, how.training), chunk, calls, alike)
+
+    def keep_company(self, trl_turn: Any, how: Generation, num_generations: int) -> None:
+        """Take part in the turns of other processes while the rows of this one are done, where generation is shared."""
+        call, prompt = self.call, [[how.filler]]
+        if call is None or not self.sharded or how.vllm is not None:
+            return
+        keys_B, first = self._keys(call.request, how.training)[:1], torch.zeros(1, dtype=torch.long)
+        while calls := max_over_processes(0, self.accelerator.device):
+            if not self.samples_by_key(how):
+                for _ in range(calls):
+                    trl_turn(prompt, None, {}, num_generations)
+                continue
+            with how.generating() as model:
+                for _ in range(calls):
+                    self._sample_chunk(model, how, False, prompt, keys_B, first, None)
 
 
 @contextlib.contextmanager

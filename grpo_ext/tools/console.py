@@ -38,6 +38,8 @@ _FIELDS = (
     ("reward", 1, "reward", "{:5.2f}"),
     ("completions/mean_length", 2, "length", "{:4.0f}"),  # tokens
     ("completions/clipped_ratio", 5, "truncated", "{:3.0%}"),
+    ("tools/call_frequency", 3, "tool calls", "{:.1f}"),  # per completion
+    ("tools/failure_frequency", 4, "failed", "{:3.0%}"),  # of them
     ("entropy", 4, "entropy", "{:.2f}"),
     ("frac_reward_zero_std", 6, "no variance", "{:3.0%}"),  # share of the groups
     ("kl", 7, "kl", "{:.2g}"),

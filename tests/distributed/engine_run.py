@@ -66,6 +66,7 @@ def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_ext import GRPOConfig, GRPOTrainer
+    from tests.support import tool_runs
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
 
@@ -79,14 +80,15 @@ def main(folder: Path) -> None:
         model = kind.from_pretrained(run["model"], dtype=torch.float32)
         if run["nameless"]:
             model.config._name_or_path = ""
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=picture_reward if with_images else letter_reward,
-            args=args,
-            train_dataset=image_rows(run["prompts"], **PICTURES) if with_images else prompts(run["prompts"]),
-            processing_class=image_processor(family) if with_images else tiny_tokenizer(),
-            peft_config=LoraConfig(**run["lora"]) if run["lora"] else None,
-        )
+        parts: dict[str, Any] = {
+            "reward_funcs": picture_reward if with_images else letter_reward,
+            "train_dataset": image_rows(run["prompts"], **PICTURES) if with_images else prompts(run["prompts"]),
+            "processing_class": image_processor(family) if with_images else tiny_tokenizer(),
+        }
+        if run["tools"]:
+            parts = tool_runs.parts("company")
+        peft = LoraConfig(**run["lora"]) if run["lora"] else None
+        trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
             trainer.add_callback(OverflowOnTheLast())
         trainer.train(resume_from_checkpoint=run["resume"])

@@ -62,6 +62,7 @@ class Job:
     nameless: bool = False  # a model object that cannot be loaded again by name
     model: str = "model"
     refused_by: str | None = None  # an engine
+    tools: bool = False  # which processes are done with in different turns
 
 
 # each process writes its part of the weights (under the other engines: as ever)
@@ -72,6 +73,8 @@ MODELS = {
     "hybrid": functools.partial(architecture, "lfm2"),  # convolutions beside attention
     **{family: functools.partial(image_model, family) for family in ("llava", "idefics3")},
 }
+TOOLS = {**FEW_ROWS, "global_batch_size": 8, "rollout_batch_size": 8, "rollout_chunk_size": 4}
+TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_steps": 3}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
@@ -88,6 +91,7 @@ JOBS = [
     Job("images_few", FEW_ROWS, prompts=8, model="llava"),
     Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
+    Job("tools", TOOLS, tools=True),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
@@ -120,7 +124,9 @@ def prepare(folder: Path, model: Path, jobs: list[Job]) -> None:
         resume = None if job.resume is None else str(folder / job.resume)
         run = {"name": job.name, "config": {**BASE, **job.config}, "prompts": job.prompts, "resume": resume}
         run["model"] = str(model.with_name(job.model))
-        runs.append({**run, "lora": LORA if job.lora else None, "env": job.env, "nameless": job.nameless})
+        runs.append(
+            {**run, "lora": LORA if job.lora else None, "env": job.env, "nameless": job.nameless, "tools": job.tools}
+        )
     (folder / "job.json").write_text(json.dumps({"runs": runs}))
 
 

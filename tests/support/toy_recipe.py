@@ -25,11 +25,11 @@ BOXED = (r"\boxed{1}", r"\boxed{2}")
 Overrides = dict[str, tuple[Any, str]]
 
 
-def load_recipe() -> Any:
-    """recipes/grpo.py, which is a script and no package."""
-    spec = importlib.util.spec_from_file_location("recipes_grpo", ROOT / "recipes" / "grpo.py")
+def load_recipe(name: str = "grpo") -> Any:
+    """A file of recipes/, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location(f"recipes_{name}", ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["recipes_grpo"] = module  # its dataclasses look their types up there
+    sys.modules[f"recipes_{name}"] = module  # its dataclasses look their types up there
     spec.loader.exec_module(module)
     return module
 

@@ -58,6 +58,7 @@ SIZES = [
     ({"multi_objective_aggregation": "x"}, ["multi_objective_aggregation='x'", "'sum_then_normalize'"]),
     ({"reward_on_failure": "shrug"}, ["reward_on_failure='shrug'", "'error', 'none'"]),
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
+    ({"tool_timeout": -1}, ["tool_timeout=-1", "more than 0"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]
 

@@ -106,6 +106,8 @@ SPECS = (
     Spec("accuracy", "Accuracy", "share", _ACCURACY),
     Spec("length", "Completion length", "tokens", _LENGTHS),
     Spec("clipped", "Completions cut at the longest length", "share", {"completions/clipped_ratio": "cut"}),
+    Spec("tool_calls", "Tool calls", "calls per completion", {"tools/call_frequency": "calls"}),
+    Spec("tool_failures", "Tool calls that failed", "share", {"tools/failure_frequency": "failed"}),
     Spec("entropy", "Entropy", "nats per token", {"entropy": "entropy"}),
     Spec("clip_share", "Tokens whose ratio is clipped", "share", _CLIPPED),
     Spec("kl", "KL to the reference", "nats per token", {"kl": "kl"}),

@@ -130,6 +130,10 @@ def test_messages_become_text():
         {"role": "assistant", "content": "a cat"},
     ]
     assert as_text(messages) == "user: [image] what?\nassistant: a cat"
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
+    turns = [{"role": "assistant", "content": "so", "tool_calls": [call, call]}, {"role": "tool", "name": "add"}]
+    assert as_text(turns) == "assistant: so add(a=1, b='x') add(a=1, b='x')\ntool add: "
+    assert as_text([{"role": "assistant", "tool_calls": ["odd"]}]) == "assistant: odd"
 
 
 def test_a_lone_surrogate_can_be_written(tmp_path):

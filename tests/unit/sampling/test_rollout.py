@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,12 @@ from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completi
 from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
 from grpo_ext.batching.prompt_order import ProcessSlices, RolloutRequest
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
-from grpo_ext.sampling.chunks import ChunkedGeneration, RowHistories, rows_by_chunk
+from grpo_ext.errors import RolloutError
+from grpo_ext.rewards.calls import RewardCalls
+from grpo_ext.sampling.chunks import ChunkedGeneration, rows_by_chunk
 from grpo_ext.sampling.generation import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.sampling.rollout import Rollout, gather_rollout
+from grpo_ext.sampling.sampler import ScoringCall
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import measure_step
 from tests.tolerances import P_VALUE
@@ -366,25 +370,30 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_a_later_turn_finds_the_rows_it_continues(second, third):
-    prompts = [[10 + i // 2, 5] for i in range(len(second))]
-    completions = [[20 + i, 7] for i in range(len(second))]
-    identity = RowHistories(prompts, completions)
+    """Added up as TRL does, although all rows say the same."""
+    prompts = [[10, 5] for _ in second]
+    call = ScoringCall(SimpleNamespace(), RewardCalls())
+    completions = call.remember(prompts, [[20, 7] for _ in second])
     rows = [i for i, continues in enumerate(second) if continues]
     continued = [prompts[i] + completions[i] + [3, 3] for i in rows]
-    assert identity.match(continued) == rows
-    identity.extend(rows, continued, [[4]] * len(rows))
+    assert call.rows_of(continued) == rows
+    new = call.remember(continued, [[4]] * len(rows))
+    for row, before, ids in zip(rows, continued, new):
+        completions[row] = before[2:] + ids
+    assert completions == [[20, 7, 3, 3, 4] if continues else [20, 7] for continues in second]
     later = [i for i in rows if third[i]]
-    again = [prompts[i] + completions[i] + [3, 3, 4, 3] for i in later]
-    assert identity.match(again) == later
+    again = [prompts[i] + completions[i] + [3] for i in later]
+    assert call.rows_of(again) == later
     # a completion goes on where it is, tools' tokens counted
-    assert identity.offsets(torch.tensor(rows), continued).tolist() == [4] * len(rows)
-    assert identity.offsets(torch.tensor(later), again).tolist() == [6] * len(later)
+    assert call.offsets_of(rows, continued).tolist() == [4] * len(rows)
+    assert call.offsets_of(later, again).tolist() == [6] * len(later)
 
 
-def test_rows_with_equal_histories_are_taken_in_order():
-    identity = RowHistories([[5]] * 3, [[6], [6], [7]])
-    assert identity.match([[5, 6, 3], [5, 6, 3]]) == [0, 1]
-    assert identity.match([[5, 6, 3], [5, 7, 3]]) == [0, 2]
+def test_rows_that_nobody_sampled_are_refused():
+    call = ScoringCall(SimpleNamespace(), RewardCalls())
+    completions = call.remember([[5], [5]], [[6], [6]])
+    with pytest.raises(RolloutError, match="place 1 of 2"):
+        call.rows_of([[5] + completions[0], [5, *completions[1]]])
 
 
 # ---- The rollout batch ----------------------------------------------------------------------------------------------
@@ -575,9 +584,7 @@ def test_where_generate_is_a_collective_every_process_makes_as_many_calls(empty)
         return [[10 + i] for i in part]
 
     def share(calls):
-        return ChunkedGeneration(request, None, torch.zeros(len(rows)), 8, calls).chunk_by_chunk(
-            sample, [[]] * len(rows), rows, 1
-        )
+        return ChunkedGeneration(request, torch.zeros(len(rows)), 8, calls).plan([[]] * len(rows), rows).run(sample, 1)
 
     expected = [[1]] * 4 if empty else [[10 + i] for i in rows]
     assert share(lambda own: own) == expected

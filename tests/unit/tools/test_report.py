@@ -76,6 +76,8 @@ FULL = {
     "completions/min_length": 1.0,
     "completions/max_length": 9.0,
     "completions/clipped_ratio": 0.25,
+    "tools/call_frequency": 1.5,
+    "tools/failure_frequency": 0.2,
     "entropy": 1.5,
     "clip_ratio/region_mean": 0.01,
     "kl": 0.02,

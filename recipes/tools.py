@@ -1,0 +1,179 @@
+"""GRPO with a tool: `accelerate launch recipes/tools.py [--max_steps 60 ...]`; every field of GRPOConfig is an option.
+A tiny model that cannot multiply learns to call a calculator and to answer what it says; nothing is downloaded.
+To copy: the chat template, how calls are read from completions (`RESPONSES`), the tool, and the reward."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_ext import Console, GRPOConfig, GRPOTrainer
+from grpo_ext.demo.task import demo_config_defaults
+from grpo_ext.demo.warm_start import build_model, built_once, fit
+from grpo_ext.errors import GrpoExtError
+from grpo_ext.run.log import as_text
+from grpo_ext.tools.quiet import quiet_libraries
+from grpo_ext.tools.report.page import report_or_reason
+
+PAD, EOS, UNK, MODEL, CALL, ANSWER, NAME, ARGUMENT = (
+    *("<pad>", "<eos>", "<unk>", "<model>", "<call>", "<answer>"),
+    *("calculate", "expression"),
+)
+# 37*48<eos><model><call>calculate(expression=37*48)<eos><answer>1776<eos><model>1776<eos>
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<eos>"
+    "{% elif m['role'] == 'tool' %}<answer>{{ m['content'] }}<eos>"
+    "{% else %}<model>{% for call in m['tool_calls'] or [] %}<call>{{ call['function']['name'] }}("
+    "{% for name, value in call['function']['arguments'].items() %}{{ name }}={{ value }}{% endfor %})"
+    "{% endfor %}{{ m['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
+)
+CALLED = {"type": "function", "function": {"name": "{name}", "arguments": {ARGUMENT: "{content}"}}}
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": MODEL,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": rf"<call>(?P<name>\w+)\({ARGUMENT}=",
+            "close_pattern": r"\)(<eos>)?",
+            "repeats": True,
+            "content": "text",
+            "transform": CALLED,
+        },
+        "content": {"close": EOS, "content": "text"},
+    },
+}
+# what the warm start's teacher does: calls the tool rightly, forgets a factor in the call, or guesses
+SHARES = {"calls": 0.4, "forgets": 0.15, "guesses": 0.45}
+STEPS, EXAMPLES = 500, 64  # of the warm start, and of each of its steps
+
+
+def calculate(expression: str) -> str:
+    """Multiply two numbers.
+
+    Args:
+        expression: Two factors, such as 37*48.
+    """
+    found = re.fullmatch(r"(\d+)\*(\d+)", expression)
+    if found is None:
+        raise ValueError("no product")
+    return str(int(found[1]) * int(found[2]))
+
+
+def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    """1 where the last message is the product, digit for digit."""
+    texts = [prompt[-1]["content"] for prompt in prompts]
+    last = [messages[-1] for messages in completions]
+    log_metric("guessed", sum(len(messages) == 1 for messages in completions) / len(completions))
+    return [
+        float(message["role"] == "assistant" and message["content"] == calculate(text))
+        for text, message in zip(texts, last)
+    ]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and one for each name and mark."""
+    symbols = [PAD, EOS, UNK, *"0123456789*()=abcdefghijklmnopqrstuvwxyz{}': "]
+    inner = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNK))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK, padding_side="left"
+    )
+    tokenizer.add_tokens([MODEL, CALL, ANSWER, NAME, ARGUMENT])
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
+    return tokenizer
+
+
+def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
+    """A transcript as (text, whether the model writes it)."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    guess = str(rng.randint(100, 9899)) + EOS
+    what = rng.choices(list(SHARES), list(SHARES.values()))[0]
+    parts = [(f"{a}*{b}{EOS}{MODEL}", False)]
+    if what == "guesses":
+        return [*parts, (guess, True)]
+    if what == "calls":
+        call, said, last = f"{a}*{b}", str(a * b), f"{a * b}{EOS}"
+    else:
+        call, said, last = rng.choice((f"{a}*", f"*{b}", f"{a}")), "{'error': 'no product'}", guess
+    return [
+        *parts,
+        (f"{CALL}{NAME}({ARGUMENT}={call}){EOS}", True),
+        (f"{ANSWER}{said}{EOS}{MODEL}", False),
+        (last, True),
+    ]
+
+
+def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
+    """A model, and its tokenizer, after a supervised run over worked examples, of which two in five are right."""
+    tokenizer, rng = build_tokenizer(), random.Random(0)
+
+    def written() -> list[tuple[int, bool]]:
+        return [(i, own) for text, own in worked_example(rng) for i in tokenizer(text)["input_ids"]]
+
+    examples = [written() for _ in range(4096)]
+
+    def batch() -> dict[str, torch.Tensor]:
+        rows = rng.choices(examples, k=EXAMPLES)
+        ids = [torch.tensor([i for i, _ in row]) for row in rows]
+        labels = [torch.tensor([i if own else -100 for i, own in row]) for row in rows]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {
+            "input_ids": pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+            "attention_mask": pad([torch.ones_like(row) for row in ids], batch_first=True),
+            "labels": pad(labels, batch_first=True, padding_value=-100),
+        }
+
+    return fit(build_model(tokenizer, seed=0, positions=128), batch, STEPS), tokenizer
+
+
+def main(argv: list[str]) -> None:
+    from trl import TrlParser
+
+    parser: Any = TrlParser((GRPOConfig,))
+    settings = {"max_steps": 60, "max_completion_length": 64, "max_tool_calling_iterations": 2, "tool_timeout": 5.0}
+    settings["learning_rate"] = 2e-4
+    parser.set_defaults_with_config(output_dir="runs/tools", **{**demo_config_defaults(), **settings})
+    (training,) = parser.parse_args_and_config(argv)
+    if PartialState().device.type == "cpu":
+        torch.set_num_threads(1)
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    with PartialState().main_process_first():  # which builds the model; the others find it in the cache
+        path = built_once(f"tools-{key}", warm_start)
+    rng = random.Random(1)
+    rows = [[{"role": "user", "content": f"{rng.randint(10, 99)}*{rng.randint(10, 99)}"}] for _ in range(2048)]
+    training.disable_tqdm = True
+    trainer = Console().install(
+        GRPOTrainer(
+            model=str(path),
+            reward_funcs=product_reward,
+            args=training,
+            train_dataset=Dataset.from_dict({"prompt": rows}),
+            tools=[calculate],
+        )
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if trainer.accelerator.is_main_process:
+        for prompt, completion in list(zip(trainer._logs["prompt"], trainer._logs["completion"]))[-3:]:
+            print(as_text([*prompt, *completion]), end="\n\n")
+        trainer.save_model(str(training.output_dir))
+        print(report_or_reason(Path(str(training.output_dir))))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    quiet_libraries()
+    try:
+        main(sys.argv[1:])
+    except GrpoExtError as error:
+        sys.exit(f"error: {error}")

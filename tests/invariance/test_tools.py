@@ -1,0 +1,177 @@
+"""Tools and environments: transcripts, masks, rewards, update and log are the same for every split."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext.tools.check.comparison import metric_difference
+from tests.support import forks, tool_runs
+from tests.support.launch import accelerate_launch
+from tests.support.tool_runs import CASES, SETTINGS
+from tests.support.trainers import error
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
+
+NAMES = [name for name in CASES if name != "leak"]
+SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
+FULL = ("scripted", "dynamic", "tools")
+
+
+def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:
+    """What the processes printed; empty where all of them ended well."""
+    script, arguments = Path(tool_runs.__file__), (str(folder), json.dumps(runs))
+    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
+    if forks.serves(env):
+        status, output = forks.run_forked([str(script), *arguments], processes, env, 500)
+    else:
+        done = accelerate_launch(script, *arguments)
+        status, output = done.returncode, done.stdout + done.stderr
+    return "" if status == 0 else output[-3000:] or "nothing"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request) -> Any:
+    """From a case, a number of processes, and a micro-batch size to what each process saw; launched together."""
+    full = request.config.getoption("--full")
+    names = [name for name in CASES if full or name not in FULL]
+    folders = {n: tmp_path_factory.mktemp(f"on_{n}") for n in (1, 2, 3)}
+    wanted = {1: [(name, 24, {}) for name in names], 2: [(name, SIZES[name], {}) for name in names], 3: []}
+    if full:
+        wanted[1] += [(name, size, {}) for name in NAMES for size in (7, 1)]
+        wanted[3] += [(name, size, {}) for name in NAMES for size in (24, 2)]
+    done = set()
+
+    def result(name: str, processes: int, size: int) -> list[dict[str, Any]]:
+        if processes not in done and wanted[processes]:
+            done.add(processes)
+            assert not (output := launched(folders[processes], processes, *wanted[processes])), output
+        found = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))
+        return [torch.load(path, weights_only=False) for path in found]
+
+    return result
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for column, values in one["table"].items():
+        numbers = all(value is None or isinstance(value, float) for value in values)
+        same = pytest.approx(values, abs=1e-5, nan_ok=True) if numbers else values
+        assert other["table"][column] == same, column
+    for name, expected in one["rollout"].items():
+        assert all(torch.equal(a, b) for a, b in zip(expected, other["rollout"][name], strict=True)), name
+    gap, metric = metric_difference(one["log"], other["log"])
+    assert gap <= METRIC, f"{metric} differs by {gap:.2e}"
+    assert error(one["update"], other["update"]) <= UPDATE
+
+
+def marked(name: str, *values: Any, full: bool) -> Any:
+    return pytest.param(name, *values, marks=[pytest.mark.full] if full else [])
+
+
+EVERY = [(1, 7), (1, 1), (3, 24), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "size"),
+    [marked(name, 2, SIZES[name], full=name in FULL) for name in NAMES]
+    + [marked(name, *split, full=True) for name in NAMES for split in EVERY],
+)
+def test_what_tools_answer_and_what_is_learned_do_not_depend_on_the_split(runs, name, processes, size):
+    (alone,) = runs(name, 1, 24)
+    seen = runs(name, processes, size)
+    assert len(seen) == processes
+    for other in seen:
+        assert_same(alone, other)
+
+
+@pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES])
+def test_what_was_sampled_is_what_is_trained_on_token_for_token(runs, name):
+    (alone,) = runs(name, 1, 24)
+    said: dict[int, list[tuple[int, list[int], list[int]]]] = defaultdict(list)
+    for key, offset, before, new in alone["said"]:
+        said[key].append((offset, before, new))
+    transcripts = {tuple(turns[0][1]): [] for turns in said.values()}
+    for turns in said.values():
+        assert turns[0][0] == 0
+        prompt, ids, mask = turns[0][1], list[int](), list[int]()
+        for offset, before, new in turns:
+            assert before[: len(prompt) + len(ids)] == prompt + ids  # a turn begins with what there was, as it was
+            answer = before[len(prompt) + len(ids) :]
+            assert offset == len(ids) + len(answer)
+            ids, mask = ids + answer + new, mask + [0] * len(answer) + [1] * len(new)
+        most = CASES[name].config.get("max_completion_length", SETTINGS["max_completion_length"])
+        transcripts[tuple(prompt)].append((ids[:most], mask[:most]))
+    fields, turned = alone["rollout"], 0
+    for prompt, ids, mask in zip(fields["prompt_ids"], fields["completion_ids"], fields["tool_mask"], strict=True):
+        assert (ids.tolist(), mask.tolist()) in transcripts[tuple(prompt.tolist())]
+        turned += bool((mask == 0).any())
+    assert turned  # tools have answered
+
+
+@pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES])
+def test_every_case_calls_tools_and_learns(runs, name):
+    (alone,) = runs(name, 1, 24)
+    first = alone["log"][0]
+    assert first["tools/call_frequency"] > 0.2
+    assert float(alone["update"].norm()) > 1e-4
+    lines = [json.loads(line) for line in alone["table"]["transcript"]]
+    assert {len([m for m in messages if m["role"] == "assistant"]) for messages in lines} >= {1, 2}
+    if name in ("tools", "async", "hanging"):
+        assert 0 < first["tools/failure_frequency"] < 1
+        answers = {str(m["content"]) for messages in lines for m in messages if m["role"] == "tool"}
+        failures = {"tools": "{'error': 'Tool unknown not found.'}", "async": "{'error': 'busy'}"}
+        failures["hanging"] = "{'error': 'no answer within tool_timeout=0.15 seconds'}"
+        assert failures[name] in answers
+
+
+def test_twins_are_told_apart(runs):
+    """Rows that say the same, of which one goes on and one does not: the case would show it if they were not."""
+    (alone,) = runs("twins", 1, 24)
+    turns: dict[tuple[int, ...], set[bool]] = defaultdict(set)
+    counts: dict[int, int] = defaultdict(int)
+    for key, *_ in alone["said"]:
+        counts[key] += 1
+    assert {1, 2} <= set(counts.values())
+    for key, offset, before, new in alone["said"]:
+        if offset == 0:
+            turns[(*before[:4], *new)].add(counts[key] > 1)
+    assert {True, False} in turns.values()
+
+
+def test_a_tool_that_answers_what_its_process_knows_is_seen(runs):
+    (alone,) = runs("leak", 1, 24)
+    one, other = runs("leak", 2, SIZES["leak"])
+    assert one["table"]["transcript"] == other["table"]["transcript"] != alone["table"]["transcript"]
+    assert error(alone["update"], one["update"]) > DIFFERENT
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_that_dies_while_a_tool_answers_goes_on_as_if_it_had_not(tmp_path, processes):
+    settings = {"global_batch_size": 8, "rollout_batch_size": 16, "max_steps": 4, "save_strategy": "steps"}
+    case = ("environments", 3, {**settings, "save_steps": 1})
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    whole, killed = folders
+    assert not (output := launched(whole, processes, case)), output
+    last = str(processes - 1)
+    calls = torch.load(whole / f"environments-3-{last}.pt", weights_only=False)["calls"]
+    case[2]["dies_at"] = {last: calls - 1}  # in the second rollout batch, between its turns
+    assert launched(killed, processes, case)
+    assert sorted(path.name for path in (killed / "environments").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    assert not list(killed.glob("*.pt"))
+    case[2].pop("dies_at")
+    assert not (output := launched(killed, processes, ("environments", 3, {**case[2], "resume": "latest"}))), output
+    one, other = (torch.load(folder / "environments-3-0.pt", weights_only=False) for folder in folders)
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["table"]["transcript"][-8:] == other["table"]["transcript"][-8:]
+    assert metric_difference(one["log"][2:4], other["log"][-3:-1])[0] == 0.0

@@ -1,0 +1,386 @@
+"""Run by test_tools.py on any number of processes: tools and environments, and what each process saw of a run.
+
+Tools answer after random delays, so calls that run together end in any order; they fail, are unknown, or answer at
+length. Which tool a completion calls follows from its tokens (`sampled`), or is written in it (`scripted`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.sampling import sampler
+from grpo_ext.tools.check.worker import leave
+from tests.support.drop_in import tool_tokenizer
+from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import parameters
+from tests.tolerances import ADAM_EPSILON
+
+DELAYS = random.SystemRandom()  # other ones in every process and every run
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% if m['tool_calls'] %}{{ m['tool_calls'] }}"
+    "{% endif %}<eos>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 24,
+    "rollout_chunk_size": 8,
+    "max_completion_length": 45,
+    "max_tool_calling_iterations": 2,
+    "max_steps": 1,
+    "adam_epsilon": ADAM_EPSILON,
+}
+
+
+def count(number: int) -> str:
+    """Count.
+
+    Args:
+        number: How far.
+    """
+    time.sleep(DELAYS.uniform(0, 0.004))
+    return str(number % 7)
+
+
+def tell(number: int) -> str:
+    """Tell at length.
+
+    Args:
+        number: How long.
+    """
+    return "so " * (number % 17)
+
+
+def fail(number: int) -> str:
+    """Fail.
+
+    Args:
+        number: Why.
+    """
+    raise ValueError(f"no {number % 3}")
+
+
+async def ask(number: int) -> str:
+    """Ask and wait.
+
+    Args:
+        number: What for.
+    """
+    await asyncio.sleep(DELAYS.uniform(0, 0.008))
+    return f"is {number % 5}"
+
+
+async def refuse(number: int) -> str:
+    """Wait and fail.
+
+    Args:
+        number: Why.
+    """
+    await asyncio.sleep(DELAYS.uniform(0, 0.004))
+    raise RuntimeError("busy")
+
+
+calls_here = [0]
+DIES_AT: dict[str, int] = {}  # the call that kills the process, by the number of the process
+
+
+def note_call() -> None:
+    calls_here[0] += 1
+    if calls_here[0] == DIES_AT.get(os.environ.get("RANK", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leak(number: int) -> str:
+    """Tell something of this process: no split could learn the same.
+
+    Args:
+        number: Not used.
+    """
+    note_call()
+    return str(calls_here[0])
+
+
+class Game:
+    """An environment that owns its reward; how much it says is a matter of the row."""
+
+    def reset(self, size: int = 1, **kwargs: Any) -> str | None:
+        self.size, self.calls = size, 0
+        return None if size % 3 else " go"
+
+    def count(self, number: int) -> str:
+        """Count.
+
+        Args:
+            number: How far.
+        """
+        note_call()
+        self.calls += 1
+        return count(number)
+
+    def tell(self, number: int) -> str:
+        """Tell at length.
+
+        Args:
+            number: How long.
+        """
+        note_call()
+        self.calls += 2
+        return "so " * (self.size + number % 3)
+
+    def get_reward(self) -> float:
+        return self.calls / (1 + self.size)
+
+
+class Shop:
+    """Another one, which answers and judges later."""
+
+    def reset(self, **kwargs: Any) -> str:
+        self.asked: list[int] = []
+        return "shop"
+
+    async def ask(self, number: int) -> str:
+        """Ask and wait.
+
+        Args:
+            number: What for.
+        """
+        await asyncio.sleep(DELAYS.uniform(0, 0.004))
+        self.asked.append(number)
+        return f"is {len(self.asked)}"
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return sum(self.asked) % 5 / 5
+
+
+class Silent(Game):
+    """One that owns no reward."""
+
+    get_reward = None  # type: ignore[assignment]
+
+
+async def wait(number: int) -> str:
+    """Wait, now and then for ever.
+
+    Args:
+        number: How long.
+    """
+    await asyncio.sleep(600 if number % 5 == 0 else 0)
+    return "done"
+
+
+class Stuck(Game):
+    """An environment that hangs now and then."""
+
+    def stall(self, number: int) -> str:
+        """Stall, now and then for ever.
+
+        Args:
+            number: How long.
+        """
+        if number % 5 == 0:
+            self.calls = 50
+            time.sleep(600)
+        return "moved"
+
+
+def by_sum(names: list[str]) -> Callable[[list[int]], list[str]]:
+    """Which tools the tokens of a completion call: none, one, or several at once."""
+    return lambda ids: [names[sum(ids) % len(names)] for _ in range(1 + sum(ids) % 3)] if sum(ids) % 4 else []
+
+
+def all_at_once(names: list[str]) -> Callable[[list[int]], list[str]]:
+    return lambda ids: names if sum(ids) % 3 else []
+
+
+def sampled(called: Callable[[list[int]], list[str]]) -> Any:
+    """A tokenizer that finds calls in any tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+
+    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": {"number": sum(ids) + place}}}
+            for place, name in enumerate(called(list(ids)))
+        ]
+        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    tokenizer.response_template, tokenizer.parse_response = {}, parse_response
+    return tokenizer
+
+
+def scripted(tokenizer: Any, texts: list[list[str]]) -> Callable[..., list[list[int]]]:
+    """A model that says what is written for its turn; which of it, its key decides."""
+
+    def sample(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
+        found = []
+        for key, offset in zip(keys.tolist(), offsets.tolist()):
+            choice = texts[min(int(offset > 0), len(texts) - 1)]
+            found.append(tokenizer(choice[(key + offset) % len(choice)] + tokenizer.eos_token)["input_ids"])
+        return found
+
+    return sample
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to train."""
+
+    parts: dict[str, Any]
+    names: list[str] = field(default_factory=list)
+    called: Callable[[list[str]], Callable[[list[int]], list[str]]] = by_sum
+    script: list[list[str]] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    kinds: list[str] | None = None
+    sizes: tuple[int, ...] = (1, 4, 2, 6, 3, 5, 9)
+    twins: bool = False  # all prompts are alike
+    company: bool = False  # every process makes as many calls of generate, as with an engine that shares weights
+
+
+def written(*calls: tuple[str, int]) -> str:
+    """A completion that calls tools, in the words of the Qwen3 template."""
+    made = [json.dumps({"name": name, "arguments": {"number": number}}) for name, number in calls]
+    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in made)
+
+
+KINDS = {"game": Game, "shop": Shop, "silent": Silent}
+CASES = {
+    "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
+    "async": Case({"tools": [ask, refuse, count]}, ["ask", "count", "refuse", "ask"], all_at_once),
+    "environments": Case(
+        {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
+    ),
+    # all say the same at first, and the answer is too long for some
+    "twins": Case(
+        {"environment_factory": Game},
+        ["tell"],
+        lambda names: lambda ids: names if len(ids) == 3 else [],
+        script=[["ab"], ["b", "cccd", "d", "efgh", "hgfed", "gabcd"]],
+        sizes=(25, 1, 16, 4, 28, 7),
+        twins=True,
+        config={"rollout_chunk_size": 4},
+    ),
+    "scripted": Case(
+        {"tools": [count, tell, ask]},
+        script=[
+            [written(("count", 3)), written(("tell", 5), ("ask", 4), ("count", 2)), "ok", written(("ask", 1)) + "x"],
+            ["yes", written(("count", 5)), "<tool_call>{</tool_call>"],
+        ],
+        config={"max_completion_length": 400},
+    ),
+    "dynamic": Case(
+        {"tools": [count, tell]},
+        ["count", "tell"],
+        config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2},
+    ),
+    "company": Case(
+        {"tools": [count, tell]},
+        ["count", "tell"],
+        company=True,
+        config={"global_batch_size": 12, "rollout_chunk_size": 4},
+    ),
+    # on two processes one has no prompts; it may not go on with what it was lent
+    "few": Case({"tools": [count, tell]}, ["count", "tell"], company=True, config={"global_batch_size": 4}),
+    "leak": Case({"tools": [leak]}, ["leak"]),
+}
+
+
+def rows(case: Case) -> Dataset:
+    found = prompts(22)
+    texts = ["abc"] * len(found) if case.twins else found["prompt"]
+    table: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": text}] for text in texts]}
+    table["size"] = [case.sizes[number % len(case.sizes)] for number in range(len(texts))]
+    if case.kinds is not None:
+        table["environment"] = [case.kinds[number % len(case.kinds)] for number in range(len(texts))]
+    return Dataset.from_dict(table)
+
+
+def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    """Turns and words of a transcript, which becomes a column of the table."""
+    log_extra("transcript", [json.dumps(messages) for messages in completions])
+    log_metric("turns", sum(map(len, completions)) / len(completions))
+    return [len(messages) - 0.1 * len(set(str(messages[-1]["content"]))) for messages in completions]
+
+
+def parts(name: str) -> dict[str, Any]:
+    """What a case gives a trainer, beside the model and the settings."""
+    case = CASES[name]
+    tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
+    given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
+    return {**given, **case.parts}
+
+
+def train(folder: Path, name: str, size: int, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Train on this process; what it saw, with every call of the model's `generate`: keys, places, and tokens."""
+    case, said = CASES[name], []
+    given = parts(name)
+    tokenizer = given["processing_class"]
+    model = tiny_model(max_position_embeddings=4096)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer))  # draws the new ones
+    trainer = GRPOTrainer(
+        model=model,
+        args=GRPOConfig(
+            **config_kwargs(folder / name, **{**SETTINGS, **case.config, **settings}, per_device_train_batch_size=size)
+        ),
+        **given,
+    )
+    trainer._sampler.sharded = case.company
+    inner = sampler.sample_chunk
+    sample = inner if case.script is None else scripted(tokenizer, case.script)
+
+    def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
+        new = sample(model, prompt_ids, keys, offsets, *rest)
+        said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
+        return new
+
+    sampler.sample_chunk = remembered
+    calls_here[0] = 0
+    before = parameters(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        sampler.sample_chunk = inner
+    fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
+    timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
+    log = [
+        {key: value for key, value in line.items() if key not in timed and not key.startswith(("profiling", "time/"))}
+        for line in trainer.state.log_history
+    ]
+    table = {key: list(trainer._logs[key]) for key in ("prompt", "completion", "advantages")}
+    table |= {key: list(values) for key, values in [*trainer._logs["extra"].items(), *trainer._logs["rewards"].items()]}
+    return {
+        "update": parameters(trainer) - before,
+        "log": log,
+        "table": table,
+        "rollout": {key: fields[key] for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
+        "weights": parameters(trainer),
+        "said": said,
+        "calls": calls_here[0],
+    }
+
+
+def main(folder: Path, runs: list[list[Any]]) -> None:
+    """Runs are (case, micro-batch size, settings); `dies_at` among these is `DIES_AT`."""
+    for name, size, settings in runs:
+        DIES_AT.clear()
+        DIES_AT.update(settings.pop("dies_at", {}))
+        torch.save(train(folder, name, size, **settings), folder / f"{name}-{size}-{os.environ.get('RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    leave(Path(sys.argv[1]))

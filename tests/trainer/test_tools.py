@@ -1,0 +1,227 @@
+"""Tools and environments that hang or do not fit: the run goes on without them, or is refused before it begins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+
+import pytest
+from datasets import Dataset
+
+from grpo_ext import checks
+from grpo_ext.errors import ConfigError, DataError, RolloutError
+from grpo_ext.sampling.sampler import RolloutSampler
+from grpo_ext.sampling.tool_calls import TimedTools
+from tests.support.drop_in import CountingGame, log_of, make
+from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
+from tests.support.tool_runs import Game, count, sampled, transcript_reward
+
+SECONDS = 0.1
+SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}
+
+
+def trainer_with(folder, called=("count",), tokenizer=None, dataset=None, rewards=transcript_reward, **settings):
+    parts = {name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings}
+    texts = [[{"role": "user", "content": text}] for text in prompts(8)["prompt"]]
+    return make(
+        folder,
+        model=tiny_model(max_position_embeddings=4096),
+        rewards=rewards,
+        dataset=dataset or Dataset.from_dict({"prompt": texts}),
+        tokenizer=tokenizer or sampled(lambda ids: list(called)),
+        extra=parts,
+        **{
+            "max_steps": 1,
+            "global_batch_size": 8,
+            "max_completion_length": 300,
+            "max_tool_calling_iterations": 2,
+            **settings,
+        },
+    )
+
+
+def contents(trainer, role="tool"):
+    table = trainer._logs["extra"]["transcript"]
+    return [m["content"] for row in table for m in json.loads(row) if m["role"] == role]
+
+
+def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(tmp_path, caplog):
+    release = threading.Event()
+
+    def hang(number: int) -> str:
+        """Hang.
+
+        Args:
+            number: Not used.
+        """
+        release.wait(60)
+        return "late"
+
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_with(
+            tmp_path, ("hang", "count"), tools=[hang, count], tool_timeout=SECONDS, num_generations=2
+        )
+        trainer.train()
+    release.set()
+    told = contents(trainer)
+    assert set(told[::2]) == {f"{{'error': 'no answer within tool_timeout={SECONDS} seconds'}}"}
+    assert all(len(text) == 1 for text in told[1::2])
+    assert log_of(trainer, "tools/failure_frequency") == [0.5]
+    assert caplog.text.count("its thread is left behind") == 1
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
+def test_an_asynchronous_tool_that_hangs_is_cancelled(deaf):
+    ended = []
+
+    async def hang(number):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(number)
+            if deaf:
+                await asyncio.sleep(60)
+            raise
+
+    _, (tools,) = TimedTools(SECONDS, {}).of_rows([{}], [{"hang": hang}], None)
+    loop = asyncio.new_event_loop()  # which goes on after the call, as TRL's does
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    with pytest.raises(TimeoutError, match=r"no answer within tool_timeout=0\.1 seconds"):
+        asyncio.run_coroutine_threadsafe(tools["hang"](number=3), loop).result(20)
+    assert ended == [3]
+
+
+def test_a_tools_own_errors_and_answers_pass(tmp_path):
+    def slow(number):
+        raise TimeoutError("the tool's own")
+
+    ((now,), _) = TimedTools(5.0, {}).of_rows([{"slow": slow, "count": count}], [{}], None)
+    assert now["count"](number=8) == "1"
+    with pytest.raises(TimeoutError, match="the tool's own"):
+        now["slow"](number=1)
+
+
+def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
+    made = []
+
+    class Stuck(Game):
+        def __init__(self):
+            made.append(self)
+
+        def stall(self, number: int) -> str:
+            """Stall.
+
+            Args:
+                number: Not used.
+            """
+            if self is made[0]:
+                time.sleep(60)
+            return "moved"
+
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_with(
+            tmp_path, ("stall", "count"), environment_factory=Stuck, tool_timeout=SECONDS, max_steps=2
+        )
+        trainer.train()
+    # the second call of the transcript is refused at once; the next rollout has another environment
+    assert log_of(trainer, "tools/failure_frequency")[0] > 0
+    assert log_of(trainer, "tools/failure_frequency")[1] == 0
+    assert made[0] not in trainer._environment_pool[None]
+    assert len(made) == 9
+    assert caplog.text.count("whose call hung is replaced") == 1
+
+
+def test_later_calls_of_a_transcript_do_not_reach_an_environment_that_hangs():
+    class Stuck(Game):
+        def stall(self, number):
+            time.sleep(60)
+
+    stuck, other = Stuck(), Stuck()
+    for environment in (stuck, other):
+        environment.reset()
+    timed = TimedTools(SECONDS, {None: [stuck, other]})
+    (one, two), _ = timed.of_rows(
+        [{"stall": e.stall, "count": e.count, "free": count} for e in (stuck, other)], [{}, {}], [stuck, other]
+    )
+    with pytest.raises(TimeoutError, match="no answer"):
+        one["stall"](number=1)
+    with pytest.raises(TimeoutError, match="an earlier call has not come back"):
+        one["count"](number=1)
+    assert one["free"](number=1) == two["count"](number=1) == "1"
+    assert timed.pools == {None: [other]}
+
+
+def test_a_reset_that_hangs_ends_the_run(tmp_path):
+    class Slow(CountingGame):
+        def reset(self, **kwargs):
+            time.sleep(60)
+
+    with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
+        trainer_with(tmp_path, environment_factory=Slow, tool_timeout=SECONDS).train()
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_turns_of_a_transcript_are_limited(tmp_path, turns):
+    trainer = trainer_with(tmp_path, tools=[count], max_tool_calling_iterations=turns)
+    trainer.train()
+    assert len(contents(trainer, "assistant")) == 8 * (turns + 1)
+    assert len(contents(trainer)) == 8 * turns
+
+
+# ---- Before training ------------------------------------------------------------------------------------------------
+
+
+class Endless:
+    """An environment without `reset`."""
+
+    def move(self) -> str:
+        """Move."""
+        return "moved"
+
+
+class Undescribed(CountingGame):
+    def jump(self, height):
+        return "high"
+
+
+def silent(number: int) -> str:
+    return "nothing is said of it"
+
+
+def routed(names):
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * len(names), "environment": names})
+
+
+BAD = [
+    ({"tools": [count], "tokenizer": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
+    ({"tools": [count], "tokenizer": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
+    ({"environment_factory": Game, "tokenizer": tiny_tokenizer()}, ConfigError, "has no chat template;"),
+    ({"environment_factory": Endless}, ConfigError, "environment Endless has no method `reset`"),
+    ({"environment_factory": {"a": Endless}, "dataset": routed(["a"])}, ConfigError, "Endless has no method `reset`"),
+    ({"environment_factory": Undescribed}, ConfigError, "method 'jump' of environment Undescribed cannot be shown"),
+    ({"environment_factory": [Game]}, ConfigError, "pass a class"),
+    ({"environment_factory": {"a": Game}}, DataError, r"no column 'environment' .* \(columns: prompt\)"),
+    ({"environment_factory": {"a": Game}, "dataset": routed(["a", "b"])}, DataError, "names 'b', which"),
+    ({"tools": [silent]}, ConfigError, "tool 'silent' cannot be shown"),
+    ({"tools": [count], "dataset": prompts(8)}, DataError, "lists of messages"),
+    ({"tools": [count], "tool_timeout": 0}, ConfigError, "tool_timeout=0: use seconds, more than 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, words):
+    with pytest.raises(error, match=words):
+        trainer_with(tmp_path, **given)
+
+
+def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch):
+    trainer = trainer_with(tmp_path, tools=[count])
+    checks.check_trainer(trainer, trainer.args, type(trainer))
+    monkeypatch.setattr(RolloutSampler, "why_vllm_equal", "vLLM cuts")
+    checks.check_trainer(trainer, trainer.args, type(trainer))
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts"):
+        checks.check_trainer(trainer, trainer.args, type(trainer))
