@@ -22,7 +22,12 @@ GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs"
 
 def call(output: Any, needs: str | None = None, why_equal: str | None = None) -> Any:
     function = output if callable(output) else lambda prompts, trainer: output
-    scoring = SimpleNamespace(remember=lambda prompts, completions: REMEMBERED.append((prompts, completions)))
+
+    def remember(prompts: Any, completions: Any) -> Any:
+        REMEMBERED.append((prompts, completions))
+        return completions
+
+    scoring = SimpleNamespace(remember=remember)
     sampler = SimpleNamespace(call=scoring, why_equal=why_equal, outside=contextlib.nullcontext)
     return CheckedRollout(function, lambda: sampler, needs)(["a", "b"], TRAINER)
 
