@@ -25,10 +25,11 @@ import torch
 import trl
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list
+from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import exact_match
+from grpo_ext.demo.task import DemoTask, exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
@@ -135,32 +136,37 @@ def finish(trainer: GRPOTrainer) -> None:
     trainer.end()
 
 
-def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
-    rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    if script.demo == "letters" and PartialState().device.type == "cpu":
-        # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
-        torch.set_num_threads(1)
-    start_time = time.perf_counter()
-    say("Making the model (the first time it takes 20 s, or the time of a download; then it is cached) ...")
-    with PartialState().main_process_first():  # which makes the model; the others find it in the cache
-        task = load_demo_named(script, model)
-    say(f"Demo: {task.about}")
-    measuring = 0.0
-    seconds_by_step: dict[int, float] = {}  # of training, without measuring
+class HeldOut:
+    """The share of held-out prompts that a demo's model answers rightly, and the seconds it had trained for by then.
 
-    def measure(model: Any) -> dict[str, float]:
-        nonlocal measuring
-        began = time.perf_counter()
-        seconds_by_step[trainer.state.global_step] = began - start_time - measuring
-        score, _ = exact_match(model, trainer.processing_class, task)
-        measuring += time.perf_counter() - began
+    Attributes:
+        seconds: of training before each measurement, without measuring.
+    """
+
+    def __init__(self, task: DemoTask, max_completion_length: int) -> None:
+        self.task, self.length = task, max_completion_length
+        self.tokenizer = AutoTokenizer.from_pretrained(task.model_path)
+        self.seconds: list[float] = []
+        self.measuring = 0.0
+        self.began = time.perf_counter()
+
+    def start(self) -> None:
+        """Training begins."""
+        self.measuring, self.began = 0.0, time.perf_counter()
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """For the console, on the main process alone."""
+        now = time.perf_counter()
+        self.seconds.append(now - self.began - self.measuring)
+        score, _ = exact_match(model, self.tokenizer, self.task, self.length)
+        self.measuring += time.perf_counter() - now
         return {HELD_OUT: score}
 
-    def show(when: str) -> float:
-        """Five answers to held-out words, and how many of all are right; on the main process alone."""
+    def show(self, when: str, model: Any) -> float:
+        """Five answers to held-out prompts, and how many of all are right; on the main process alone."""
         if not PartialState().is_main_process:
             return 0.0
-        score, samples = exact_match(policy, trainer.processing_class, task)
+        score, samples = exact_match(model, self.tokenizer, self.task, self.length)
         say(f"{when}, held-out exact match {score:.2f}:")
         for prompt, completion, answer, right in samples[:5]:
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
@@ -168,27 +174,43 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
             say(f"  {text:<7} {said:<8} {'right' if right else 'wrong, ' + answer}")
         return score
 
-    console = Console(measure, script.demo_eval_every)
+
+def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
+    rewards = resolve_rewards(script.rewards, training.max_completion_length)
+    if script.demo == "letters" and PartialState().device.type == "cpu":
+        # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
+        torch.set_num_threads(1)
+    if script.demo == "letters":
+        say("Making the model (about 20 s the first time, then cached) ...")
+    else:
+        say("Getting the model (a download the first time, then cached) ...")
+    with PartialState().main_process_first():  # which makes the model; the others find it in the cache
+        task = load_demo_named(script, model)
+    say(f"Demo: {task.about}")
+    held_out = HeldOut(task, training.max_completion_length or 512)
+    console = Console(held_out.measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
-    stock = script.demo_trainer == STOCK
-    light = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
-    trainer = make_trainer(training, console, stock, **what, **light)
+    adapter = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
+    trainer = make_trainer(training, console, script.demo_trainer == STOCK, **what, **adapter)
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    before = show("Before")
-    start_time, measuring = time.perf_counter(), 0.0
+    before = held_out.show("Before", policy)
+    held_out.start()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    seconds = time.perf_counter() - start_time
-    after = show("After")
+    seconds = time.perf_counter() - held_out.began
+    after = held_out.show("After", policy)
     say(f"held-out exact match {before:.2f} -> {after:.2f} in {seconds:.0f} s")
     by_step = {0: before, **{step: measured[HELD_OUT] for step, measured in console.measured.items()}}
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
-    save(trainer, {**figures, "seconds_by_step": {0: 0.0, **seconds_by_step}, "seconds": seconds, "demo": task.about})
+    figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
+    save(trainer, {**figures, "seconds": seconds, "demo": task.about})
     if trainer.accelerator.num_processes == 1 and not training.resume_from_checkpoint:
         again = shlex.join(["recipes/grpo.py", *argv])
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
     say("The comparison of many splits:")
-    say(f"  {command('grpo-ext')} check --against trl")
+    say(
+        f"  {command('grpo-ext')} check{'' if script.demo == 'letters' else ' --demo ' + str(script.demo)} --against trl"
+    )
     finish(trainer)
 
 

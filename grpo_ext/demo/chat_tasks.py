@@ -35,7 +35,7 @@ def sums_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTa
     random.Random(DATA_SEED).shuffle(train)
     source, weights = (model, model) if model else smollm2(cache_dir)
     about = f'sums ("What is 7 + 12?"); {weights}'
-    return DemoTask(about, source, _chat(train), _chat(rows[:EVAL_PROMPTS]), [exact_number], sums_settings())
+    return DemoTask(about, source, _chat(train), _chat(rows[:EVAL_PROMPTS]), [exact_number])
 
 
 def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
@@ -57,10 +57,10 @@ def last_word_task(model: str | None = None, cache_dir: Path | None = None) -> D
     source, weights = (model, model) if model else smollm2(cache_dir)
     about = f"an instruction (the last word of a list, and nothing else); {weights}"
     train, held_out = _chat(rows[EVAL_PROMPTS:]), _chat(rows[:EVAL_PROMPTS])
-    return DemoTask(about, source, train, held_out, [last_word_reward], last_word_settings())
+    return DemoTask(about, source, train, held_out, [last_word_reward])
 
 
-def sums_settings() -> dict[str, Any]:
+def chat_settings() -> dict[str, Any]:
     """`grpo_ext.GRPOConfig` keyword arguments: 8 prompts of 8 completions per step, found by measurement."""
     return {
         "max_steps": 40,
@@ -80,11 +80,6 @@ def sums_settings() -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         "seed": 42,
     }
-
-
-def last_word_settings() -> dict[str, Any]:
-    """The same for the instruction."""
-    return sums_settings()
 
 
 def _chat(rows: list[tuple[str, str]]) -> Dataset:

@@ -26,13 +26,12 @@ MAX_COMPLETION_LENGTH = 8  # tokens; the longest answer is five letters and the 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What a trainer takes: a model with its tokenizer, data with `prompt` and `answer`, reward functions, settings.
+    """What a trainer takes: a model with its tokenizer, data with `prompt` and `answer`, reward functions.
 
     Attributes:
         about: what is learned, and from which weights.
         model_path: folder or id.
         reward_funcs: the first says what is right, with 1.0.
-        settings: keyword arguments of `grpo_ext.GRPOConfig`.
     """
 
     about: str
@@ -40,7 +39,6 @@ class DemoTask:
     train_dataset: Dataset
     eval_dataset: Dataset
     reward_funcs: list[Callable[..., Any]]
-    settings: dict[str, Any]
 
 
 class Sample(NamedTuple):
@@ -101,7 +99,6 @@ def load_demo(cache_dir: Path | None = None) -> DemoTask:
         train_dataset=_dataset(train),
         eval_dataset=_dataset(held_out),
         reward_funcs=[sorted_letters_reward],
-        settings=demo_config_defaults(),
     )
 
 
@@ -133,14 +130,16 @@ def demo_config_defaults() -> dict[str, Any]:
 
 
 @torch.no_grad()
-def exact_match(model: Any, tokenizer: Any, task: DemoTask, batch_size: int = 256) -> tuple[float, list[Sample]]:
+def exact_match(
+    model: Any, tokenizer: Any, task: DemoTask, max_new_tokens: int = MAX_COMPLETION_LENGTH, batch_size: int = 256
+) -> tuple[float, list[Sample]]:
     """(share of greedy completions of held-out prompts that are right, all of them).
 
     Draws no random number and leaves the model in the mode it was in, so a run may measure itself midway.
     """
     settings = GenerationConfig(
         do_sample=False,
-        max_new_tokens=task.settings["max_completion_length"],
+        max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
