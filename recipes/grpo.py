@@ -208,9 +208,8 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
     say("The comparison of many splits:")
-    say(
-        f"  {command('grpo-ext')} check{'' if script.demo == 'letters' else ' --demo ' + str(script.demo)} --against trl"
-    )
+    named = "" if script.demo == "letters" else f" --demo {script.demo}"
+    say(f"  {command('grpo-ext')} check{named} --against trl")
     finish(trainer)
 
 
