@@ -535,6 +535,19 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     return uncovered + refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 
+def refuse_frozen(model: nn.Module) -> None:
+    """Refuse to train a model of which no parameter is trained.
+
+    Raises:
+        ModelError: an adapter that was loaded for inference, as a rule.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with is "
+            "loaded by PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+
+
 def _refuse_dora_in_8_bits(policy: nn.Module) -> None:
     configs = getattr(policy, "peft_config", None) or {}
     if outlier_thresholds(policy) and any(getattr(config, "use_dora", False) for config in configs.values()):

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
+from threading import TIMEOUT_MAX
 from types import MappingProxyType
 from typing import Any, cast, get_args
 
@@ -312,8 +313,11 @@ class GRPOConfig(trl.GRPOConfig):
                 names = ", ".join(repr(v) for v in values if isinstance(v, str))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
         for name in ("reward_timeout", "tool_timeout"):
-            if (seconds := getattr(self, name)) is not None and not seconds > 0:
-                raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None.")
+            seconds = getattr(self, name)
+            if seconds is None:
+                continue
+            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
+                raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
         _require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):

@@ -640,6 +640,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
                 "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
             )
+        checks.refuse_frozen(self.model)
         self._sampler.hold(None, None)
         self._losses = []
         checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_ext.forward.choice
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import SplitDependentError
+from grpo_ext.errors import ModelError, SplitDependentError
 from grpo_ext.forward.padded import score_through_trl
 from grpo_ext.sampling.chunks import by_length
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
@@ -52,6 +52,14 @@ def update(tmp_path, adapter, **settings) -> torch.Tensor:
     before = [p.detach().clone() for p in trained]
     trainer.train()
     return torch.cat([(p.detach() - old).flatten().double() for p, old in zip(trained, before)])
+
+
+def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp_path):
+    peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(**LORA)).save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
+    trainer = make(tmp_path, None, model=loaded)
+    with pytest.raises(ModelError, match="is_trainable=True"):
+        trainer.train()
 
 
 def error(one: torch.Tensor, other: torch.Tensor) -> float:

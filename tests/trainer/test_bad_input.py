@@ -59,6 +59,8 @@ SIZES = [
     ({"reward_on_failure": "shrug"}, ["reward_on_failure='shrug'", "'error', 'none'"]),
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
     ({"tool_timeout": -1}, ["tool_timeout=-1", "more than 0"]),
+    ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
+    ({"reward_timeout": "5"}, ["reward_timeout='5'", "more than 0"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]
 
