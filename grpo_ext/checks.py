@@ -543,8 +543,8 @@ def refuse_frozen(model: nn.Module) -> None:
     """
     if not any(p.requires_grad for p in model.parameters()):
         raise ModelError(
-            "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with is "
-            "loaded by PeftModel.from_pretrained(..., is_trainable=True)."
+            "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
+            "is loaded by PeftModel.from_pretrained(..., is_trainable=True)."
         )
 
 
