@@ -25,28 +25,27 @@ reward_timeout rollout_batch_size rollout_chunk_size score_completions_only skip
 """
 ERRORS = """
 CheckpointError ConfigError ContractError DataError GrpoExtError MemoryShortageError ModelError PrecisionError
-RewardError SplitDependentError
+RewardError RolloutError SplitDependentError
 """
+# beside these, `plan`, `check` and `bench` take every option of recipes/grpo.py
 COMMANDS = {
     "plan": """
---compute --config --dataloader-drop-last --engine --generation-batch-size --global-batch-size
---gradient-accumulation-steps --lora-rank --max-completion-length --mean-completion-length --micro-batch-tokens
---model --num-generations --num-iterations --num-processes --num-prompts --num-train-epochs
---per-device-train-batch-size --processes --prompt-length --rollout-batch-size --rollout-chunk-size
---steps-per-generation
+--config --engine --generation-batch-size --global-batch-size --gradient-accumulation-steps --mean-completion-length
+--micro-batch-tokens --num-generations --num-iterations --num-prompts --num-train-epochs --per-device-train-batch-size
+--processes --prompt-length --rollout-batch-size --rollout-chunk-size --steps-per-generation
 """,
     "check": """
---against --answer-column --bitwise --config --dataset --json --micro-batch-sizes --model --plot --processes
---prompt-column --rewards --steps --tolerance
+--against --bitwise --config --json --micro-batch-sizes --plot --processes --steps --tolerance
 """,
     "bench": """
---dtype --json --model --our-micro --parts --plot --rounds --shape --stock-micro
+--compare --config --json --long --mean-completion-length --our-micro --parts --plot --prompt-length --rounds --shape
+--stock-micro
 """,
     "export": """
 --base --check --dtype --max-shard-size --merge-adapter --trust-shards
 """,
     "report": """
---output
+--output --plot
 """,
 }
 LOG_KEYS = """
