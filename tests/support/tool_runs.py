@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.sampling import sampler
+from grpo_ext.sampling import turns
 from grpo_ext.tools.check.worker import leave
 from tests.support.drop_in import tool_tokenizer
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
@@ -339,7 +339,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         **given,
     )
     trainer._sampler.sharded = case.company
-    inner = sampler.sample_chunk
+    inner = turns.sample_chunk
     sample = inner if case.script is None else scripted(tokenizer, case.script)
 
     def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
@@ -347,13 +347,13 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
         return new
 
-    sampler.sample_chunk = remembered
+    turns.sample_chunk = remembered
     calls_here[0] = 0
     before = parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        sampler.sample_chunk = inner
+        turns.sample_chunk = inner
     fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [
