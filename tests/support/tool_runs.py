@@ -181,21 +181,6 @@ async def wait(number: int) -> str:
     return "done"
 
 
-class Stuck(Game):
-    """An environment that hangs now and then."""
-
-    def stall(self, number: int) -> str:
-        """Stall, now and then for ever.
-
-        Args:
-            number: How long.
-        """
-        if number % 5 == 0:
-            self.calls = 50
-            time.sleep(600)
-        return "moved"
-
-
 def by_sum(names: list[str]) -> Callable[[list[int]], list[str]]:
     """Which tools the tokens of a completion call: none, one, or several at once."""
     return lambda ids: [names[sum(ids) % len(names)] for _ in range(1 + sum(ids) % 3)] if sum(ids) % 4 else []
@@ -260,6 +245,7 @@ KINDS = {"game": Game, "shop": Shop, "silent": Silent}
 CASES = {
     "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
     "async": Case({"tools": [ask, refuse, count]}, ["ask", "count", "refuse", "ask"], all_at_once),
+    "hanging": Case({"tools": [wait]}, ["wait"], config={"tool_timeout": 0.15, "max_completion_length": 120}),
     "environments": Case(
         {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
     ),
