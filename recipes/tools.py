@@ -8,27 +8,26 @@ import hashlib
 import random
 import re
 import sys
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
 from accelerate.state import PartialState
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import demo_config_defaults
-from grpo_ext.demo.warm_start import build_model, built_once, fit
+from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_once, fit
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.run.log import as_text
+from grpo_ext.tools.options import refuse_option, refuse_unknown
 from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
+from grpo_ext.tools.report.runs import completions_of_last, load_run
 
-PAD, EOS, UNK, MODEL, CALL, ANSWER, NAME, ARGUMENT = (
-    *("<pad>", "<eos>", "<unk>", "<model>", "<call>", "<answer>"),
-    *("calculate", "expression"),
-)
+MODEL, CALL, ANSWER = "<model>", "<call>", "<answer>"
+NAME, ARGUMENT = "calculate", "expression"
+SYMBOLS = "0123456789*()=abcdefghijklmnopqrstuvwxyz{}': "
 # 37*48<eos><model><call>calculate(expression=37*48)<eos><answer>1776<eos><model>1776<eos>
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<eos>"
@@ -55,6 +54,7 @@ RESPONSES = {
 # what the warm start's teacher does: calls the tool rightly, forgets a factor in the call, or guesses
 SHARES = {"calls": 0.4, "forgets": 0.15, "guesses": 0.45}
 STEPS, EXAMPLES = 500, 64  # of the warm start, and of each of its steps
+POSITIONS = 128  # of the model
 
 
 def calculate(expression: str) -> str:
@@ -80,15 +80,9 @@ def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: An
     ]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def tool_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and one for each name and mark."""
-    symbols = [PAD, EOS, UNK, *"0123456789*()=abcdefghijklmnopqrstuvwxyz{}': "]
-    inner = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNK))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK, padding_side="left"
-    )
+    tokenizer = build_tokenizer(SYMBOLS, POSITIONS)
     tokenizer.add_tokens([MODEL, CALL, ANSWER, NAME, ARGUMENT])
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
     return tokenizer
@@ -116,7 +110,7 @@ def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
 
 def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
     """A model, and its tokenizer, after a supervised run over worked examples, of which two in five are right."""
-    tokenizer, rng = build_tokenizer(), random.Random(0)
+    tokenizer, rng = tool_tokenizer(), random.Random(0)
 
     def written() -> list[tuple[int, bool]]:
         return [(i, own) for text, own in worked_example(rng) for i in tokenizer(text)["input_ids"]]
@@ -134,20 +128,29 @@ def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
             "labels": pad(labels, batch_first=True, padding_value=-100),
         }
 
-    return fit(build_model(tokenizer, seed=0, positions=128), batch, STEPS), tokenizer
+    return fit(build_model(tokenizer, seed=0, positions=POSITIONS), batch, STEPS), tokenizer
 
 
 def main(argv: list[str]) -> None:
     from trl import TrlParser
 
     parser: Any = TrlParser((GRPOConfig,))
-    settings = {"max_steps": 60, "max_completion_length": 64, "max_tool_calling_iterations": 2, "tool_timeout": 5.0}
-    settings["learning_rate"] = 2e-4
-    parser.set_defaults_with_config(output_dir="runs/tools", **{**demo_config_defaults(), **settings})
-    (training,) = parser.parse_args_and_config(argv)
+    parser.error = refuse_option
+    settings = {
+        "output_dir": "runs/tools",
+        "max_steps": 60,
+        "max_completion_length": 64,
+        "max_tool_calling_iterations": 2,
+        "tool_timeout": 5.0,
+        "learning_rate": 2e-4,
+    }
+    parser.set_defaults_with_config(**{**demo_config_defaults(), **settings})
+    training, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    refuse_unknown(unknown, argv, [f"--{spec.name}" for spec in fields(GRPOConfig)])
     if PartialState().device.type == "cpu":
         torch.set_num_threads(1)
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    made_from = repr((SYMBOLS, TEMPLATE, RESPONSES, SHARES, STEPS, EXAMPLES))
+    key = hashlib.sha256(made_from.encode()).hexdigest()[:12]
     with PartialState().main_process_first():  # which builds the model; the others find it in the cache
         path = built_once(f"tools-{key}", warm_start)
     rng = random.Random(1)
@@ -164,10 +167,12 @@ def main(argv: list[str]) -> None:
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if trainer.accelerator.is_main_process:
-        for prompt, completion in list(zip(trainer._logs["prompt"], trainer._logs["completion"]))[-3:]:
-            print(as_text([*prompt, *completion]), end="\n\n")
-        trainer.save_model(str(training.output_dir))
-        print(report_or_reason(Path(str(training.output_dir))))
+        folder = str(training.output_dir)
+        trainer.save_model(folder)
+        _, best, worst = completions_of_last(load_run(folder))
+        for row in [*best, *worst]:
+            print(f"{row['prompt']}\n{row['completion']}\n")
+        print(report_or_reason(folder))
     trainer.end()
 
 

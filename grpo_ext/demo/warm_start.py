@@ -42,10 +42,10 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(symbols: str = SEPARATOR + LETTERS, positions: int = 64) -> PreTrainedTokenizerFast:
     """One token per character; no token is added to a prompt by itself; padding on the left, as generation needs it."""
-    symbols = [PAD, EOS, UNK, SEPARATOR, *LETTERS]
-    inner = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=UNK))
+    vocabulary = {symbol: i for i, symbol in enumerate([PAD, EOS, UNK, *symbols])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -54,7 +54,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=UNK,
         padding_side="left",
-        model_max_length=64,
+        model_max_length=positions,
         clean_up_tokenization_spaces=False,
     )
 

@@ -157,7 +157,7 @@ class Faults:
 STRICT = Faults()
 
 
-class TookTooLong(TimeoutError):
+class CallTimeout(TimeoutError):
     """A call that did not return within the time that a setting gives it."""
 
     def __init__(self, seconds: float | None, setting: str) -> None:
@@ -168,7 +168,7 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     """What `function` returns, within a time.
 
     Raises:
-        TookTooLong: it did not return; the thread it ran in is left behind, as no thread can be stopped.
+        CallTimeout: it did not return; the thread it ran in is left behind, as no thread can be stopped.
     """
     if seconds is None:
         return function()
@@ -188,7 +188,7 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     if errors:
         raise errors[0]
     if not results:
-        raise TookTooLong(seconds, setting)
+        raise CallTimeout(seconds, setting)
     return results[0]
 
 
@@ -273,7 +273,7 @@ class _Scoring:
             except asyncio.TimeoutError as error:
                 if str(error):  # the function's own
                     raise
-                raise TookTooLong(self.faults.timeout, "reward_timeout") from None
+                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
 
         try:
             found: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)

@@ -6,12 +6,8 @@ Differs from TRL, which generates for all rows of a process at once: a chunk has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 
 
@@ -38,7 +34,7 @@ def rows_continued(prompt_ids: Sequence[Sequence[int]]) -> list[int]:
     """Which row of this process each sequence of a later turn belongs to.
 
     Raises:
-        RolloutError: a sequence does not begin with what was sampled for a row.
+        RolloutError: a sequence is not made from `RowTokens`.
     """
     rows = [getattr(ids, "row", None) for ids in prompt_ids]
     if None in rows:
@@ -50,75 +46,36 @@ def rows_continued(prompt_ids: Sequence[Sequence[int]]) -> list[int]:
     return rows  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class ChunkedGeneration:
-    """Samples the rows of one process, chunk by chunk; later turns keep the chunks of the first.
+def chunks_of(
+    rows: Sequence[int], prompt_ids: Sequence[Sequence[int]], chunk_size: int, equal_lengths: bool = False
+) -> list[list[int]]:
+    """Positions in `rows` of the rows of each chunk; later turns keep the chunks of the first.
 
-    Attributes:
-        keys_B: key of every row of this process.
-        chunk_size: completions per chunk, in whole groups.
-        calls: from this process's number of chunks to the number of `generate` calls it has to make.
-        alike: prompts of a call have one length, so that there is no padding.
+    Args:
+        rows: of this process, those that the turn goes on with.
+        prompt_ids: token ids so far of each of `rows`.
+        chunk_size: completions, in whole groups.
+        equal_lengths: cut chunks further, shortest first, so that no row is padded.
     """
-
-    request: RolloutRequest
-    keys_B: torch.Tensor
-    chunk_size: int
-    calls: Callable[[int], int]
-    alike: bool = False
-
-    def plan(self, prompt_ids: Sequence[Sequence[int]], rows: list[int]) -> ChunkPlan:
-        """What to call `generate` for; a collective where that is one.
-
-        Args:
-            prompt_ids: token ids so far of each of `rows`.
-        """
-        group = self.request.num_generations
-        parts = rows_by_chunk(rows, max(1, self.chunk_size // group) * group)
-        if self.alike:
-            parts = [piece for part in parts for piece in by_length(part, prompt_ids)]
-        own = 0 if self.request.empty else len(parts)
-        return ChunkPlan(parts, own, self.calls(own))
-
-
-@dataclass(frozen=True)
-class ChunkPlan:
-    """The calls of `generate` of one turn.
-
-    Attributes:
-        parts: positions of the rows of each chunk, among those of the turn.
-        own: chunks whose tokens count; none on a process without prompts.
-        calls: the number of calls; those beyond `own` keep other processes company.
-    """
-
-    parts: list[list[int]]
-    own: int
-    calls: int
-
-    def run(self, sample: Callable[[list[int]], list[list[int]]], filler: int) -> list[list[int]]:
-        """New token ids of each row, from a function of the positions that make a chunk; `filler` where none count."""
-        parts, own = self.parts, self.own
-        result: list[list[int]] = [[filler] for part in parts for _ in part]
-        for call in range(self.calls):
-            part = parts[call % len(parts)]
-            tokens = sample(part)
-            if call < own:
-                for i, row in zip(part, tokens):
-                    result[i] = row
-        return result
-
-
-def rows_by_chunk(rows: list[int], chunk: int) -> list[list[int]]:
-    """Positions in `rows` of the rows of each chunk, so that later turns keep the chunks of the first."""
-    parts: dict[int, list[int]] = {}
+    chunks: dict[tuple[int, int], list[int]] = {}
     for i, row in enumerate(rows):
-        parts.setdefault(row // chunk, []).append(i)
-    return [parts[c] for c in sorted(parts)]
+        chunks.setdefault((row // chunk_size, len(prompt_ids[i]) if equal_lengths else 0), []).append(i)
+    return [chunks[key] for key in sorted(chunks)]
 
 
-def by_length(rows: list[int], prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows in parts whose prompts have as many tokens; shortest first, rows in order."""
-    parts: dict[int, list[int]] = {}
-    for row in rows:
-        parts.setdefault(len(prompt_ids[row]), []).append(row)
-    return [parts[length] for length in sorted(parts)]
+def run_chunks(
+    chunks: Sequence[list[int]], calls: int, sample: Callable[[list[int]], list[list[int]]]
+) -> list[list[int]]:
+    """New token ids of each row, from a function of a chunk; none where no call samples its chunk.
+
+    Args:
+        calls: of `sample`; those beyond the chunks keep other processes company, and what they return does not count.
+    """
+    found: list[list[int]] = [[] for chunk in chunks for _ in chunk]
+    for number in range(calls):
+        chunk = chunks[number % len(chunks)]
+        tokens = sample(chunk)
+        if number < len(chunks):
+            for i, ids in zip(chunk, tokens):
+                found[i] = ids
+    return found

@@ -79,7 +79,8 @@ class CheckedRollout:
         if any(mask for _, _, mask in everyone) and "env_mask" not in found:
             found["env_mask"] = [[1] * len(ids) for ids in found["completion_ids"]]
         if sampler.call is not None:  # tools may go on with these rows
-            found["completion_ids"] = sampler.call.remember(found["prompt_ids"], found["completion_ids"])
+            prompt_ids, completions = found["prompt_ids"], found["completion_ids"]
+            found["completion_ids"] = sampler.call.remember(range(len(prompt_ids)), prompt_ids, completions)
         return found
 
     def _check_counts(self, sampler: RolloutSampler, prompts: int) -> None:

@@ -2,32 +2,29 @@
 
 Differs from TRL: completions are sampled by key in chunks cut by global order, rewards and advantages are computed over
 the whole rollout batch on every process, and groups that teach nothing may be replaced (dynamic sampling). TRL's
-scoring calls back for generation and rewards; what those calls have to know stands in `RolloutSampler.call`.
+scoring calls back for generation (sampling.turns) and rewards; what those have to know stands in `RolloutSampler.call`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from transformers import GenerationConfig
 
 from ..algorithms.advantages import AdvantageRule, groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
-from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import BatchGeometry
 from ..compat import on_view
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, PrecisionError
-from ..forward.adapters import is_prompt_learning
+from ..errors import DataError
 from ..forward.images import (
     PromptProcessor,
     RowImages,
@@ -36,25 +33,19 @@ from ..forward.images import (
     images_of,
     messages_of,
 )
-from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
 from ..runtime.collectives import (
     any_process,
-    first_of_all_processes,
-    max_over_processes,
     ragged_gather,
     ragged_scoring,
-    shards_parameters,
 )
-from ..runtime.out_of_memory import Halving
-from .chunks import ChunkedGeneration, RowTokens, rows_continued
-from .decoding import own_generate, why_not_compact
-from .generation import can_sample_by_key, request_keys, sample_chunk
-from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout, padded
+from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout
 from .rounds import Round, assemble, log_values
 from .shown_images import ShownImages, rows_of_packed
-from .vllm_seeds import completion_seeds, sampling_metrics, seeded
+from .turns import Generation as Generation
+from .turns import ScoringCall, TurnSampler
+from .vllm_seeds import sampling_metrics
 
 logger = get_logger(__name__)
 Metrics = MutableMapping[str, list[float]]  # TRL's record of training or of evaluation
@@ -74,73 +65,7 @@ class RewardSettings:
     rule: AdvantageRule
 
 
-@dataclass(frozen=True)
-class Generation:
-    """How TRL was told to generate.
-
-    Attributes:
-        model: the policy, as PEFT wraps it; training: whether it trains, or evaluates.
-        generating: the contexts of TRL's generation with transformers; gives the model.
-        config: transformers' settings, without vLLM; vllm: TRL's `VLLMGeneration`, with it.
-        eos_token_ids: any of these ends a completion.
-        filler: the token of rows that no result contains.
-    """
-
-    model: Any
-    training: bool
-    generating: Callable[[], contextlib.AbstractContextManager[Any]]
-    config: GenerationConfig | None
-    vllm: Any
-    eos_token_ids: Sequence[int]
-    filler: int
-    pad_to_multiple_of: int | None
-
-
-@dataclass
-class ScoringCall:
-    """One call of TRL's scoring.
-
-    Attributes:
-        request: what this process samples.
-        calls: how reward functions are called, and what they log.
-        read: images of its rows, where they are read from the data set; shown: where tools or environments may show
-            some. Neither for a model that takes none.
-        prompt_lengths: tokens of each row's prompt; None before the first turn.
-        rewards_BF: of all processes; None before they are known.
-        logged: what the reward functions of all processes logged, every value.
-    """
-
-    request: RolloutRequest
-    calls: RewardCalls
-    read: RowImages | None = None
-    shown: ShownImages | None = None
-    prompt_lengths: list[int] | None = None
-    rewards_BF: torch.Tensor | None = None
-    logged: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def images(self) -> RowImages | None:
-        """The images of its rows, as far as they have come; None for a model that takes none."""
-        return self.read if self.shown is None else self.shown.rows
-
-    def rows_of(self, prompt_ids: Sequence[Sequence[int]]) -> list[int]:
-        """Which rows of this process a turn goes on with."""
-        return list(range(len(prompt_ids))) if self.prompt_lengths is None else rows_continued(prompt_ids)
-
-    def offsets_of(self, rows: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Token position of the next token in the completion of each row, tools' tokens counted, int64 (B,)."""
-        lengths = self.prompt_lengths
-        return torch.tensor([0 if lengths is None else len(ids) - lengths[row] for row, ids in zip(rows, prompt_ids)])
-
-    def remember(self, prompt_ids: Sequence[Sequence[int]], completions: list[list[int]]) -> list[list[int]]:
-        """The completions of a turn, by which a later turn knows its rows again."""
-        rows = self.rows_of(prompt_ids)
-        if self.prompt_lengths is None:
-            self.prompt_lengths = [len(ids) for ids in prompt_ids]
-        return [RowTokens(row, ids) for row, ids in zip(rows, completions)]
-
-
-class RolloutSampler:
+class RolloutSampler(TurnSampler):
     """Makes rollout batches and holds the one that is trained on.
 
     Args:
@@ -152,10 +77,9 @@ class RolloutSampler:
     Attributes:
         prompts: the data set of the loader made last, by whether it is for training.
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
-        call, checked: TRL's scoring, while it runs, and the reward functions as it calls them.
-        last_call: the one that ended last.
+        checked: the reward functions as TRL's scoring calls them, while it runs.
+        last_call: the scoring that ended last.
         further: prompts for dynamic sampling, once the training loader is made.
-        memory: the number of completions that fit into one `generate`.
     """
 
     def __init__(
@@ -166,19 +90,15 @@ class RolloutSampler:
         prepare: PromptProcessor | None = None,
         travelling: bool = False,
     ) -> None:
-        self.accelerator, self.args, self.geometry = accelerator, args, geometry
+        super().__init__(accelerator, args, geometry)
         self.prepare, self.travelling = prepare, travelling
         self.prompts: dict[bool, Any] = {}
-        self.sharded = shards_parameters(accelerator)
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
-        self.call: ScoringCall | None = None
         self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
         self.further: FurtherPrompts | None = None
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
-        remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
-        self.memory = Halving("generation", remedy, not (self.sharded or args.bitwise_invariant))
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
         self._said_columns: set[tuple[str, str]] = set()
 
@@ -428,152 +348,6 @@ class RolloutSampler:
         if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
             return "vLLM cuts what several processes sampled together as if all had as many"
         return None
-
-    # ---- Generation of one turn -----------------------------------------------------------------------------------
-
-    def samples_by_key(self, how: Generation) -> bool:
-        """Whether the random number of every token follows from its key."""
-        plain = how.vllm is None and how.config is not None and can_sample_by_key(how.config)
-        return plain and own_generate(how.model) is None
-
-    def generate(
-        self, trl_turn: Any, how: Generation, prompt_ids: list[list[int]], fields: tuple[Any, ...], options: Any
-    ) -> tuple[list[list[int]], Any]:
-        """The new token ids of each row of a turn, and their log-probabilities where vLLM tells them.
-
-        Args:
-            trl_turn: TRL's `_generate_single_turn`, bound to the trainer.
-            fields, options: what follows the prompts in its arguments.
-        """
-        call = self.call
-        assert call is not None
-        logps, own = None, call.rows_of(prompt_ids)
-        if call.shown is not None and fields[0] is not None:
-            call.shown.so_far(fields[0], own)
-        if how.vllm is not None:
-            seen = {"vllm_generation": self._with_seeds(call, how, prompt_ids, fields[2])}
-            plain = [list(ids) for ids in prompt_ids]  # they are sent to other processes
-            completions, logps = on_view(trl_turn, seen, plain, *fields, **options)
-        elif self.samples_by_key(how):
-            completions = self.by_key(call, how, prompt_ids)
-        else:
-            images, _, *rest = fields
-
-            def generate(rows: list[int]) -> list[list[int]]:
-                prompts, part = [prompt_ids[i] for i in rows], {}
-                if call.images is not None:
-                    tokens = [torch.tensor(row) for row in prompts]
-                    ids = padded(tokens, how.filler, "left", how.pad_to_multiple_of).to(self.accelerator.device)
-                    chosen = [own[i] for i in rows]
-                    part = call.images.of(chosen).inputs(range(len(rows)), ids, list(map(len, prompts)), ids.size(1))
-                # which makes TRL add types of tokens, which `part` has
-                told = {name: value for name, value in options.items() if name != "has_tool_images"}
-                return trl_turn(prompts, images, part, *rest, **told)[0]
-
-            completions = self._chunked(call, how).plan(prompt_ids, own).run(generate, how.filler)
-        return call.remember(prompt_ids, completions), logps
-
-    def by_key(self, call: ScoringCall, how: Generation, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """New token ids of each row, sampled by key.
-
-        Raises:
-            PrecisionError: on every process, where the model's scores are no distribution on one.
-        """
-        rows, found, failure = call.rows_of(prompt_ids), list[list[int]](), None
-        chunked = self._chunked(call, how)
-        keys_B, offsets_B = chunked.keys_B[torch.tensor(rows)], call.offsets_of(rows, prompt_ids)
-        # before parameters are gathered: a process that keeps others company learns here whether there is a turn
-        plan = chunked.plan(prompt_ids, rows)
-        try:
-            with how.generating() as model:
-
-                def work(part: Sequence[int]) -> list[list[int]]:
-                    index = torch.tensor(part)
-                    images = None if call.images is None else call.images.of([rows[i] for i in part])
-                    chunk = ([prompt_ids[i] for i in part], keys_B[index], offsets_B[index], images)
-                    return self._sample_chunk(model, how, chunked.alike, *chunk)
-
-                def fitting(chunk: list[int]) -> list[list[int]]:
-                    return [row for piece in self.memory.run(chunk, work) for row in piece]
-
-                found = plan.run(fitting, how.filler)
-        except PrecisionError as error:
-            failure = str(error)
-        if call.prompt_lengths is None:  # every process comes here once: none waits for one that failed
-            failure = first_of_all_processes(failure)
-        if failure is not None:
-            raise PrecisionError(failure)
-        return found
-
-    def _sample_chunk(
-        self, model: Any, how: Generation, alike: bool, prompts: Any, keys: Any, offsets: Any, images: RowImages | None
-    ) -> list[list[int]]:
-        config, device = how.config, self.accelerator.device
-        assert config is not None
-        compact = self.args.compact_rollouts and not self.sharded
-        compact = compact and why_not_compact(model, config) is None
-        multiple = None if alike else how.pad_to_multiple_of
-        chunk = (prompts, keys, offsets, config, how.eos_token_ids, device, multiple, compact, images)
-        try:
-            return sample_chunk(model, *chunk)
-        except PrecisionError as error:
-            if self.sharded:  # the other processes would not come along
-                raise
-            first = FirstModule()
-            with first.watching(model), contextlib.suppress(PrecisionError):
-                sample_chunk(model, *chunk)
-            raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, self.args.fp16)}.") from None
-
-    def _with_seeds(self, call: ScoringCall, how: Generation, prompt_ids: Any, num_generations: int) -> Any:
-        """TRL's `VLLMGeneration`, seen with one seed for each row of this process."""
-        rows = call.rows_of(prompt_ids)
-        if call.prompt_lengths is None:
-            self.refuse_unequal_slices(how.vllm, 0 if call.request.empty else len(rows))
-        keys = self._keys(call.request, how.training)[torch.tensor(rows)]
-        seeds = completion_seeds(keys, call.offsets_of(rows, prompt_ids), call.request.num_generations)
-        return seeded(how.vllm, seeds, num_generations)
-
-    def refuse_unequal_slices(self, generation: Any, rows: int) -> None:
-        """Where TRL cuts what several processes sampled together, it does so as if all had as many rows.
-
-        Raises:
-            ConfigError: on every process.
-        """
-        device = self.accelerator.device
-        most, fewest = max_over_processes(rows, device), -max_over_processes(-rows, device)
-        together = generation.mode == "server" or generation.tensor_parallel_size > 1
-        if together and most != fewest:
-            raise ConfigError(
-                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
-                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
-                f"{self.accelerator.num_processes} processes share evenly."
-            )
-
-    def _keys(self, request: RolloutRequest, training: bool) -> torch.Tensor:
-        return request_keys(request, self.args.seed, TRAIN_STREAM if training else EVAL_STREAM)
-
-    def _chunked(self, call: ScoringCall, how: Generation) -> ChunkedGeneration:
-        def calls(own: int) -> int:  # where generate is a collective, every process makes the same number of calls
-            return max_over_processes(own, self.accelerator.device) if self.sharded else own
-
-        # virtual tokens stand before the padding, so there is none: `alike`
-        alike, chunk = is_prompt_learning(how.model), self.geometry.rollout_chunk_size
-        return ChunkedGeneration(call.request, self._keys(call.request, how.training), chunk, calls, alike)
-
-    def keep_company(self, trl_turn: Any, how: Generation, num_generations: int) -> None:
-        """Take part in the turns of other processes while the rows of this one are done, where generation is shared."""
-        call, prompt = self.call, [[how.filler]]
-        if call is None or not self.sharded or how.vllm is not None:
-            return
-        keys_B, first = self._keys(call.request, how.training)[:1], torch.zeros(1, dtype=torch.long)
-        while calls := max_over_processes(0, self.accelerator.device):
-            if not self.samples_by_key(how):
-                for _ in range(calls):
-                    trl_turn(prompt, None, {}, num_generations)
-                continue
-            with how.generating() as model:
-                for _ in range(calls):
-                    self._sample_chunk(model, how, False, prompt, keys_B, first, None)
 
 
 @contextlib.contextmanager

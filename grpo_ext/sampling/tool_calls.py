@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers.utils import get_json_schema
+from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError, RolloutError
-from ..rewards.guard import TookTooLong, in_time
+from ..rewards.guard import CallTimeout, in_time
 
 logger = get_logger(__name__)
-Tools = dict[str, Callable[..., Any]]
+Tool = Callable[..., Any]
+Tools = dict[str, Tool]
 _TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
 
 
@@ -29,53 +30,50 @@ _TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loo
 class TimedTools:
     """The tools of a run, with a limit in time for every call.
 
+    An environment with a call that has not come back is taken out of its pool: no later call reaches it, no later
+    rollout, and its reward is None, as its thread may still change it.
+
     Attributes:
         seconds: a call may take.
         pools: TRL's, of environments that are used again, by name.
-        hung: environments with a call that has not come back. No later call reaches them, and no later rollout.
     """
 
     seconds: float
     pools: dict[Any, list[Any]]
-    hung: list[Any] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
-    def of_rows(self, now: Sequence[Tools], later: Sequence[Tools], environments: Sequence[Any] | None) -> list[Any]:
+    def of_rows(
+        self, sync: Sequence[Tools], asynchronous: Sequence[Tools], environments: Sequence[Any] | None
+    ) -> list[list[Tools]]:
         """TRL's synchronous and asynchronous tools of each row, with the limit.
 
         Args:
             environments: of each row; None without any.
         """
-        self.hung.clear()
-        owners = environments or [None] * len(now)
+        owners = environments or [None] * len(sync)
         return [
             [
-                {name: limit(name, tool, owner) for name, tool in tools.items()}
-                for tools, owner in zip(rows, owners, strict=True)
+                {name: limit(name, tool, _owner(tool, environment)) for name, tool in tools.items()}
+                for tools, environment in zip(rows, owners, strict=True)
             ]
-            for limit, rows in ((self._now, now), (self._later, later))
+            for limit, rows in ((self._sync, sync), (self._async, asynchronous))
         ]
 
-    def _now(self, name: str, tool: Callable[..., Any], environment: Any) -> Callable[..., Any]:
-        owned = environment is not None and getattr(tool, "__self__", None) is environment
-
+    def _sync(self, name: str, tool: Tool, owner: Any) -> Tool:
         def timed(**arguments: Any) -> Any:
-            self._refuse_hung(owned, environment)
+            self._refuse_hung(owner)
             try:
                 return in_time(functools.partial(tool, **arguments), self.seconds, "tool_timeout")
-            except TookTooLong:
+            except CallTimeout:
                 self._say(name, "its thread is left behind, as none can be stopped")
-                if owned:
-                    self._replace(environment)
+                self._replace(owner)
                 raise
 
         return timed
 
-    def _later(self, name: str, tool: Callable[..., Any], environment: Any) -> Callable[..., Any]:
-        owned = environment is not None and getattr(tool, "__self__", None) is environment
-
+    def _async(self, name: str, tool: Tool, owner: Any) -> Tool:
         async def timed(**arguments: Any) -> Any:
-            self._refuse_hung(owned, environment)
+            self._refuse_hung(owner)
             task = asyncio.ensure_future(tool(**arguments))
             await asyncio.wait([task], timeout=self.seconds)
             if task.done():
@@ -86,14 +84,13 @@ class TimedTools:
             if not task.done():
                 _TASKS.add(task)
                 task.add_done_callback(_TASKS.discard)
-                if owned:
-                    self._replace(environment)
-            raise TookTooLong(self.seconds, "tool_timeout")
+                self._replace(owner)
+            raise CallTimeout(self.seconds, "tool_timeout")
 
         return timed
 
-    def _refuse_hung(self, owned: bool, environment: Any) -> None:
-        if owned and any(environment is other for other in self.hung):
+    def _refuse_hung(self, owner: Any) -> None:
+        if owner is not None and not any(owner is other for pool in self.pools.values() for other in pool):
             raise TimeoutError("an earlier call has not come back")
 
     def _say(self, name: str, what: str) -> None:
@@ -104,15 +101,30 @@ class TimedTools:
                 "told that the call failed. Said once for each tool; tools/failure_frequency counts every call."
             )
 
-    def _replace(self, environment: Any) -> None:
+    def _replace(self, owner: Any) -> None:
         """TRL makes an environment where its pool has too few."""
-        self.hung.append(environment)
+        if owner is None:
+            return
         for pool in self.pools.values():
-            pool[:] = [other for other in pool if other is not environment]
-        kind = type(environment).__name__
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning(f"The environment ({kind}) whose call hung is replaced by a new one for the next rollout.")
+            pool[:] = [other for other in pool if other is not owner]
+        kind = type(owner)
+        if (reward := getattr(kind, "get_reward", None)) is not None:
+            owner.get_reward = _no_reward_later if inspect.iscoroutinefunction(reward) else lambda: None
+        if kind.__name__ not in self._said:
+            self._said.add(kind.__name__)
+            logger.warning(
+                f"The environment ({kind.__name__}) whose call hung has no reward (None), and is replaced by a new one "
+                "for the next rollout."
+            )
+
+
+def _owner(tool: Tool, environment: Any) -> Any:
+    """The environment, where the tool is a method of it."""
+    return environment if environment is not None and getattr(tool, "__self__", None) is environment else None
+
+
+async def _no_reward_later() -> None:
+    return None
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------
@@ -148,7 +160,7 @@ def check_tools(tools: Sequence[Any], processing_class: Any, datasets: Sequence[
 def _check_schema(tool: Any, what: str) -> None:
     try:
         get_json_schema(tool)
-    except Exception as error:  # of several kinds
+    except (TypeHintParsingException, DocstringParsingException) as error:
         raise ConfigError(
             f"{what} cannot be shown to the model ({error}); give every argument a type and, in a docstring with a "
             "section 'Args:', a description."
@@ -161,8 +173,10 @@ def checked_environments(factories: Any, seconds: float | None, datasets: Sequen
     Raises:
         ConfigError, DataError: where it is no factory, or the data name another environment.
     """
-    if factories is None or callable(factories):
-        return None if factories is None else _checked_factory(factories, seconds)
+    if factories is None:
+        return None
+    if callable(factories):
+        return _checked_factory(factories, seconds)
     if not isinstance(factories, dict) or not all(callable(factory) for factory in factories.values()):
         raise ConfigError(
             f"environment_factory={factories!r}: pass a class, a function that returns an environment, or a dictionary "
@@ -184,19 +198,15 @@ def checked_environments(factories: Any, seconds: float | None, datasets: Sequen
 
 
 def _checked_factory(factory: Callable[[], Any], seconds: float | None) -> Callable[[], Any]:
+    checked: set[type] = set()  # TRL makes the first environment before training, and more as its pool grows
+
     @functools.wraps(factory, updated=())
     def make() -> Any:
         environment = factory()
         kind = type(environment)
-        methods = dict(inspect.getmembers(kind, inspect.isfunction))
-        if "reset" not in methods:
-            raise ConfigError(
-                f"environment {kind.__name__} has no method `reset`, which begins a rollout; give it one that takes "
-                "the row's columns as keywords and returns what is added to the prompt, or None."
-            )
-        for name in methods.keys() - {"reset", "get_reward"}:
-            if not name.startswith("_"):
-                _check_schema(getattr(environment, name), f"method '{name}' of environment {kind.__name__}")
+        if kind not in checked:
+            _check_environment(environment, kind, seconds)
+            checked.add(kind)
         if seconds is not None:
             environment.reset = _timed_reset(environment.reset, kind.__name__, seconds)
         return environment
@@ -204,12 +214,29 @@ def _checked_factory(factory: Callable[[], Any], seconds: float | None) -> Calla
     return make
 
 
+def _check_environment(environment: Any, kind: type, seconds: float | None) -> None:
+    methods = dict(inspect.getmembers(kind, inspect.isfunction))
+    if "reset" not in methods:
+        raise ConfigError(
+            f"environment {kind.__name__} has no method `reset`, which begins a rollout; give it one that takes "
+            "the row's columns as keywords and returns what is added to the prompt, or None."
+        )
+    if seconds is not None and not hasattr(environment, "__dict__"):
+        raise ConfigError(
+            f"environment {kind.__name__} has __slots__, and tool_timeout={seconds} needs to put a limit on its "
+            "`reset`; add '__dict__' to its slots, or leave tool_timeout out."
+        )
+    for name in methods.keys() - {"reset", "get_reward"}:
+        if not name.startswith("_"):
+            _check_schema(getattr(environment, name), f"method '{name}' of environment {kind.__name__}")
+
+
 def _timed_reset(reset: Callable[..., Any], kind: str, seconds: float) -> Callable[..., Any]:
     @functools.wraps(reset)
     def timed(**row: Any) -> Any:
         try:
             return in_time(functools.partial(reset, **row), seconds, "tool_timeout")
-        except TookTooLong as error:
+        except CallTimeout as error:
             raise RolloutError(f"`reset` of environment {kind}: {error}; a rollout cannot begin without it.") from None
 
     return timed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ext.errors import ConfigError
 from tests.support import forks
 from tests.support.toy_recipe import load_recipe
 
@@ -19,7 +20,7 @@ def recipe():
 
 
 def test_the_template_renders_what_the_teacher_writes(recipe):
-    tokenizer, call = recipe.build_tokenizer(), {"name": "calculate", "arguments": {"expression": "37*48"}}
+    tokenizer, call = recipe.tool_tokenizer(), {"name": "calculate", "arguments": {"expression": "37*48"}}
     messages = [
         {"role": "user", "content": "37*48"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
@@ -35,6 +36,13 @@ def test_the_template_renders_what_the_teacher_writes(recipe):
     written = ["".join(text for text, _ in recipe.worked_example(rng)) for _ in range(200)]
     assert not any(tokenizer.unk_token_id in tokenizer(text)["input_ids"] for text in written)
     assert any(example.endswith("<eos>") and "<answer>{'error'" in example for example in written)
+
+
+def test_a_misspelt_option_is_refused_in_one_sentence(recipe):
+    with pytest.raises(ConfigError, match=r"^--max_stepz is no option; did you mean --max_steps"):
+        recipe.main(["--max_stepz", "3"])
+    with pytest.raises(ConfigError, match=r"^argument --max_steps\S*: invalid int value: 'x'; `--help` lists"):
+        recipe.main(["--max_steps", "x"])
 
 
 @pytest.mark.full

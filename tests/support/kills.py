@@ -43,11 +43,11 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         if mine and moment != "rewards" and rewards[0] == 1:
             from grpo_ext.run import checkpoint, keeper
             from grpo_ext.run.state import RunState
-            from grpo_ext.sampling import sampler
+            from grpo_ext.sampling import turns
             from grpo_ext.step import gradients
 
             owner, name = {
-                "rollouts": (sampler, "sample_chunk"),
+                "rollouts": (turns, "sample_chunk"),
                 "window": (gradients.NativeGradients, "finish"),
                 "optimizer": (sys.modules["torch.optim.adam"], "adam"),
                 "writing": (RunState, "save"),

@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.sampling import sampler
+from grpo_ext.sampling import turns
 from grpo_ext.tools.check.worker import leave
 from tests.support.drop_in import tool_tokenizer
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
@@ -181,21 +181,6 @@ async def wait(number: int) -> str:
     return "done"
 
 
-class Stuck(Game):
-    """An environment that hangs now and then."""
-
-    def stall(self, number: int) -> str:
-        """Stall, now and then for ever.
-
-        Args:
-            number: How long.
-        """
-        if number % 5 == 0:
-            self.calls = 50
-            time.sleep(600)
-        return "moved"
-
-
 def by_sum(names: list[str]) -> Callable[[list[int]], list[str]]:
     """Which tools the tokens of a completion call: none, one, or several at once."""
     return lambda ids: [names[sum(ids) % len(names)] for _ in range(1 + sum(ids) % 3)] if sum(ids) % 4 else []
@@ -260,6 +245,7 @@ KINDS = {"game": Game, "shop": Shop, "silent": Silent}
 CASES = {
     "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
     "async": Case({"tools": [ask, refuse, count]}, ["ask", "count", "refuse", "ask"], all_at_once),
+    "hanging": Case({"tools": [wait]}, ["wait"], config={"tool_timeout": 0.15, "max_completion_length": 120}),
     "environments": Case(
         {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
     ),
@@ -339,7 +325,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         **given,
     )
     trainer._sampler.sharded = case.company
-    inner = sampler.sample_chunk
+    inner = turns.sample_chunk
     sample = inner if case.script is None else scripted(tokenizer, case.script)
 
     def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
@@ -347,13 +333,13 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
         return new
 
-    sampler.sample_chunk = remembered
+    turns.sample_chunk = remembered
     calls_here[0] = 0
     before = parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        sampler.sample_chunk = inner
+        turns.sample_chunk = inner
     fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [

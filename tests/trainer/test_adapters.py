@@ -13,7 +13,7 @@ import grpo_ext.forward.choice
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, SplitDependentError
 from grpo_ext.forward.padded import score_through_trl
-from grpo_ext.sampling.chunks import by_length
+from grpo_ext.sampling.chunks import chunks_of
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -155,8 +155,8 @@ def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_sett
 
 def test_prompts_of_a_call_have_one_length():
     ids = [[1], [1, 2], [3], [4, 5], [1, 2, 3]]
-    assert by_length([0, 1, 2, 3, 4], ids) == [[0, 2], [1, 3], [4]]
-    assert by_length([3, 4], ids) == [[3], [4]]
+    assert chunks_of(range(5), ids, 8, equal_lengths=True) == [[0, 2], [1, 3], [4]]
+    assert chunks_of(range(5), ids, 3, equal_lengths=True) == [[0, 2], [1], [3], [4]]
 
 
 @pytest.mark.parametrize(

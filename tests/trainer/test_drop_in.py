@@ -226,7 +226,7 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
-    from grpo_ext.sampling import sampler as module
+    from grpo_ext.sampling import turns as module
 
     trainer = trainers.make(tmp_path)
     monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
@@ -306,7 +306,7 @@ def test_callbacks_see_one_step_per_optimizer_step(tmp_path):
 
 
 def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):
-    import grpo_ext.sampling.sampler as module
+    import grpo_ext.sampling.turns as module
 
     turns = []
 

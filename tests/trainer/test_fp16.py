@@ -82,7 +82,7 @@ def run(folder: Path, *overflows: int, **settings: Any) -> tuple[GRPOTrainer, Wa
 
 def give_completions(trainer: GRPOTrainer) -> None:
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(6)] for row in range(16)]
-    trainer._sampler.by_key = lambda call, how, prompts: rows[: len(prompts)]
+    trainer._sampler.by_key = lambda call, how, prompts, numbers: rows[: len(prompts)]
 
 
 def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_cpu):

@@ -12,7 +12,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import prefix_cache
 from grpo_ext.runtime.out_of_memory import free_memory
-from grpo_ext.sampling import sampler as sampling
+from grpo_ext.sampling import turns as sampling
 from grpo_ext.step import optimizer_step
 from tests.support.trainers import error, make, parameters, update
 from tests.tolerances import UPDATE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -13,11 +14,11 @@ from datasets import Dataset
 
 from grpo_ext import checks
 from grpo_ext.errors import ConfigError, DataError, RolloutError
-from grpo_ext.sampling.sampler import RolloutSampler
+from grpo_ext.sampling import tool_calls
 from grpo_ext.sampling.tool_calls import TimedTools
 from tests.support.drop_in import CountingGame, log_of, make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
-from tests.support.tool_runs import Game, count, sampled, transcript_reward
+from tests.support.tool_runs import Game, Shop, count, sampled, transcript_reward
 
 SECONDS = 0.1
 SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}
@@ -33,13 +34,7 @@ def trainer_with(folder, called=("count",), tokenizer=None, dataset=None, reward
         dataset=dataset or Dataset.from_dict({"prompt": texts}),
         tokenizer=tokenizer or sampled(lambda ids: list(called)),
         extra=parts,
-        **{
-            "max_steps": 1,
-            "global_batch_size": 8,
-            "max_completion_length": 300,
-            "max_tool_calling_iterations": 2,
-            **settings,
-        },
+        **{**SHORT, **settings},
     )
 
 
@@ -94,7 +89,7 @@ def test_an_asynchronous_tool_that_hangs_is_cancelled(deaf):
     assert ended == [3]
 
 
-def test_a_tools_own_errors_and_answers_pass(tmp_path):
+def test_a_tools_own_errors_and_answers_pass():
     def slow(number):
         raise TimeoutError("the tool's own")
 
@@ -110,6 +105,7 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     class Stuck(Game):
         def __init__(self):
             made.append(self)
+            self.asked = 0
 
         def stall(self, number: int) -> str:
             """Stall.
@@ -121,6 +117,10 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
                 time.sleep(60)
             return "moved"
 
+        def get_reward(self):
+            self.asked += 1
+            return super().get_reward()
+
     with caplog.at_level(logging.WARNING):
         trainer = trainer_with(
             tmp_path, ("stall", "count"), environment_factory=Stuck, tool_timeout=SECONDS, max_steps=2
@@ -130,8 +130,8 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert log_of(trainer, "tools/failure_frequency")[0] > 0
     assert log_of(trainer, "tools/failure_frequency")[1] == 0
     assert made[0] not in trainer._environment_pool[None]
-    assert len(made) == 9
-    assert caplog.text.count("whose call hung is replaced") == 1
+    assert [environment.asked for environment in made] == [0] + [2] * 7 + [1]
+    assert caplog.text.count("whose call hung has no reward") == 1
 
 
 def test_later_calls_of_a_transcript_do_not_reach_an_environment_that_hangs():
@@ -143,7 +143,7 @@ def test_later_calls_of_a_transcript_do_not_reach_an_environment_that_hangs():
     for environment in (stuck, other):
         environment.reset()
     timed = TimedTools(SECONDS, {None: [stuck, other]})
-    (one, two), _ = timed.of_rows(
+    ((one, two), _) = timed.of_rows(
         [{"stall": e.stall, "count": e.count, "free": count} for e in (stuck, other)], [{}, {}], [stuck, other]
     )
     with pytest.raises(TimeoutError, match="no answer"):
@@ -152,6 +152,20 @@ def test_later_calls_of_a_transcript_do_not_reach_an_environment_that_hangs():
         one["count"](number=1)
     assert one["free"](number=1) == two["count"](number=1) == "1"
     assert timed.pools == {None: [other]}
+    assert stuck.get_reward() is None
+    assert other.get_reward() == 0.5
+
+
+def test_an_environment_that_is_asked_later_for_its_reward_has_none_after_a_hang():
+    class Deaf(Shop):
+        def stall(self):
+            time.sleep(60)
+
+    deaf = Deaf()
+    ((tools,), _) = TimedTools(SECONDS, {None: [deaf]}).of_rows([{"stall": deaf.stall}], [{}], [deaf])
+    with pytest.raises(TimeoutError, match="no answer"):
+        tools["stall"]()
+    assert asyncio.run(deaf.get_reward()) is None
 
 
 def test_a_reset_that_hangs_ends_the_run(tmp_path):
@@ -187,6 +201,13 @@ class Undescribed(CountingGame):
         return "high"
 
 
+class Slotted:
+    __slots__ = ()
+
+    def reset(self, **kwargs):
+        return None
+
+
 def silent(number: int) -> str:
     return "nothing is said of it"
 
@@ -208,20 +229,33 @@ BAD = [
     ({"tools": [silent]}, ConfigError, "tool 'silent' cannot be shown"),
     ({"tools": [count], "dataset": prompts(8)}, DataError, "lists of messages"),
     ({"tools": [count], "tool_timeout": 0}, ConfigError, "tool_timeout=0: use seconds, more than 0"),
+    ({"environment_factory": Slotted, "tool_timeout": 1.0}, ConfigError, "Slotted has __slots__, and tool_timeout=1.0"),
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=[str(i) for i in range(len(BAD))])
+@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=[words for *_, words in BAD])
 def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, words):
     with pytest.raises(error, match=words):
         trainer_with(tmp_path, **given)
 
 
-def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("mode", "engines"), [("server", 1), ("colocate", 2), ("colocate", 1)])
+def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch, mode, engines):
     trainer = trainer_with(tmp_path, tools=[count])
-    checks.check_trainer(trainer, trainer.args, type(trainer))
-    monkeypatch.setattr(RolloutSampler, "why_vllm_equal", "vLLM cuts")
+    settings = {"use_vllm": True, "vllm_mode": mode, "vllm_tensor_parallel_size": engines}
+    for name, value in settings.items():
+        monkeypatch.setattr(trainer.args, name, value)
     checks.check_trainer(trainer, trainer.args, type(trainer))
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts"):
+    together = (mode, engines) != ("colocate", 1)
+    refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
+    with refused if together else contextlib.nullcontext():
         checks.check_trainer(trainer, trainer.args, type(trainer))
+
+
+def test_a_schema_is_built_once_for_each_kind_of_environment(monkeypatch):
+    built = []
+    monkeypatch.setattr(tool_calls, "get_json_schema", built.append)
+    make_game = tool_calls.checked_environments(Game, 1.0, [])
+    assert type(make_game()) is type(make_game()) is Game
+    assert len(built) == 2  # its methods

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import grpo_ext.sampling.sampler as sampling
+import grpo_ext.sampling.turns as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.vllm.on_the_cpu import in_float32, keep_weights

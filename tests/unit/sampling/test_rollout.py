@@ -19,14 +19,14 @@ from trl.trainer.utils import pad
 
 from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
-from grpo_ext.batching.prompt_order import ProcessSlices, RolloutRequest
-from grpo_ext.batching.sizes import BatchGeometry, EpochLayout, StepLayout
+from grpo_ext.batching.prompt_order import ProcessSlices
+from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.errors import RolloutError
 from grpo_ext.rewards.calls import RewardCalls
-from grpo_ext.sampling.chunks import ChunkedGeneration, rows_by_chunk
+from grpo_ext.sampling.chunks import chunks_of, run_chunks
 from grpo_ext.sampling.generation import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.sampling.rollout import Rollout, gather_rollout
-from grpo_ext.sampling.sampler import ScoringCall
+from grpo_ext.sampling.turns import ScoringCall
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import measure_step
 from tests.tolerances import P_VALUE
@@ -362,7 +362,7 @@ def test_a_row_is_cut_after_its_first_end_token(tokens, expected):
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
-    parts = rows_by_chunk(rows, size)
+    parts = chunks_of(rows, [[]] * len(rows), size)
     assert [i for part in parts for i in part] == list(range(len(rows)))
     assert all(part for part in parts)
     assert [{rows[i] // size for i in part} for part in parts] == [{c} for c in sorted({row // size for row in rows})]
@@ -373,11 +373,11 @@ def test_a_later_turn_finds_the_rows_it_continues(second, third):
     """Added up as TRL does, although all rows say the same."""
     prompts = [[10, 5] for _ in second]
     call = ScoringCall(SimpleNamespace(), RewardCalls())
-    completions = call.remember(prompts, [[20, 7] for _ in second])
+    completions = call.remember(range(len(prompts)), prompts, [[20, 7] for _ in second])
     rows = [i for i, continues in enumerate(second) if continues]
     continued = [prompts[i] + completions[i] + [3, 3] for i in rows]
     assert call.rows_of(continued) == rows
-    new = call.remember(continued, [[4]] * len(rows))
+    new = call.remember(rows, continued, [[4]] * len(rows))
     for row, before, ids in zip(rows, continued, new):
         completions[row] = before[2:] + ids
     assert completions == [[20, 7, 3, 3, 4] if continues else [20, 7] for continues in second]
@@ -391,7 +391,7 @@ def test_a_later_turn_finds_the_rows_it_continues(second, third):
 
 def test_rows_that_nobody_sampled_are_refused():
     call = ScoringCall(SimpleNamespace(), RewardCalls())
-    completions = call.remember([[5], [5]], [[6], [6]])
+    completions = call.remember([0, 1], [[5], [5]], [[6], [6]])
     with pytest.raises(RolloutError, match="place 1 of 2"):
         call.rows_of([[5] + completions[0], [5, *completions[1]]])
 
@@ -573,22 +573,14 @@ def test_more_than_plain_sampling_is_not_keyed(option):
     assert not can_sample_by_key(sampling(**option))
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_where_generate_is_a_collective_every_process_makes_as_many_calls(empty):
-    layout = StepLayout(0, 0, 0, range(6), range(6))
-    request = RolloutRequest(0, layout, range(1) if empty else range(3), empty, 4)
-    rows, asked = list(range(4 if empty else 12)), []
+@pytest.mark.parametrize("calls", [2, 5])
+def test_calls_that_keep_other_processes_company_change_no_tokens(calls):
+    rows, asked = list(range(12)), []
 
-    def sample(part):
-        asked.append(part)
-        return [[10 + i] for i in part]
+    def sample(chunk):
+        asked.append(chunk)
+        return [[10 * len(asked) + i] for i in chunk]
 
-    def share(calls):
-        return ChunkedGeneration(request, torch.zeros(len(rows)), 8, calls).plan([[]] * len(rows), rows).run(sample, 1)
-
-    expected = [[1]] * 4 if empty else [[10 + i] for i in rows]
-    assert share(lambda own: own) == expected
-    assert len(asked) == (0 if empty else 2)
-    asked.clear()
-    assert share(lambda own: 5) == expected
-    assert len(asked) == 5
+    found = run_chunks(chunks_of(rows, [[]] * len(rows), 8), calls, sample)
+    assert found == [[(10 if i < 8 else 20) + i] for i in rows]
+    assert len(asked) == calls

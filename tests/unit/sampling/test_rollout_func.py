@@ -23,7 +23,7 @@ GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs"
 def call(output: Any, needs: str | None = None, why_equal: str | None = None) -> Any:
     function = output if callable(output) else lambda prompts, trainer: output
 
-    def remember(prompts: Any, completions: Any) -> Any:
+    def remember(rows: Any, prompts: Any, completions: Any) -> Any:
         REMEMBERED.append((prompts, completions))
         return completions
 
