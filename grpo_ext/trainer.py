@@ -53,8 +53,9 @@ from .runtime.determinism import align_memory, pinned
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
-from .sampling.sampler import Generation, RewardSettings, RolloutSampler
+from .sampling.sampler import RewardSettings, RolloutSampler
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
+from .sampling.turns import Generation
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced

@@ -43,7 +43,6 @@ from ..runtime.collectives import (
 from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout
 from .rounds import Round, assemble, log_values
 from .shown_images import ShownImages, rows_of_packed
-from .turns import Generation as Generation
 from .turns import ScoringCall, TurnSampler
 from .vllm_seeds import sampling_metrics
 
