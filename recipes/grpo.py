@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -19,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported, which TRL does
+from grpo_ext.tools.quiet import quiet_libraries  # isort: skip  (before TRL)
 
 import torch
 import trl
@@ -32,7 +31,6 @@ from grpo_ext.demo.task import exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
-from grpo_ext.tools.check.runs import STOCK
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.options import (
     ScriptArguments,
@@ -42,8 +40,8 @@ from grpo_ext.tools.options import (
     parse,
     stock_arguments,
 )
-from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
+from grpo_ext.tools.stock import STOCK
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
@@ -144,6 +142,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     say("Making the model (the first time it takes 20 s, or the time of a download; then it is cached) ...")
     with PartialState().main_process_first():  # which makes the model; the others find it in the cache
         task = load_demo_named(script, model)
+    training.model_init_kwargs = load_arguments(training, model)
     say(f"Demo: {task.about}")
     measuring = 0.0
     seconds_by_step: dict[int, float] = {}  # of training, without measuring
