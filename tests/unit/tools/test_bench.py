@@ -7,10 +7,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.bench import shapes as bench
+from grpo_ext.tools.bench.of_run import prompt_tokens
 from grpo_ext.tools.bench.record import compared, read_record, record_of
 from grpo_ext.tools.bench.shapes import (
     PARTS,
@@ -243,6 +245,13 @@ def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_
     assert {name: options[name] for name in said} == said
     assert not options.keys() & {"max_steps", "reward_weights", "logging_steps", "num_generations", "dataset_name"}
     assert "without logging_steps, max_steps, reward_weights" in result.output
+
+
+def test_prompts_are_measured_with_the_model_s_tokenizer(tmp_path):
+    model = str(toy_model(tmp_path / "model"))
+    assert prompt_tokens(Dataset.from_dict({"prompt": ["12", "1212", "1 1"]}), model) == 3
+    messages = [[{"role": "1", "content": "2" * 9}]]  # "1:222222222|a:"
+    assert prompt_tokens(Dataset.from_dict({"prompt": messages}), model) > 9
 
 
 def test_a_bench_of_a_run_takes_a_configuration_with_the_length_of_the_prompts(benched, tmp_path):
