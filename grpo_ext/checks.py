@@ -30,7 +30,7 @@ from .forward.reference import base_model_of
 from .precision.loss_scaler import half_weights, refuse_half_weights
 from .runtime.collectives import shards_parameters
 from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
-from .runtime.recompute import recomputes_selectively
+from .runtime.recompute import check_recompute
 from .sampling.decoding import own_generate
 
 logger = get_logger(__name__)
@@ -512,7 +512,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
-    recomputes_selectively(vars(config), is_deepspeed_zero3_enabled())
+    check_recompute(vars(config), is_deepspeed_zero3_enabled())
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies

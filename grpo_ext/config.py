@@ -25,7 +25,7 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
-from .runtime.recompute import KEEP_PRODUCTS, recomputes_selectively
+from .runtime.recompute import KEEP_PRODUCTS, check_recompute
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -266,7 +266,7 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        recomputes_selectively(vars(self))
+        check_recompute(vars(self))
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(

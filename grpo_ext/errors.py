@@ -58,5 +58,9 @@ class MemoryShortageError(GrpoExtError):
     """The smallest possible piece of work does not fit into the device's memory."""
 
 
+class LaunchError(GrpoExtError):
+    """The processes of a launch ended without results."""
+
+
 class ContractError(GrpoExtError):
     """The installed TRL, transformers or Accelerate is not as the package needs it."""

@@ -9,17 +9,17 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import shlex
 import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported, which TRL does
+from grpo_ext.tools.quiet import quiet_libraries  # isort: skip  (before TRL)
 
 import torch
 import trl
@@ -33,7 +33,6 @@ from grpo_ext.demo.task import DemoTask, exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
-from grpo_ext.tools.check.runs import STOCK
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.options import (
     ScriptArguments,
@@ -43,8 +42,8 @@ from grpo_ext.tools.options import (
     parse,
     stock_arguments,
 )
-from grpo_ext.tools.quiet import quiet_libraries
 from grpo_ext.tools.report.page import report_or_reason
+from grpo_ext.tools.stock import STOCK
 
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
@@ -97,6 +96,15 @@ def fresh_demo_folder() -> str:
                 chosen = [str(folder)]
                 break
     return broadcast_object_list(chosen)[0]
+
+
+@contextlib.contextmanager
+def naming(model: Any) -> Iterator[None]:
+    """Say which model could not be loaded."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--model_name_or_path {model} could not be loaded: {error}") from error
 
 
 def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **what: Any) -> Any:
@@ -187,11 +195,14 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     with PartialState().main_process_first():  # which makes the model; the others find it in the cache
         task = load_demo_named(script, model)
     say(f"Demo: {task.about}")
-    held_out = HeldOut(task, training.max_completion_length or 512)
+    training.model_init_kwargs = load_arguments(training, model)
+    with naming(task.model_path):
+        held_out = HeldOut(task, training.max_completion_length or 512)
     console = Console(held_out.measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
     adapter = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
-    trainer = make_trainer(training, console, script.demo_trainer == STOCK, **what, **adapter)
+    with naming(task.model_path):
+        trainer = make_trainer(training, console, script.demo_trainer == STOCK, **what, **adapter)
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = held_out.show("Before", policy)
     held_out.start()
@@ -203,7 +214,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     figures = {"exact_match_before": before, "exact_match_after": after, "exact_match_by_step": by_step}
     figures["seconds_by_step"] = dict(zip(by_step, [0.0, *held_out.seconds]))
     save(trainer, {**figures, "seconds": seconds, "demo": task.about})
-    if trainer.accelerator.num_processes == 1 and not training.resume_from_checkpoint:
+    if trainer.accelerator.num_processes == 1 and "--output_dir" not in argv:
         again = shlex.join(["recipes/grpo.py", *argv])
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
@@ -218,7 +229,7 @@ def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> No
     with PartialState().main_process_first():
         train, held_out = load_data(script, training.seed)
     training.model_init_kwargs = load_arguments(training, model)
-    try:
+    with naming(model.model_name_or_path):
         trainer = make_trainer(
             training,
             Console(),
@@ -229,8 +240,6 @@ def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> No
             quantization_config=get_quantization_config(model),
             peft_config=get_peft_config(model),
         )
-    except OSError as error:
-        raise ConfigError(f"--model_name_or_path {model.model_name_or_path} could not be loaded: {error}") from error
     start_time = time.perf_counter()
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     save(trainer, {"seconds": time.perf_counter() - start_time, "script": dataclasses.asdict(script)})

@@ -41,8 +41,8 @@ class KeepProducts(str):
 KEEP_PRODUCTS = KeepProducts("keep matrix products and attention")
 
 
-def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> bool:
-    """Whether a run keeps matrix products and attention; `settings` by the names of GRPOConfig, TRL's where missing.
+def check_recompute(settings: Mapping[str, Any], zero3: bool = False) -> None:
+    """Refuse a `recompute_granularity` that cannot be had; `settings` by the names of GRPOConfig, some may be missing.
 
     Raises:
         ConfigError: another granularity, one that other settings contradict, or that does not work under ZeRO-3.
@@ -51,7 +51,7 @@ def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> 
     if granularity not in ("full", "selective"):
         raise ConfigError(f"recompute_granularity={granularity!r} is unknown; use one of 'full', 'selective'.")
     if granularity == "full":
-        return False
+        return
     if zero3:
         raise ConfigError(
             "recompute_granularity='selective' under ZeRO-3, which gathers weights inside the layers that run again: "
@@ -69,4 +69,3 @@ def recomputes_selectively(settings: Mapping[str, Any], zero3: bool = False) -> 
                 "recompute_granularity='selective' says what gradient checkpointing (not the reentrant kind) keeps, "
                 f"and there is {name}; change one of the two."
             )
-    return True

@@ -7,7 +7,6 @@ goes to the recipe's parser. Light until a command needs more: a `plan` of sizes
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,7 +64,7 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
     from .options import read_settings
 
     file = [] if config is None else ["--config", str(config)]
-    own = [f"--{parameter.name}" for parameter in context.command.params]
+    own = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
     return read_settings([*file, *context.args], own)
 
 
@@ -223,36 +222,47 @@ def bench(
     if plot is not None:
         load_pyplot()
     quiet_libraries()
-    from .bench.of_run import options_of, shape_of
+    from .bench.of_run import left_out, model_of, options_of, refuse_of_run, shape_of
     from .bench.record import compared, read_record, record_of
-    from .bench.shapes import MICRO, MODELS, OURS, REFERENCE, SHORT, STOCK, as_tables, parse_shape, run_shape
+    from .bench.shapes import MICRO, MODELS, REFERENCE, SHORT, as_tables, parse_shape, run_shape
+    from .stock import OURS, STOCK
 
     settings = settings_of(context, config)
-    options, dtype = options_of(settings), settings.get("dtype", "float32")
-    source: Any = settings.get("model_name_or_path")
-    if source is not None and source.endswith(".json"):
-        source = json.loads(Path(source).read_text())
+    others = {"--shape": shape, "--json": json_file, "--plot": plot, "--compare": compare}
+    if parts and (given := [option for option, value in others.items() if value]):
+        raise ConfigError(f"--parts has shapes and tables of its own; leave {', '.join(given)} out, or --parts.")
+    of_run = not (shape or parts) and (config is not None or settings.keys() & {"dataset_name", "demo"})
+    if not of_run:
+        refuse_of_run(settings)
+    options, dtype = options_of(settings)
+    source = settings.get("model_name_or_path")
     known = {s.name: s for s in (*SHORT, *REFERENCE)}
     if parts:
-        _bench_parts({s.name: s for s in REFERENCE}, source or MODELS["reference"], rounds, dtype)
+        model = model_of(source) if source else MODELS["reference"]
+        _bench_parts({s.name: s for s in REFERENCE}, model, rounds, dtype)
         return
+    fixed = {} if long else SHORT
     if shape:
         shapes = [known[text] if text in known else parse_shape(text) for text in shape]
-    elif config is not None or settings.get("dataset_name") is not None:
+    elif of_run:
         name = "the run" if config is None else config.stem
-        one, source, options = shape_of(settings, name, prompt_length, mean_completion_length)
-        shapes = [one]
+        one, micro, source, options = shape_of(settings, name, prompt_length, mean_completion_length)
+        shapes, fixed = [one], {one: micro}
     else:
         shapes = list(REFERENCE if long else SHORT)
+    without = left_out(settings)
+    if without:
+        _say_dim(f"without {', '.join(without)}")
     asked = {STOCK: stock_micro, OURS: our_micro}
     searched = {who: integers(text, "micro-batches") for who, text in asked.items() if text is not None}
     how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
     old = None if compare is None else read_record(compare, shapes)
     results = []
     for one in shapes:
-        fixed = {} if one.micro is None else {who: [size] for who, size in zip((STOCK, OURS), one.micro)}
-        sizes = {STOCK: MICRO, OURS: MICRO, **fixed, **searched}
-        results.append(run_shape(one, source or MODELS[one.model], rounds, sizes, dtype, _say_dim, options))
+        named = {who: [size] for who, size in zip((STOCK, OURS), fixed.get(one, ()))}
+        sizes = {STOCK: MICRO, OURS: MICRO, **named, **searched}
+        model = model_of(source) if source else MODELS[one.model]
+        results.append(run_shape(one, model, rounds, sizes, dtype, _say_dim, options))
         record = record_of(results, how)
         if json_file is not None:
             json_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -338,7 +348,6 @@ def report(
 
 def main() -> None:
     """Entry point; a deliberate error is one message and exit status 2, without a traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it speaks while it is imported, which TRL does
     try:
         app()
     except GrpoExtError as error:

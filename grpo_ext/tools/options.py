@@ -20,8 +20,11 @@ from ..demo.catalog import demo_named
 from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
-from .check.runs import OURS, STOCK, stock_config
 from .data import load_prompts
+from .stock import OURS, SIZES, STOCK, stock_config
+
+# beginnings of names that say what a run writes, evaluates, or goes on from
+_WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
 
 @dataclass
@@ -51,7 +54,10 @@ class ScriptArguments:
     )
     demo: str | None = field(
         default=None,
-        metadata={"help": "Where no data are named: letters (default), or sums or last_word with SmolLM2-135M."},
+        metadata={
+            "help": "Where no data are named. letters (default): sort letters, a tiny model. sums, last_word: "
+            "SmolLM2-135M, or the chat model of --model_name_or_path."
+        },
     )
     demo_trainer: str = field(
         default=OURS, metadata={"help": f"Demo: {OURS}, or {STOCK}, the stock trainer with the same settings."}
@@ -136,9 +142,11 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
     Raises:
         ConfigError: a setting is refused, by this package, TRL or transformers.
     """
-    script, model = ScriptArguments(**part(settings, ScriptArguments)), part(settings, ModelConfig)
+    script, model = ScriptArguments(**fields_of(settings, ScriptArguments)), fields_of(settings, ModelConfig)
+    if script.demo_trainer not in (OURS, STOCK):
+        raise ConfigError(f"--demo_trainer {script.demo_trainer} is unknown; use {OURS} or {STOCK}.")
     try:
-        return script, GRPOConfig(**part(settings, GRPOConfig)), ModelConfig(**{"lora_dropout": 0.0, **model})
+        return script, GRPOConfig(**fields_of(settings, GRPOConfig)), ModelConfig(**{"lora_dropout": 0.0, **model})
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:
@@ -149,18 +157,24 @@ def stock_arguments(training: GRPOConfig, processes: int) -> trl.GRPOConfig:
     """The same run for `trl.GRPOTrainer`.
 
     Raises:
-        GrpoExtError: stock TRL cannot express it: micro-batches that do not divide.
+        GrpoExtError: stock TRL cannot express it; see `stock_config`.
     """
-    values = {spec.name: getattr(training, spec.name) for spec in fields(trl.GRPOConfig) if spec.init}
-    derived = {"global_batch_size": training.resolve_geometry(processes).global_batch_size}
-    ours = {"rollout_batch_size": training.rollout_batch_size, "generation_batch_size": None}
-    return trl.GRPOConfig(**stock_config({**values, **derived, **ours, "steps_per_generation": None}, processes))
+    values = {spec.name: getattr(training, spec.name) for spec in fields(GRPOConfig) if spec.init}
+    geometry = training.resolve_geometry(processes)
+    sizes = {name: getattr(geometry, name) for name in SIZES}  # by whatever names they were given
+    by_trl = {"generation_batch_size": None, "steps_per_generation": None}
+    return trl.GRPOConfig(**stock_config({**values, **by_trl, **sizes}, processes))
 
 
-def part(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """The settings that are fields of a dataclass."""
     names = {spec.name for spec in fields(kind) if spec.init}
     return {name: value for name, value in settings.items() if name in names}
+
+
+def written(settings: Mapping[str, Any]) -> set[str]:
+    """The settings that say what a run writes, evaluates, or goes on from; a check or a bench leaves them out."""
+    return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
 
 
 def refuse_option(message: str) -> NoReturn:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .check.runs import OURS, STOCK
+from .stock import OURS, STOCK
 
 if TYPE_CHECKING:
     from .bench.shapes import Result
@@ -78,7 +78,7 @@ def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
         try:
             metrics = json.loads((run / "metrics.json").read_text())
             scores, seconds = metrics["exact_match_by_step"], metrics["seconds_by_step"]
-        except (OSError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{run} holds no held-out scores ({error}); name runs of the demo that ended.") from error
         axis.plot([seconds[step] for step in scores], list(scores.values()), "o-", markersize=3, label=run.name)
     axis.set_xlabel("seconds of training", fontsize=8)

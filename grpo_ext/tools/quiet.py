@@ -1,6 +1,7 @@
 """Quiet libraries: what a command or a recipe asks for before it prints anything of its own.
 Unlike a bare filter of warnings, this project's own stay. Never called by the library itself: it acts on the process.
-Light to import, so that commands which need no model stay fast; `grpo_ext.tools.console` offers it too."""
+Light to import, so that commands which need no model stay fast; `grpo_ext.tools.console` offers it too. Imported before
+TRL, it also quiets bitsandbytes, which speaks while it is imported."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import logging
 import warnings
 
 _NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub")
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def quiet_libraries() -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, newest_whole, why_broken
-from grpo_ext.tools.check.runs import LaunchError, RunResult
+from grpo_ext.tools.check.runs import RunResult
 from tests.support.cases import Bench
 from tests.support.kills import MOMENTS, dying, dying_after
 from tests.support.launches import STEPS, long_run, run_all

@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.bench.shapes import OURS, STOCK, Shape, Worker, spec_of
-from grpo_ext.tools.check.runs import LaunchError
+from grpo_ext.errors import LaunchError
+from grpo_ext.tools.bench.shapes import Shape, Worker, spec_of
+from grpo_ext.tools.stock import OURS, STOCK
 
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "model_type": "qwen2",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_ext.tools.check.comparison import metric_difference
-from grpo_ext.tools.check.runs import OURS, Run
+from grpo_ext.tools.check.runs import Run
+from grpo_ext.tools.stock import OURS
 from tests.support.cases import CASES, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
-from grpo_ext.tools.check.runs import OURS, STOCK
+from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import CASES, FULL, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, newest_whole
 from grpo_ext.tools.check.comparison import metric_difference, update_error
-from grpo_ext.tools.check.runs import STOCK, LaunchError, Run, RunResult
+from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.stock import STOCK
 from tests.support.cases import Bench
 from tests.support.kills import dying
 from tests.support.launches import STEPS, long_run, run_all

@@ -142,7 +142,7 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     ((shape, model, rounds, sizes, dtype, _, options),) = benched
     assert (shape.name, shape.groups, shape.group, shape.longest, shape.lora) == ("gsm8k_lora", 4, 4, 16, True)
     assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)
-    assert sizes == {"TRL": [8], "grpo_ext": [8]}
+    assert sizes == {"trl": [8], "grpo_ext": [8]}
     assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
     # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
     assert 4 < shape.prompt < 7

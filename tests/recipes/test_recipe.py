@@ -226,6 +226,7 @@ def test_the_problems_of_the_real_model_train_another_chat_model_with_either_tra
     [
         (["--demo", "sum"], "--demo sum is unknown; did you mean 'sums'?"),
         (["--demo", "sums", "--dataset_name", "rows.jsonl"], "--demo sums brings its own data"),
+        (["--demo_trainer", "TRL"], "--demo_trainer TRL is unknown; use grpo_ext or trl"),
         (["--demo", "letters", "--model_name_or_path", "m"], "--demo letters makes its own model"),
     ],
 )

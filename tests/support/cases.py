@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
-from grpo_ext.tools.check.runs import OURS, Run
+from grpo_ext.tools.check.runs import Run
+from grpo_ext.tools.stock import OURS
 from tests.support.architectures import PREFIXED, architecture
 from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import (
@@ -204,7 +206,7 @@ class Bench:
             rewards=case.rewards,
             config={**SETTINGS, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
             trainer=trainer,
-            peft=case.peft,
+            peft=LoraConfig(**case.peft) if case.peft else None,
             eval_path=self.data(5) if case.evaluate else None,
             rollout_func=case.rollout_func,
             nameless=case.nameless,

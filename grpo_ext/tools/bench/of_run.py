@@ -2,42 +2,103 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trl import ModelConfig
 
-from ...batching.sizes import ceil_div
+from ...batching.sizes import SETTINGS, ceil_div
+from ...config import GRPOConfig
 from ...errors import ConfigError
-from ..options import as_dataclasses, demo_defaults, is_demo, load_data, load_demo_named, part
+from ..options import (
+    ScriptArguments,
+    as_dataclasses,
+    demo_defaults,
+    fields_of,
+    is_demo,
+    load_arguments,
+    load_data,
+    load_demo_named,
+    written,
+)
+from ..stock import refuse_ours
 from .shapes import Shape
 
-# settings of GRPOConfig that decide how long a step takes, beside its sizes
-_OF_SPEED = (
-    *("bf16", "fp16", "optim", "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile"),
-    *("gradient_checkpointing_kwargs", "recompute_granularity", "micro_batch_tokens", "forward", "packed_forward"),
-    *("score_completions_only", "skip_zero_contribution", "compact_rollouts", "bitwise_invariant"),
+# what the shape says, and with it how many micro-batches there are
+OF_A_SHAPE = {*SETTINGS, "max_completion_length", "gradient_checkpointing"}
+# beginnings of the names of what a bench has of its own: how long it runs, rewards, one process, how it samples
+_OWN = (
+    *("max_steps", "num_train_epochs", "num_iterations", "reward_", "use_cpu", "deepspeed", "fsdp", "auto_find"),
+    *("use_vllm", "vllm_", "use_transformers", "mask_truncated"),  # the given completions have no end token
 )
 _ROWS = 256  # prompts that are measured
 
 
-def options_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that both trainers of a bench are given, as far as they have them.
+def left_out(settings: Mapping[str, Any]) -> list[str]:
+    """The settings of GRPOConfig that a bench leaves out."""
+    return sorted(written(settings) | {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OWN)})
+
+
+def refuse_of_run(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that given shapes replace by their own, in a bench that is not one of the run.
 
     Raises:
-        ConfigError: a type of the weights that a bench does not have.
+        ConfigError: names them.
     """
-    if settings.get("dtype", "float32") not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype={settings['dtype']!r}: a bench has weights in float32 or bfloat16; use one of them.")
-    used = {**part(settings, ModelConfig), **{name: settings[name] for name in _OF_SPEED if name in settings}}
-    return {name: value for name, value in used.items() if name not in ("model_name_or_path", "dtype")}
+    replaced = OF_A_SHAPE | fields_of(settings, ScriptArguments).keys()
+    if given := sorted(settings.keys() & replaced):
+        raise ConfigError(
+            f"--{', --'.join(given)}: a bench of shapes has sizes and data of its own; name a --config, a --demo, or a "
+            "model and --dataset_name to bench that run (without --shape and --parts), or a --shape of these sizes."
+        )
+
+
+def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(settings that both trainers of a bench are given, type of the weights).
+
+    Raises:
+        ConfigError: a type of the weights that a bench does not have. GrpoExtError: stock TRL cannot express a setting.
+    """
+    _, training, model = as_dataclasses(settings)
+    load = load_arguments(training, model)
+    if (dtype := load.pop("dtype")) not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype={dtype!r}: a bench has weights in float32 or bfloat16; use one of them.")
+    refuse_ours(settings)
+    skipped = {*left_out(settings), *OF_A_SHAPE, "model_name_or_path", "dtype"}
+    used = {**fields_of(settings, GRPOConfig), **fields_of(settings, ModelConfig), "model_init_kwargs": load}
+    return {name: value for name, value in used.items() if name not in skipped}, dtype
+
+
+def model_of(source: str) -> Any:
+    """A model as `run_shape` takes it: an id or folder as it is, a config.json as a dictionary (random weights).
+
+    Raises:
+        ConfigError: a configuration that cannot be read.
+    """
+    if not source.endswith(".json"):
+        return source
+    try:
+        return json.loads(Path(source).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model_name_or_path {source} cannot be read as a configuration: {error}") from None
 
 
 def prompt_tokens(dataset: Any, model: str) -> int:
-    """Tokens of a prompt, the mean over the first rows, with the chat template where prompts are messages."""
+    """Tokens of a prompt, the mean over the first rows, with the chat template where prompts are messages.
+
+    Raises:
+        ConfigError: the model is a config.json, which has no tokenizer.
+    """
     from transformers import AutoTokenizer
 
+    if model.endswith(".json"):
+        raise ConfigError(
+            f"--model_name_or_path {model} is a configuration, without a tokenizer to measure prompts with; name their "
+            "tokens with --prompt_length."
+        )
     tokenizer = AutoTokenizer.from_pretrained(model)
     lengths = []
     for prompt in dataset[:_ROWS]["prompt"]:
@@ -49,8 +110,8 @@ def prompt_tokens(dataset: Any, model: str) -> int:
 
 def shape_of(
     settings: Mapping[str, Any], name: str, prompt_length: int | None, mean_completion_length: int | None
-) -> tuple[Shape, str, dict[str, Any]]:
-    """(shape, model, options for `run_shape`) of one optimizer step of a run.
+) -> tuple[Shape, tuple[int, int], str, dict[str, Any]]:
+    """(shape, micro-batch of stock TRL and of ours, model, options for `run_shape`) of one optimizer step of a run.
 
     Args:
         prompt_length: tokens; None measures the run's data.
@@ -62,6 +123,7 @@ def shape_of(
     demo = is_demo(settings)
     settings = {**(demo_defaults(settings) if demo else {}), **settings}
     script, training, model = as_dataclasses(settings)
+    options, _ = options_of(settings)
     task = load_demo_named(script, model) if demo else None
     source = str(task.model_path if task else model.model_name_or_path)
     if prompt_length is None:
@@ -80,6 +142,6 @@ def shape_of(
         lora=model.use_peft,
         checkpointing=bool(training.gradient_checkpointing),
         mean=mean_completion_length or max(longest // 2, 1),
-        micro=(max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0), micro),  # stock TRL's has to divide
     )
-    return shape, source, {**options_of(settings), "bf16": training.bf16, "fp16": training.fp16}
+    dividing = max(n for n in range(1, min(micro, rows) + 1) if rows % n == 0)  # as stock TRL's has to
+    return shape, (dividing, micro), source, {**options, "bf16": training.bf16, "fp16": training.fp16}

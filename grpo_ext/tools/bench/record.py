@@ -14,7 +14,8 @@ from rich.table import Table
 
 from ...errors import ConfigError
 from ...run.manifest import machine, versions
-from .shapes import OURS, STOCK, Result, Shape
+from ..stock import OURS, STOCK
+from .shapes import Result, Shape
 
 
 def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def read_record(path: Path, shapes: Sequence[Shape]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         known = [_key(result["shape"]) for result in found["results"]]
-        names = "; ".join(result["shape"]["name"] for result in found["results"])
+        names = "; ".join(result["shape"]["name"] for result in found["results"] if result["seconds"][STOCK])
         missing = {"machine", "versions", "settings"} - found.keys()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -55,8 +56,7 @@ def read_record(path: Path, shapes: Sequence[Shape]) -> dict[str, Any]:
 
 
 def _key(shape: Mapping[str, Any]) -> str:
-    """A shape but for its micro-batches, which are part of what is compared."""
-    return json.dumps({name: value for name, value in shape.items() if name != "micro"}, sort_keys=True)
+    return json.dumps(shape, sort_keys=True)
 
 
 def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Table, list[str]]:

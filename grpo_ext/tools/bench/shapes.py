@@ -23,14 +23,13 @@ from rich.table import Table
 
 from ...batching.micro_batches import StepSizes, TokenCost, assign_rows
 from ...batching.sizes import even_slice, group_numbers
-from ...errors import ConfigError
-from ..check.runs import LaunchError
+from ...errors import ConfigError, LaunchError
+from ..stock import OURS, STOCK
 
 MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
 MICRO = (1, 2, 4, 8, 16, 32)  # micro-batch sizes that are tried where none are named
 AS_GOOD = 1.03  # a micro-batch size is as good as the fastest if it takes no more than this times its seconds
 PHASES = ("rollout", "log-probs", "forward/backward", "optimizer")
-OURS, STOCK = "grpo_ext", "TRL"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Shape:
         sample: time the sampling of completions instead of training on given ones.
         whole: sample, and train on what was sampled.
         model: name of the model in `MODELS`, where none is asked for.
-        micro: completions per forward of stock TRL and of ours, where the fastest are not searched for.
     """
 
     name: str
@@ -65,7 +63,6 @@ class Shape:
     whole: bool = False
     model: str = "reference"
     mean: int | None = None
-    micro: tuple[int, int] | None = None
 
     @property
     def samples(self) -> bool:
@@ -99,14 +96,15 @@ REFERENCE = (
     Shape("real vocabulary, whole step", 40, 1, 45, groups=8, whole=True, model="smollm2-135m"),
 )
 
-# a quarter of an hour: half the groups, one phase each, and the micro-batches that were fastest in the long form
-SHORT = (
-    Shape("long prompt, 2 groups", 512, 32, 256, groups=2, micro=(2, 8)),
-    Shape("ragged answers, 2 groups", 64, 64, 768, skewed=True, groups=2, micro=(1, 4)),
-    Shape("short everything", 16, 8, 16, micro=(32, 32)),
-    Shape("rollout, ragged answers, 2 groups", 64, 1, 384, skewed=True, groups=2, sample=True, micro=(16, 16)),
-    Shape("real vocabulary, 2 groups", 40, 1, 45, groups=2, whole=True, model="smollm2-135m", micro=(8, 16)),
-)
+# a quarter of an hour: half the groups, one phase each, and the micro-batches that were fastest in the long form, of
+# stock TRL and of ours
+SHORT = {
+    Shape("long prompt, 2 groups", 512, 32, 256, groups=2): (2, 8),
+    Shape("ragged answers, 2 groups", 64, 64, 768, skewed=True, groups=2): (1, 4),
+    Shape("short everything", 16, 8, 16): (32, 32),
+    Shape("rollout, ragged answers, 2 groups", 64, 1, 384, skewed=True, groups=2, sample=True): (16, 16),
+    Shape("real vocabulary, 2 groups", 40, 1, 45, groups=2, whole=True, model="smollm2-135m"): (8, 16),
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "reference": {  # 28 million weights

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...batching.micro_batches import TokenCost
-from .shapes import OURS, PHASES, Shape
+from ..stock import OURS, stock_config
+from .shapes import PHASES, Shape
 
 _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: this many expected ends in the longest
 
@@ -34,20 +35,20 @@ def _words(vocabulary: int) -> Any:
     )
 
 
-def _model(spec: dict[str, Any], of_model: Any) -> Any:
+def _model(spec: dict[str, Any], quantization: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import get_quantization_config
 
     torch.manual_seed(0)
-    dtype = getattr(torch, spec["dtype"])
+    dtype, load = getattr(torch, spec["dtype"]), spec["options"].get("model_init_kwargs") or {}
     if isinstance(spec["model"], str):
-        load = {"revision": of_model.model_revision, "attn_implementation": of_model.attn_implementation}
-        load["quantization_config"] = get_quantization_config(of_model)
-        return AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype, **load)
+        return AutoModelForCausalLM.from_pretrained(
+            spec["model"], dtype=dtype, quantization_config=quantization, **load
+        )
     config = AutoConfig.for_model(**spec["model"])
+    attention = load.get("attn_implementation")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # half a billion random numbers take a while
-        return AutoModelForCausalLM.from_config(config).to(dtype)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
 
 
 def cost_of(model: Any) -> TokenCost:
@@ -190,21 +191,19 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
 
     import grpo_ext
 
+    from ..options import fields_of
+
     asked = {"use_peft": shape.lora, "lora_target_modules": "all-linear", "lora_dropout": 0.0, **spec["options"]}
-    of_model = trl.ModelConfig(**{n: v for n, v in asked.items() if n in trl.ModelConfig.__dataclass_fields__})
-    model = _model(spec, of_model)
+    of_model = trl.ModelConfig(**fields_of(asked, trl.ModelConfig))
+    model = _model(spec, trl.get_quantization_config(of_model))
     vocabulary = model.config.get_text_config().vocab_size
     given = _Given(shape, vocabulary)
     if shape.samples:  # a random model says each token alike; enough of them end an answer
         ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
         model.generation_config.eos_token_id = list(range(1, 1 + ends))
-    package = grpo_ext if spec["who"] == OURS else trl
-    rows = shape.groups * shape.group
-    layout = (
-        {"global_batch_size": rows} if spec["who"] == OURS else {"gradient_accumulation_steps": rows // spec["micro"]}
-    )
-    known = package.GRPOConfig.__dataclass_fields__
     settings = {
+        "output_dir": folder,
+        "global_batch_size": shape.groups * shape.group,
         "per_device_train_batch_size": spec["micro"],
         "num_generations": shape.group,
         "max_completion_length": shape.longest,
@@ -218,13 +217,15 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
         "logging_strategy": "no",
         "save_strategy": "no",
         "disable_tqdm": True,
-        **layout,
-        **{name: value for name, value in spec["options"].items() if name in known},
+        **fields_of(spec["options"], grpo_ext.GRPOConfig),
+        "model_init_kwargs": None,  # the model is loaded by now
     }
-    trainer = package.GRPOTrainer(
+    ours = spec["who"] == OURS
+    args = grpo_ext.GRPOConfig(**settings) if ours else trl.GRPOConfig(**stock_config(settings, processes=1))
+    trainer = (grpo_ext if ours else trl).GRPOTrainer(
         model=model,
         reward_funcs=given.reward,
-        args=package.GRPOConfig(folder, **settings),
+        args=args,
         train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in p) for p in given.prompts]}),
         processing_class=_words(vocabulary),
         peft_config=trl.get_peft_config(of_model),

@@ -22,12 +22,12 @@ from typing import Any
 import dill
 import torch
 import yaml
+from peft import PeftConfig
 from safetensors.torch import load_file
 
-from ...errors import GrpoExtError
+from ...errors import LaunchError
 from ...rewards.registry import FILE_MODULE_PREFIX
-
-OURS, STOCK = "grpo_ext", "trl"
+from ..stock import OURS
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Run:
         rewards: reward functions, as for the trainer.
         config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply, but for the type.
         trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
-        peft: keyword arguments of `peft.LoraConfig`, or None for full training.
+        peft: None for full training.
         quantization: a `transformers.BitsAndBytesConfig`, or None.
         eval_path: folder of an evaluation set; evaluated once after training.
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
@@ -58,7 +58,7 @@ class Run:
     rewards: tuple[Any, ...]
     config: dict[str, Any]
     trainer: str = OURS
-    peft: dict[str, Any] | None = None
+    peft: PeftConfig | None = None
     quantization: Any = None
     eval_path: str | None = None
     dtype: str = "float32"
@@ -87,10 +87,6 @@ class RunResult:
     error: str | None = None
     seconds: float = 0.0
     trace: list[dict[str, str]] = field(default_factory=list)
-
-
-class LaunchError(GrpoExtError):
-    """The processes of a launch ended without results."""
 
 
 def free_port() -> int:
@@ -213,25 +209,3 @@ def read_result(folder: Path, name: str) -> RunResult:
     meta = json.loads((folder / "result.json").read_text())
     delta = load_file(folder / "delta.safetensors") if (folder / "delta.safetensors").exists() else {}
     return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"], meta.get("trace", []))
-
-
-def stock_config(config: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The same run in stock TRL's fields, which need micro-batches that divide everything.
-
-    Raises:
-        GrpoExtError: stock TRL cannot express it.
-    """
-    settings = dict(config)
-    rollout = settings.pop("rollout_batch_size", None)
-    batch = settings.pop("global_batch_size", None)
-    for name in ("rollout_chunk_size", "allow_split_dependent", "bitwise_invariant", "canonical_unit_size"):
-        settings.pop(name, None)
-    if batch is None:
-        return settings
-    unit = settings["per_device_train_batch_size"] * processes
-    if batch % unit:
-        raise GrpoExtError("the micro-batches of all processes do not divide the global batch")
-    settings["gradient_accumulation_steps"] = batch // unit
-    if rollout is not None:
-        settings["steps_per_generation"] = rollout // unit
-    return settings

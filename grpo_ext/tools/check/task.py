@@ -3,20 +3,27 @@ it writes and evaluates, and in float32 where the settings do not name another p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peft import PeftConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
-from ..options import as_dataclasses, demo_defaults, is_demo, load_arguments, load_data, load_demo_named, part
+from ..options import (
+    as_dataclasses,
+    demo_defaults,
+    fields_of,
+    is_demo,
+    load_arguments,
+    load_data,
+    load_demo_named,
+    written,
+)
 
-# beginnings of names that say what a run writes, evaluates, or goes on from
-_LEFT_OUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 # other names of the two sizes
 _SIZES = ("gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
@@ -28,7 +35,7 @@ class Task:
     Attributes:
         model: folder or id.
         settings: of GRPOConfig.
-        peft: arguments of LoraConfig; None for full training.
+        peft: None for full training.
         quantization: a BitsAndBytesConfig, or None.
         about: the task in words, with what of the settings a check leaves out.
     """
@@ -37,7 +44,7 @@ class Task:
     dataset: Any
     rewards: Any
     settings: dict[str, Any]
-    peft: dict[str, Any] | None
+    peft: PeftConfig | None
     quantization: Any
     about: str
 
@@ -52,11 +59,11 @@ def load_task(given: Mapping[str, Any]) -> Task:
     """
     demo = is_demo(given)
     defaults = {**demo_defaults(given), "global_batch_size": 32, "rollout_chunk_size": 8} if demo else {"bf16": False}
-    left_out = {name for name in part(given, GRPOConfig) if name.startswith(_LEFT_OUT)}
+    left_out = written(given)
     used = {name: value for name, value in given.items() if name not in left_out}
     script, training, model = as_dataclasses({**defaults, **used})
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    settings = part({**defaults, **used}, GRPOConfig)
+    settings = fields_of({**defaults, **used}, GRPOConfig)
     geometry = geometry_of(settings, 1)
     settings = {name: value for name, value in settings.items() if name not in _SIZES}
     settings["global_batch_size"] = geometry.global_batch_size
@@ -68,19 +75,19 @@ def load_task(given: Mapping[str, Any]) -> Task:
     else:
         source, dataset = str(model.model_name_or_path), load_data(script, training.seed)[0]
         about = f"{source} on {script.dataset_name}"
-        settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
+    settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
     adapter: Any = get_peft_config(model)
     about += ", all weights" if adapter is None else f", LoRA of rank {adapter.r}"
     half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
     about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
-    ignored = sorted(left_out | given.keys() & {"dtype"})
+    ignored = sorted(left_out | {*given, *(training.model_init_kwargs or {})} & {"dtype"})
     about += f"; without {', '.join(ignored)}" if ignored else ""
     return Task(
-        source,
-        dataset,
-        rewards,
-        settings,
-        None if adapter is None else {s.name: getattr(adapter, s.name) for s in dataclasses.fields(adapter) if s.init},
-        get_quantization_config(model),
-        f"Checking {about}",
+        model=source,
+        dataset=dataset,
+        rewards=rewards,
+        settings=settings,
+        peft=adapter,
+        quantization=get_quantization_config(model),
+        about=f"Checking {about}",
     )

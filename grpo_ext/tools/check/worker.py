@@ -26,10 +26,9 @@ class _Refused(Exception):
 def _build(run: Any, folder: Path, processes: int) -> Any:
     import torch
     from datasets import load_from_disk
-    from peft import LoraConfig
 
     from ...compat import create_model_from_path, processing_class_of
-    from .runs import STOCK, stock_config
+    from ..stock import STOCK, stock_config
 
     config: dict[str, Any] = {
         "output_dir": str(folder / run.name / "out"),
@@ -63,7 +62,7 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
         eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
         processing_class=processing_class_of(run.model_path, args),
         quantization_config=run.quantization,
-        peft_config=LoraConfig(**run.peft) if run.peft else None,
+        peft_config=run.peft,
         rollout_func=run.rollout_func,
     )
 
@@ -82,15 +81,16 @@ def _tracer(trainer: Any, trace: list[dict[str, str]]) -> Any:
 
 
 def _keeper(trainer: Any, gradients: dict[str, Any]) -> Any:
-    """A callback that keeps the gradients of every step, clipped, as "step/parameter"."""
+    """A callback that keeps the gradients of every step, as "step/parameter", on the main process."""
     from transformers import TrainerCallback
 
     class Keeper(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-            for name, p in parameters:
+            if not trainer.accelerator.is_main_process:
+                return
+            for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
                 if p.grad is not None:
-                    gradients[f"{state.global_step}/{name}"] = p.grad.detach().clone()
+                    gradients[f"{state.global_step}/{name}"] = p.grad.detach().to("cpu", copy=True)
 
     return Keeper()
 

@@ -24,7 +24,7 @@ from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
-from ...runtime.recompute import PRODUCTS, recomputes_selectively
+from ...runtime.recompute import PRODUCTS, check_recompute
 from ..dtypes import DTYPES
 from .memory import MemoryLayout, ModelSizes, memory_of
 
@@ -203,7 +203,7 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
-    selective = recomputes_selectively(settings, zero3=settings["engine"] == "zero3")
+    check_recompute(settings, zero3=settings["engine"] == "zero3")
     prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
     mean = settings.get("mean_completion_length") or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
@@ -222,7 +222,7 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompt + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        selective=selective,
+        selective=settings.get("recompute_granularity") == "selective",
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
         bitwise=bool(settings.get("bitwise_invariant", False)),
     )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from typer.testing import CliRunner
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, GrpoExtError
 from grpo_ext.tools.bench import shapes as bench
+from grpo_ext.tools.bench.of_run import prompt_tokens
 from grpo_ext.tools.bench.record import compared, read_record, record_of
 from grpo_ext.tools.bench.shapes import (
-    OURS,
     PARTS,
     PHASES,
     REFERENCE,
     SHORT,
-    STOCK,
     Result,
     Shape,
     _best_micro,
@@ -31,6 +32,7 @@ from grpo_ext.tools.bench.shapes import (
 from grpo_ext.tools.bench.worker import _Given, cost_of
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.plots import write_bench_plot
+from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.tiny import stock_scores
 from tests.support.toy_recipe import CONFIGS, question_rows, toy_model
 
@@ -165,8 +167,7 @@ def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
 def test_the_short_form_is_of_the_same_kind_as_the_long_one_and_names_its_micro_batches():
     for shape in SHORT:
         rows = shape.groups * shape.group
-        assert shape.micro is not None
-        assert rows % min(shape.micro[0], rows) == 0, "stock TRL's has to divide"
+        assert rows % min(SHORT[shape][0], rows) == 0, "stock TRL's has to divide"
         assert shape.phases in [s.phases for s in REFERENCE]
 
 
@@ -180,7 +181,7 @@ def record(seconds: float, **shape: object) -> dict:
 
 
 def test_an_old_bench_is_compared_by_shape_trainer_and_phase():
-    old, new = record(0.4), record(0.2, micro=(1, 1))
+    old, new = record(0.4), record(0.2)
     new["machine"] = {**old["machine"], "cores": -1}
     table, notes = compared(old, new)
     rows = list(zip(*(column.cells for column in table.columns)))
@@ -211,7 +212,92 @@ def test_a_file_that_cannot_be_compared_with_is_refused(tmp_path, content, says)
     with pytest.raises(ConfigError, match="holds no figures"):
         read_record(tmp_path / "none.json", [Shape("x", 4, 1, 2)])
     (tmp_path / "new.json").write_text(json.dumps(record(1.0)))
-    assert read_record(tmp_path / "new.json", [Shape("x", 4, 1, 2, micro=(2, 2))])["settings"] == {"rounds": 1}
+    assert read_record(tmp_path / "new.json", [Shape("x", 4, 1, 2)])["settings"] == {"rounds": 1}
+
+
+@pytest.fixture
+def benched(monkeypatch):
+    """Runs `grpo-ext bench` without measuring: what would be measured, and what was said."""
+
+    def run(*words):
+        seen = []
+        monkeypatch.setattr(bench, "run_shape", lambda *what: seen.append(what) or 1 / 0)
+        return seen, CliRunner().invoke(app, ["bench", *map(str, words)])
+
+    return run
+
+
+def test_a_bench_of_a_run_takes_what_decides_its_speed_and_names_what_it_leaves_out(benched, tmp_path):
+    model, rows = toy_model(tmp_path / "model"), question_rows(tmp_path / "rows.jsonl")
+    of_run = ["--model_name_or_path", model, "--dataset_name", rows, "--prompt_column", "question", "--bf16", "False"]
+    sizes = ["--num_generations", "4", "--global_batch_size", "12", "--per_device_train_batch_size", "5"]
+    load = ["--attn_implementation", "eager", "--model_init_kwargs", '{"dtype": "bfloat16", "subfolder": "a"}']
+    speed = ["--entropy_coef", "0.1", "--cast_lm_head_to_fp32", "False", "--trust_remote_code", "True"]
+    left = ["--max_steps", "2", "--reward_weights", "1.0", "--logging_steps", "1"]
+    seen, result = benched(*of_run, *sizes, *load, *speed, *left)
+    ((shape, source, _, micro, dtype, _, options),) = seen
+    assert (shape.groups, shape.group, shape.checkpointing) == (3, 4, True)
+    assert micro == {STOCK: [4], OURS: [5]}  # of 12, which 5 does not divide
+    assert (source, dtype) == (str(model), "bfloat16")
+    loaded = {"revision": "main", "trust_remote_code": True, "attn_implementation": "eager", "subfolder": "a"}
+    assert options.pop("model_init_kwargs") == loaded
+    said = {"entropy_coef": 0.1, "cast_lm_head_to_fp32": False, "trust_remote_code": True, "bf16": False}
+    assert {name: options[name] for name in said} == said
+    assert not options.keys() & {"max_steps", "reward_weights", "logging_steps", "num_generations", "dataset_name"}
+    assert "without logging_steps, max_steps, reward_weights" in result.output
+
+
+def test_prompts_are_measured_with_the_model_s_tokenizer(tmp_path):
+    model = str(toy_model(tmp_path / "model"))
+    assert prompt_tokens(Dataset.from_dict({"prompt": ["12", "1212", "1 1"]}), model) == 3
+    messages = [[{"role": "1", "content": "2" * 9}]]  # "1:222222222|a:"
+    assert prompt_tokens(Dataset.from_dict({"prompt": messages}), model) > 9
+
+
+def test_a_bench_of_a_run_takes_a_configuration_with_the_length_of_the_prompts(benched, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    words = ["--model_name_or_path", tmp_path / "config.json", "--dataset_name", question_rows(tmp_path / "rows.jsonl")]
+    seen, _ = benched(*words, "--prompt_length", "7")
+    assert (seen[0][0].prompt, seen[0][1]) == (7, TINY)
+    seen, result = benched(*words, "--prompt_column", "question")
+    assert not seen
+    assert "name their tokens with --prompt_length" in str(result.exception)
+
+
+def test_a_demo_is_a_run(benched, monkeypatch):
+    task = SimpleNamespace(model_path="demo/model", train_dataset=None, about="sums")
+    monkeypatch.setattr("grpo_ext.tools.bench.of_run.load_demo_named", lambda script, model: task)
+    seen, _ = benched("--demo", "sums", "--prompt_length", "9")
+    assert (seen[0][0].name, seen[0][0].prompt, seen[0][1]) == ("the run", 9, "demo/model")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num_generations", "4"], "--num_generations: a bench of shapes has sizes and data of its own"),
+        (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench of shapes"),
+        (["--parts", "--demo", "sums"], "--demo: a bench of shapes"),
+        (["--parts", "--shape", "short everything"], "leave --shape out, or --parts"),
+        (["--parts", "--json", "a.json", "--plot", "a.svg"], "leave --json, --plot out, or --parts"),
+        (["--loss_aggregation", "prompt_mean"], "stock TRL has no such setting"),
+        (["--dtype", "float16"], "use one of them"),
+        (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
+    ],
+)
+def test_a_bench_that_would_measure_something_else_is_refused(benched, words, says):
+    seen, result = benched(*words)
+    assert not seen
+    assert isinstance(result.exception, GrpoExtError)
+    assert says in str(result.exception)
+
+
+def test_the_shapes_take_another_model_and_settings_of_speed(benched, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    words = ["--model_name_or_path", tmp_path / "config.json", "--entropy_coef", "0.1", "--shape", "short everything"]
+    ((shape, model, _, micro, dtype, _, options),) = benched(*words)[0]
+    assert (shape.name, model, dtype) == ("short everything", TINY, "float32")
+    assert micro == {STOCK: [32], OURS: [32]}
+    assert (options["entropy_coef"], "bf16" in options) == (0.1, False)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_ext.errors import ConfigError, GrpoExtError
+from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.check import comparison
 from grpo_ext.tools.check.comparison import (
     CheckReport,
@@ -24,7 +24,8 @@ from grpo_ext.tools.check.comparison import (
     metric_difference,
     update_error,
 )
-from grpo_ext.tools.check.runs import OURS, STOCK, LaunchError, Run, RunResult, stock_config
+from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.launches import run_all as run_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -49,7 +50,11 @@ def test_the_gradient_error_is_that_of_the_worst_step(tmp_path):
     reference = written("a", (3.0, 4.0), (30.0, 40.0), (0.0, 0.0))
     assert gradient_error(reference, reference) == 0.0
     assert gradient_error(reference, written("b", (3.0, 4.5), (30.0, 41.0), (0.0, 0.0))) == pytest.approx(0.1)
-    assert gradient_error(reference, written("c", (3.0, 4.0), (30.0, 40.0), (0.0, 1.0))) == math.inf
+    # of a step whose gradient is nothing, against a tenth of the largest step's
+    assert gradient_error(reference, written("c", (3.0, 4.0), (30.0, 40.0), (0.0, 1.0))) == pytest.approx(0.2)
+    zero = written("e", (0.0, 0.0))
+    assert gradient_error(zero, zero) == 0.0
+    assert gradient_error(zero, written("f", (0.0, 1e-9))) == math.inf
     assert gradient_error(reference, written("d", (3.0, 4.0))) == math.inf
 
 
@@ -123,16 +128,46 @@ def test_check_bitwise_trains_under_several_splits(fork_launches):
     assert report.ok
 
 
-def test_stock_settings_are_derived_or_refused():
-    config = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
-    assert stock_config(config, processes=2) == {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-        "seed": 1,
-    }
-    with pytest.raises(GrpoExtError, match="do not divide"):
-        stock_config({**config, "per_device_train_batch_size": 5}, processes=1)
+@pytest.mark.parametrize(
+    ("wrong", "settings", "verdicts", "launches"),
+    [
+        (0.0, {}, ["reference", "same"], ["float32"]),
+        (0.5, {}, ["reference", "differs"], ["float32"]),
+        (0.5, {"bf16": True}, ["reference", "same"], ["float32"]),  # rounding of 16 bits tells nothing
+    ],
+)
+def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, settings, verdicts, launches):
+    launched = []
+
+    def run_all(runs, processes):
+        launched.append(runs[0].dtype)
+        for run in runs:
+            if run.gradients is not None:
+                assert (run.config["learning_rate"], run.config["max_grad_norm"]) == (0.0, 0.0)
+                off = wrong if run.config["per_device_train_batch_size"] == 3 else 0.0
+                save_file({"0/w": torch.tensor([1.0, off])}, run.gradients)
+        return [RunResult(run.name, delta(1.0), [{"loss": 1.0}]) for run in runs]
+
+    monkeypatch.setattr(comparison, "run_all", run_all)
+    config = {"global_batch_size": 8, "num_generations": 4, **settings}
+    report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
+    assert ([r.verdict for r in report.results], launched) == (verdicts, launches)
+    assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
+
+
+@pytest.mark.parametrize(("settings", "repeated"), [({}, True), ({"fp16": True}, False), ({"bf16": True}, False)])
+def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, repeated):
+    launched = []
+
+    def run_all(runs, processes):
+        launched.append(runs[0].dtype)
+        return [RunResult(run.name, delta(1.0 + 0.1 * n), [{"loss": 1.0}]) for n, run in enumerate(runs)]
+
+    monkeypatch.setattr(comparison, "run_all", run_all)
+    config = {"global_batch_size": 8, "num_generations": 4, **settings}
+    report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
+    assert [r.verdict for r in report.results] == ["reference", "differs"]
+    assert launched == ["float32", *(["float64"] if repeated else [])]
 
 
 def test_a_check_needs_a_global_batch_and_known_names(tmp_path):
@@ -243,7 +278,7 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from grpo_ext.tools.check.task import Task
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    task = Task("", None, [], {}, None, None, "Checking")
+    task = Task(model="", dataset=None, rewards=[], settings={}, peft=None, quantization=None, about="Checking")
     monkeypatch.setattr("grpo_ext.tools.check.task.load_task", lambda *args: task)
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])

@@ -104,6 +104,9 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     assert "'global_batchsize' is no setting; did you mean global_batch_size?" in str(result.exception)
     result = runner.invoke(app, [command, "--conversationl", "True"])
     assert str(result.exception) == "--conversationl is no option; did you mean --conversational?"
+    if command != "plan":
+        result = runner.invoke(app, [command, "--json_fil", "a.json"])
+        assert str(result.exception) == "--json_fil is no option; did you mean --json?"
     own = {"plan": "num_prompts", "check": "micro_batch_sizes", "bench": "stock_micro"}[command]
     result = runner.invoke(app, [command, f"--{own}s", "4"])
     assert f"did you mean --{own}?" in str(result.exception)
@@ -151,7 +154,7 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     assert [f.__name__ for f in seen["rewards"]] == ["exact_number", "length_penalty"]
     assert seen["rewards"][1].max_completion_length == 32
     assert (
-        LoraConfig(**seen["peft"]).to_dict()
+        seen["peft"].to_dict()
         == LoraConfig(
             r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
         ).to_dict()
@@ -191,10 +194,21 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert "Only --model_name_or_path is given" in str(result.exception)
     demo = SimpleNamespace(model_path="demo/model", train_dataset=None, about="letters")
     monkeypatch.setattr("grpo_ext.tools.check.task.load_demo_named", lambda script, model: demo)
-    seen, result = checked({"learning_rate": 0.5, "dtype": "bfloat16", "output_dir": "out"})
+    load = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    seen, result = checked({"learning_rate": 0.5, **load, "output_dir": "out"})
     assert "Checking the demo: letters, all weights, in float32; without dtype, output_dir" in result.output
+    assert seen["settings"]["model_init_kwargs"]["attn_implementation"] == "eager"
     assert (seen["model"], seen["peft"], seen["settings"]["learning_rate"]) == ("demo/model", None, 0.5)
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
+
+
+def test_a_check_names_a_type_of_the_weights_that_it_does_not_take(checked, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    load = {"model_init_kwargs": '{"dtype": "bfloat16", "subfolder": "a"}'}
+    seen, result = checked({"model_name_or_path": "m", "dataset_name": str(tmp_path / "data.jsonl"), **load})
+    assert "in float32; without dtype" in result.output
+    assert seen["settings"]["model_init_kwargs"].items() >= {"subfolder": "a"}.items()
+    assert "dtype" not in seen["settings"]["model_init_kwargs"]
 
 
 def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):

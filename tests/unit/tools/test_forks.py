@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
+from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check import runs
-from grpo_ext.tools.check.runs import LaunchError, launched
+from grpo_ext.tools.check.runs import launched
 from tests.support.cases import Bench
 from tests.support.forks import SERVED, environments, forked, run_forked, server, serves
 from tests.support.launches import run_all

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.tools.bench.shapes import OURS, STOCK, Shape
-from grpo_ext.tools.check.runs import LaunchError
+from grpo_ext.errors import LaunchError
+from grpo_ext.tools.bench.shapes import Shape
+from grpo_ext.tools.stock import OURS, STOCK
 from tests.gpu import measure
 
 SHAPE = Shape("x", 16, 4, 8, groups=2, group=4)

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult
-from grpo_ext.tools.check.runs import OURS, STOCK
 from grpo_ext.tools.plots import load_pyplot, write_check_plot, write_held_out_plot
+from grpo_ext.tools.stock import OURS, STOCK
 
 SPLITS = [Split(32, 1), Split(5, 1), Split(16, 2)]
 ERRORS = {OURS: [0.0, 4.7e-6, 5.9e-6], STOCK: [0.0, math.nan, 0.82]}
@@ -62,6 +62,7 @@ def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, monkey
     (axis,) = figures[0].axes
     assert [line.get_label() for line in axis.get_lines()] == ["ours", "stock"]
     assert axis.get_lines()[0].get_xydata().tolist() == [[0.0, 0.25], [60.0, 0.5]]
-    (tmp_path / "own" / "metrics.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no held-out scores"):
-        write_held_out_plot([tmp_path / "own"], tmp_path / "own.svg")
+    for broken in ("{}", '{"exact_'):
+        (tmp_path / "own" / "metrics.json").write_text(broken)
+        with pytest.raises(ConfigError, match="holds no held-out scores"):
+            write_held_out_plot([tmp_path / "own"], tmp_path / "own.svg")

@@ -1,0 +1,59 @@
+"""The two trainers that the tools compare, by name, and a run of ours in the settings of stock TRL's.
+
+Settings of ours that only lay a run out are dropped: stock TRL has none of them, and learns the same without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..batching.sizes import geometry_of
+from ..errors import GrpoExtError
+
+OURS, STOCK = "grpo_ext", "trl"
+SIZES = {"global_batch_size", "rollout_batch_size"}  # said in TRL's fields
+ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling"}  # off where they are None or False
+LAYOUT = {
+    *("rollout_chunk_size", "micro_batch_tokens", "recompute_granularity", "packed_forward", "forward"),
+    *("score_completions_only", "skip_zero_contribution", "balance_by_cost", "compact_rollouts", "bitwise_invariant"),
+    *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads", "allow_changed_on_resume"),
+    *("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale"),
+    *("reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout", "allow_split_dependent"),
+    "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling
+}
+
+
+def refuse_ours(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that change what is learned and that stock TRL does not have.
+
+    Raises:
+        GrpoExtError: names them.
+    """
+    if given := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM) if settings.get(name)]:
+        raise GrpoExtError(
+            f"{', '.join(given)}: stock TRL has no such setting and would learn something else; leave it out to "
+            "compare with stock TRL."
+        )
+
+
+def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """The same run in the fields of `trl.GRPOConfig`; `settings` by the names of ours, TRL's defaults where missing.
+
+    Raises:
+        GrpoExtError: stock TRL cannot express it: an algorithm of ours, or micro-batches that do not divide the step.
+    """
+    refuse_ours(settings)
+    geometry = geometry_of(settings, processes)
+    batch, unit = geometry.global_batch_size, geometry.micro_batch_size * processes
+    if batch % unit:
+        raise GrpoExtError(
+            f"micro-batches of {geometry.micro_batch_size} on {processes} process(es) do not divide "
+            f"global_batch_size={batch}, as stock TRL needs; use a size of which {batch} is a multiple"
+        )
+    left_out = SIZES | ALGORITHM | LAYOUT | {"generation_batch_size"}
+    return {
+        **{name: value for name, value in settings.items() if name not in left_out},
+        "gradient_accumulation_steps": batch // unit,
+        "steps_per_generation": geometry.rollout_batch_size // unit,
+    }

@@ -1,0 +1,56 @@
+"""A run of ours in stock TRL's settings: every setting is said, dropped for a reason, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trl
+
+from grpo_ext import GRPOConfig
+from grpo_ext.errors import GrpoExtError
+from grpo_ext.tools.options import stock_arguments
+from grpo_ext.tools.stock import ALGORITHM, LAYOUT, SIZES, stock_config
+
+CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
+
+
+def names(kind: type) -> set[str]:
+    return {spec.name for spec in dataclasses.fields(kind)}
+
+
+def test_every_field_of_ours_is_classified_once():
+    assert sorted([*SIZES, *ALGORITHM, *LAYOUT]) == sorted(names(GRPOConfig) - names(trl.GRPOConfig))
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(GRPOConfig)}
+    assert not any(defaults[name] for name in ALGORITHM)  # what is on is given
+
+
+def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
+    by_trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    layout = dict.fromkeys(LAYOUT - {"rollout_chunk_size"}, 1)
+    assert stock_config({**CONFIG, **layout, "dynamic_sampling": False}, processes=2) == {**by_trl, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"per_device_train_batch_size": 5},
+            r"of 5 on 1 process\(es\) do not divide global_batch_size=16",
+        ),
+        ({"dynamic_sampling": True}, "dynamic_sampling=True: stock TRL has no such setting"),
+        ({"advantage_estimator": "leave_one_out"}, "advantage_estimator='leave_one_out'"),
+        ({"loss_aggregation": "prompt_mean"}, "loss_aggregation='prompt_mean'"),
+    ],
+)
+def test_what_stock_trl_cannot_express_is_refused(settings, says):
+    with pytest.raises(GrpoExtError, match=says):
+        stock_config({**CONFIG, **settings}, processes=1)
+
+
+def test_the_rollout_batch_of_trl_s_names_reaches_stock_trl(tmp_path):
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    ours = GRPOConfig(str(tmp_path), bf16=False, num_generations=4, **sizes)
+    stock = stock_arguments(ours, processes=1)
+    assert {name: getattr(stock, name) for name in sizes} == sizes
+    assert stock.generation_batch_size == 16
