@@ -253,6 +253,11 @@ def with_rows(train: Any, evaluation: Any) -> list[Any]:
     return [data for data in found if hasattr(data, "select_columns") and hasattr(data, "__len__") and len(data)]
 
 
+def first_rows(train: Any, evaluation: Any) -> list[Any]:
+    """The first row of every data set, of a stream too."""
+    return [row for data in _named(train, evaluation).values() for row in itertools.islice(data, 1)]
+
+
 def _named(train: Any, evaluation: Any) -> dict[str, Any]:
     named = {"training": train}
     if isinstance(evaluation, dict):

@@ -138,7 +138,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             processing_class = compat.processing_class_of(model, config)
         with_images = isinstance(processing_class, ProcessorMixin)
         if tools or environment_factory:
-            check_tools(tools or [], processing_class, rows)
+            check_tools(tools or [], processing_class, checks.first_rows(train_dataset, eval_dataset))
         travelling = with_images and bool(tools or environment_factory)
         checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
         self._clock = PhaseClock()

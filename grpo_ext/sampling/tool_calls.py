@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from transformers.utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
 from ..compat import supports_tool_calling
-from ..errors import ConfigError, DataError, RolloutError
+from ..errors import ConfigError, DataError, RolloutError, shortened
 from ..rewards.guard import CallTimeout, in_time
 
 logger = get_logger(__name__)
@@ -130,12 +130,12 @@ async def _no_reward_later() -> None:
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
-def check_tools(tools: Sequence[Any], processing_class: Any, datasets: Sequence[Any]) -> None:
+def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequence[Any]) -> None:
     """Refuse tools that cannot be shown to the model, and prompts that no tool can be shown with.
 
     Args:
         processing_class: the tokenizer or processor.
-        datasets: those that have rows to look at.
+        first_rows: of every data set.
 
     Raises:
         ConfigError, DataError: names the tool or the prompt.
@@ -148,8 +148,8 @@ def check_tools(tools: Sequence[Any], processing_class: Any, datasets: Sequence[
         )
     for tool in tools:
         _check_schema(tool, f"tool {getattr(tool, '__name__', tool)!r}")
-    for dataset in datasets:
-        prompt = dataset[0].get("prompt")
+    for row in first_rows:
+        prompt = row.get("prompt")
         if isinstance(prompt, str):
             raise DataError(
                 f"tools and environments need prompts that are lists of messages, and the first one is the text "
@@ -207,8 +207,8 @@ def _checked_factory(factory: Callable[[], Any], seconds: float | None) -> Calla
         if kind not in checked:
             _check_environment(environment, kind, seconds)
             checked.add(kind)
-        if seconds is not None:
-            environment.reset = _timed_reset(environment.reset, kind.__name__, seconds)
+        if hasattr(environment, "__dict__"):
+            environment.reset = _checked_reset(environment.reset, kind.__name__, seconds)
         return environment
 
     return make
@@ -221,6 +221,10 @@ def _check_environment(environment: Any, kind: type, seconds: float | None) -> N
             f"environment {kind.__name__} has no method `reset`, which begins a rollout; give it one that takes "
             "the row's columns as keywords and returns what is added to the prompt, or None."
         )
+    if inspect.iscoroutinefunction(methods["reset"]):
+        raise ConfigError(
+            f"`reset` of environment {kind.__name__} is asynchronous; nothing awaits it: write a plain one."
+        )
     if seconds is not None and not hasattr(environment, "__dict__"):
         raise ConfigError(
             f"environment {kind.__name__} has __slots__, and tool_timeout={seconds} needs to put a limit on its "
@@ -231,12 +235,24 @@ def _check_environment(environment: Any, kind: type, seconds: float | None) -> N
             _check_schema(getattr(environment, name), f"method '{name}' of environment {kind.__name__}")
 
 
-def _timed_reset(reset: Callable[..., Any], kind: str, seconds: float) -> Callable[..., Any]:
-    @functools.wraps(reset)
-    def timed(**row: Any) -> Any:
-        try:
-            return in_time(functools.partial(reset, **row), seconds, "tool_timeout")
-        except CallTimeout as error:
-            raise RolloutError(f"`reset` of environment {kind}: {error}; a rollout cannot begin without it.") from None
+def _checked_reset(reset: Callable[..., Any], kind: str, seconds: float | None) -> Callable[..., Any]:
+    what = f"`reset` of environment {kind}"
 
-    return timed
+    @functools.wraps(reset)
+    def checked(**row: Any) -> Any:
+        call = functools.partial(reset, **row)
+        try:
+            added = call() if seconds is None else in_time(call, seconds, "tool_timeout")
+        except CallTimeout as error:
+            raise RolloutError(f"{what}: {error}; a rollout cannot begin without it.") from None
+        except Exception as error:
+            raise RolloutError(f"{what} raised {type(error).__name__}: {error}; a rollout cannot begin.") from error
+        parts = isinstance(added, list) and all(isinstance(part, dict) and "type" in part for part in added)
+        if not (added is None or isinstance(added, str) or parts):
+            raise RolloutError(
+                f"{what} returned {shortened(repr(added), 80)}; return what is added to the prompt: a text, a list of "
+                "content parts ({'type': 'text', 'text': ...}), or None."
+            )
+        return added
+
+    return checked

@@ -90,9 +90,9 @@ def plan(
     micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
-    prompt_length: Annotated[int, typer.Option(help="With a model: tokens of a prompt.")] = 512,
+    prompt_length: Annotated[int, typer.Option(min=1, help="With a model: tokens of a prompt.")] = 512,
     mean_completion_length: Annotated[
-        int | None, typer.Option(help="With a model (default: half of max_completion_length).")
+        int | None, typer.Option(min=1, help="With a model (default: half of max_completion_length).")
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too.
@@ -121,7 +121,7 @@ def check(
     config: Annotated[Path | None, CONFIG] = None,
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
-    steps: Annotated[int, typer.Option(help="Optimizer steps to train.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
     against: Annotated[str | None, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
     tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
     bitwise: Annotated[
@@ -137,7 +137,7 @@ def check(
     from .plots import load_pyplot, write_check_plot
 
     if plot is not None:
-        load_pyplot()  # before the work, not after it
+        load_pyplot(plot)  # before the work, not after it
     quiet_libraries()
     from .check import check as run_check
     from .check.comparison import Split, default_splits
@@ -200,9 +200,11 @@ def bench(
         str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of, for example 1,2,4.")
     ] = None,
     our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
-    prompt_length: Annotated[int | None, typer.Option(help="Of a run: tokens (default: measured in its data).")] = None,
+    prompt_length: Annotated[
+        int | None, typer.Option(min=1, help="Of a run: tokens (default: measured in its data).")
+    ] = None,
     mean_completion_length: Annotated[
-        int | None, typer.Option(help="Of a run: tokens (default: half of max_completion_length).")
+        int | None, typer.Option(min=1, help="Of a run: tokens (default: half of max_completion_length).")
     ] = None,
     compare: Annotated[Path | None, typer.Option(help="A file of --json: show it against this bench.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
@@ -220,7 +222,7 @@ def bench(
     from .plots import load_pyplot, write_bench_plot
 
     if plot is not None:
-        load_pyplot()
+        load_pyplot(plot)
     quiet_libraries()
     from .bench.of_run import left_out, model_of, options_of, refuse_of_run, shape_of
     from .bench.record import compared, read_record, record_of

@@ -22,19 +22,22 @@ _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
 _NOTHING = 1e-8  # where an error of zero is drawn
 
 
-def load_pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files.
+def load_pyplot(path: Path) -> Any:
+    """matplotlib's pyplot, drawing into this file.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed, or cannot write such a file.
     """
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("plots need matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
+    if path.suffix[1:] not in FigureCanvasBase.filetypes:
+        raise ConfigError(f"{path} is no plot that can be written; end its name in .png, .svg or .pdf.")
     return pyplot
 
 
@@ -44,7 +47,7 @@ def write_bench_plot(results: Sequence[Result], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot(path)
     figure, axes = pyplot.subplots(1, len(results), figsize=(2.2 * len(results), 3.6), squeeze=False)
     trainers = list(results[0].seconds)
     phases = [p for p in results[0].seconds[trainers[0]] if any(r.seconds[who][p] for r in results for who in trainers)]
@@ -72,7 +75,7 @@ def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or a run is no demo that has ended.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot(path)
     figure, axis = pyplot.subplots(figsize=(5.0, 3.0))
     for run in runs:
         try:
@@ -98,7 +101,7 @@ def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    pyplot = load_pyplot()
+    pyplot = load_pyplot(path)
     splits = list(dict.fromkeys(r.split for r in report.results if r.verdict != "reference"))
     figure, axis = pyplot.subplots(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
     for trainer in (STOCK, OURS):

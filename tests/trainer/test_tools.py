@@ -216,7 +216,18 @@ def routed(names):
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * len(names), "environment": names})
 
 
+class Later(CountingGame):
+    async def reset(self, **kwargs):
+        return "go"
+
+
 BAD = [
+    ({"environment_factory": Later}, ConfigError, "`reset` of environment Later is asynchronous"),
+    (
+        {"tools": [count], "dataset": prompts(8).to_iterable_dataset(), "max_steps": 1},
+        DataError,
+        "lists of messages, and",
+    ),
     ({"tools": [count], "tokenizer": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
     ({"tools": [count], "tokenizer": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
     ({"environment_factory": Game, "tokenizer": tiny_tokenizer()}, ConfigError, "has no chat template;"),
@@ -237,6 +248,20 @@ BAD = [
 def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, words):
     with pytest.raises(error, match=words):
         trainer_with(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [(KeyError("k"), "raised KeyError: 'k'"), (3, "returned 3; return what is added to the prompt")]
+)
+def test_what_reset_raises_or_returns_names_the_environment(tmp_path, found, words):
+    class Odd(CountingGame):
+        def reset(self, **kwargs):
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    with pytest.raises(RolloutError, match=f"`reset` of environment Odd {words}"):
+        trainer_with(tmp_path, environment_factory=Odd).train()
 
 
 @pytest.mark.parametrize(("mode", "engines"), [("server", 1), ("colocate", 2), ("colocate", 1)])

@@ -30,7 +30,7 @@ def report() -> CheckReport:
 
 
 def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatch):
-    pyplot, figures = load_pyplot(), []
+    pyplot, figures = load_pyplot(tmp_path / "plot.svg"), []
     monkeypatch.setattr(pyplot, "close", figures.append)
     write_check_plot(report, 1e-5, tmp_path / "check.svg")
     (axis,) = figures[0].axes
@@ -51,7 +51,7 @@ def test_without_matplotlib_the_remedy_is_named(monkeypatch):
 
 
 def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, monkeypatch):
-    pyplot, figures = load_pyplot(), []
+    pyplot, figures = load_pyplot(tmp_path / "plot.svg"), []
     monkeypatch.setattr(pyplot, "close", figures.append)
     for name in ("ours", "stock", "own"):
         (tmp_path / name).mkdir()
