@@ -222,9 +222,7 @@ def _check_environment(environment: Any, kind: type, seconds: float | None) -> N
             "the row's columns as keywords and returns what is added to the prompt, or None."
         )
     if inspect.iscoroutinefunction(methods["reset"]):
-        raise ConfigError(
-            f"`reset` of environment {kind.__name__} is asynchronous; nothing awaits it: write a plain one."
-        )
+        raise ConfigError(f"`reset` of environment {kind.__name__} is asynchronous, and nothing awaits it.")
     if seconds is not None and not hasattr(environment, "__dict__"):
         raise ConfigError(
             f"environment {kind.__name__} has __slots__, and tool_timeout={seconds} needs to put a limit on its "

@@ -200,9 +200,7 @@ def bench(
         str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of, for example 1,2,4.")
     ] = None,
     our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
-    prompt_length: Annotated[
-        int | None, typer.Option(min=1, help="Of a run: tokens (default: measured in its data).")
-    ] = None,
+    prompt_length: Annotated[int | None, typer.Option(min=1, help="Of a run: tokens (default: measured).")] = None,
     mean_completion_length: Annotated[
         int | None, typer.Option(min=1, help="Of a run: tokens (default: half of max_completion_length).")
     ] = None,

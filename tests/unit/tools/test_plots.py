@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,12 @@ def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatc
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
-        load_pyplot()
+        load_pyplot(Path("plot.svg"))
+
+
+def test_a_file_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match=r"plot.xyz is no plot .* \.png, \.svg or \.pdf"):
+        load_pyplot(Path("plot.xyz"))
 
 
 def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, monkeypatch):
