@@ -65,7 +65,7 @@ def chat_settings() -> dict[str, Any]:
     return {
         "max_steps": 40,
         "global_batch_size": 64,  # completions, over all processes
-        "per_device_train_batch_size": 16,  # completions, per device; any other number learns the same
+        "per_device_train_batch_size": 64,  # completions, per device; any other number learns the same
         "num_generations": 8,
         "max_completion_length": 16,
         "learning_rate": 2e-5,
