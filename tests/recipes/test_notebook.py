@@ -9,9 +9,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.drop_in import tool_tokenizer
+from tests.support.tiny import tiny_model
 from tests.support.toy_recipe import ROOT
 
 NOTEBOOK = ROOT / "recipes" / "notebooks" / "quickstart.ipynb"
+REAL_MODEL = NOTEBOOK.with_name("real_model.ipynb")
 
 
 def printed(notebook):
@@ -38,17 +41,20 @@ def check_values(text: str) -> None:
     assert len(right) >= 3, samples
 
 
-@pytest.fixture(scope="module")
-def executed(cache, tmp_path_factory):
+def run(path, folder, **environment):
     """The notebook after a run of its own in a temporary folder."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     with pytest.MonkeyPatch.context() as patch:  # the kernel inherits the environment
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("GRPO_EXT_CACHE", str(cache))
-        patch.setenv("STEPS", "22")
-        folder = tmp_path_factory.mktemp("notebook")
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
         NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(folder)}}).execute()
     return notebook
+
+
+@pytest.fixture(scope="module")
+def executed(cache, tmp_path_factory):
+    return run(NOTEBOOK, tmp_path_factory.mktemp("notebook"), GRPO_EXT_CACHE=cache, STEPS=22)
 
 
 def test_it_runs_and_what_it_prints_is_what_it_says(executed):
@@ -69,13 +75,35 @@ def test_the_committed_outputs_are_of_a_whole_run():
     check_values(printed(notebook))
 
 
-def test_the_committed_outputs_hold_no_traceback_no_path_and_no_warning():
-    text = NOTEBOOK.read_text()
-    outputs = [o for cell in nbformat.read(NOTEBOOK, as_version=4).cells for o in cell.get("outputs", [])]
+def test_the_second_part_runs_with_any_chat_model(tmp_path):
+    model, tokenizer = tiny_model(), tool_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "chat")
+    text = printed(run(REAL_MODEL, tmp_path, MODEL=tmp_path / "chat", STEPS=1))
+    assert "[1.0, 0.2, 0.0]" in text, "the reward of the three examples"
+    assert re.search(r"reward of the first step \d\.\d+, of the last \d\.\d+", text)
+    assert text.count("before: ") == text.count("after: ") == 6
+
+
+def test_the_second_part_was_run_with_the_real_model_and_it_learned():
+    notebook = nbformat.read(REAL_MODEL, as_version=4)
+    text = printed(notebook)
+    assert "SmolLM2-135M-Instruct" in text
+    first, last = map(float, re.search(r"reward of the first step (\d\.\d+), of the last (\d\.\d+)", text).groups())
+    assert last > first + 0.3
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, REAL_MODEL], ids=lambda path: path.stem)
+def test_the_committed_outputs_hold_no_traceback_no_path_and_no_warning(path):
+    text = path.read_text()
+    outputs = [o for cell in nbformat.read(path, as_version=4).cells for o in cell.get("outputs", [])]
     assert all(o.output_type != "error" for o in outputs)
     assert not [o for o in outputs if o.get("name") == "stderr"]
     assert "Traceback" not in text
     shown = "\n".join(o.get("text") or str(o.get("data", {}).get("text/plain")) for o in outputs)
     assert not re.search(r"(?<![\w<])/(?:\w+/)+|[A-Z]:\\", shown), "an absolute path"
     assert "arning" not in shown
-    assert NOTEBOOK.stat().st_size < 100_000
+    assert path.stat().st_size < 100_000
