@@ -412,14 +412,17 @@ def _compare_trainer(
             wrong.add(result.split)
     doubtful = [r for r in compared if r.verdict == "differs"]
     exact: dict[Split, RunResult] = {}
-    repeated = [r.split for r in doubtful if r.split not in wrong]
-    if repeated and template.trainer == OURS and in_float32:
-        exact = _launch(template, [reference_split, *repeated], "float64", progress)
+    again_folder = folder / "float64"
+    if doubtful and template.trainer == OURS and in_float32:
+        again_folder.mkdir()
+        again = [reference_split, *(r.split for r in doubtful)]
+        exact = _launch(template, again, "float64", progress, again_folder if wrong else None)
     for result in doubtful:
         if result.split in exact:
-            again = compare(result.split, OURS, exact[reference_split], exact[result.split], tolerance)
-            result.float64_error = again.update_error
-            if again.verdict == "same":
+            repeated = compare(result.split, OURS, exact[reference_split], exact[result.split], tolerance)
+            result.float64_error = repeated.update_error
+            files = [_gradient_file(again_folder, split) for split in (reference_split, result.split)]
+            if repeated.verdict == "same" and not (wrong and gradient_error(*files) > GRADIENT_TOLERANCE):
                 result.verdict = "rounding"
                 continue
         result.reason = blame(result, template.config, reference, runs[result.split])

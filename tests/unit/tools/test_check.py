@@ -131,9 +131,10 @@ def test_check_bitwise_trains_under_several_splits(fork_launches):
 @pytest.mark.parametrize(
     ("wrong", "settings", "verdicts", "launches"),
     [
-        (0.0, {}, ["reference", "same"], ["float32"]),
-        (0.5, {}, ["reference", "differs"], ["float32"]),
-        (0.5, {"bf16": True}, ["reference", "same"], ["float32"]),  # rounding of 16 bits tells nothing
+        ((0.0, 0.0), {}, ["reference", "same"], ["float32"]),
+        ((0.5, 0.5), {}, ["reference", "differs"], ["float32", "float64"]),
+        ((0.5, 0.0), {}, ["reference", "rounding"], ["float32", "float64"]),
+        ((0.5, 0.5), {"bf16": True}, ["reference", "same"], ["float32"]),  # rounding of 16 bits tells nothing
     ],
 )
 def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, settings, verdicts, launches):
@@ -144,7 +145,7 @@ def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, sett
         for run in runs:
             if run.gradients is not None:
                 assert (run.config["learning_rate"], run.config["max_grad_norm"]) == (0.0, 0.0)
-                off = wrong if run.config["per_device_train_batch_size"] == 3 else 0.0
+                off = wrong[run.dtype == "float64"] if run.config["per_device_train_batch_size"] == 3 else 0.0
                 save_file({"0/w": torch.tensor([1.0, off])}, run.gradients)
         return [RunResult(run.name, delta(1.0), [{"loss": 1.0}]) for run in runs]
 
