@@ -146,8 +146,14 @@ def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequenc
             f"tools and environments need a chat template that renders tool calls and answers, and this "
             f"tokenizer {has}; take a model that was trained to call tools, or set a template."
         )
-    for tool in tools:
-        _check_schema(tool, f"tool {getattr(tool, '__name__', tool)!r}")
+    names = [getattr(tool, "__name__", None) for tool in tools]
+    for tool, name in zip(tools, names):
+        if name is None or names.count(name) > 1:
+            what = "has no __name__" if name is None else f"is not the only one named {name!r}"
+            raise ConfigError(
+                f"tool {tool!r} {what}, and the model calls tools by name; give a function of its own name."
+            )
+        _check_schema(tool, f"tool {name!r}")
     for row in first_rows:
         prompt = row.get("prompt")
         if isinstance(prompt, str):

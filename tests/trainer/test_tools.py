@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -239,6 +240,8 @@ BAD = [
     ({"environment_factory": {"a": Game}, "dataset": routed(["a", "b"])}, DataError, "names 'b', which"),
     ({"tools": [silent]}, ConfigError, "tool 'silent' cannot be shown"),
     ({"tools": [count], "dataset": prompts(8)}, DataError, "lists of messages"),
+    ({"tools": [count, count]}, ConfigError, "is not the only one named 'count'"),
+    ({"tools": [functools.partial(count, 1)]}, ConfigError, "has no __name__, and the model calls tools by name"),
     ({"tools": [count], "tool_timeout": 0}, ConfigError, "tool_timeout=0: use seconds, more than 0"),
     ({"environment_factory": Slotted, "tool_timeout": 1.0}, ConfigError, "Slotted has __slots__, and tool_timeout=1.0"),
 ]
