@@ -16,9 +16,9 @@ import torch
 
 # Rows and columns of a tile of logits. On the CPU 4 MiB in float32: what is larger than 32 MiB is mapped and unmapped
 # by the C library each time, and squares read the head and write its gradient least often. Accelerators want larger
-# products; there not measured.
+# products; there not measured. Fewer rows get no more columns: a row is summed over the same columns whatever runs
+# beside it, so the micro-batch does not round it otherwise
 CPU_TILE, TILE = (1024, 1024), (1024, 32768)
-_MOST_COLUMNS = 8192
 
 Whole = Callable[..., AbstractContextManager[Any]]
 
@@ -61,8 +61,6 @@ class _Tiles:
         self.vocabulary = min(weight_VH.size(0), transform.vocabulary or weight_VH.size(0))
         rows, columns = CPU_TILE if hidden_SH.device.type == "cpu" else TILE
         self.rows, self.columns = max(min(rows, hidden_SH.size(0)), 1), min(columns, self.vocabulary)
-        if self.rows < rows:  # few rows leave room for more columns
-            self.columns = min(rows * columns // self.rows, max(columns, _MOST_COLUMNS), self.vocabulary)
         size = self.rows * self.columns
         self._product = hidden_SH.new_empty(size, dtype=dtype)
         self._z = self._product if dtype == self.exact else hidden_SH.new_empty(size, dtype=self.exact)

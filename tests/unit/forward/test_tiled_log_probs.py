@@ -28,7 +28,6 @@ TILES = {"one": (64, 64), "several": (3, 4)}
 @pytest.fixture(params=TILES)
 def tiles(request, monkeypatch):
     monkeypatch.setattr(module, "CPU_TILE", TILES[request.param])
-    monkeypatch.setattr(module, "_MOST_COLUMNS", TILES[request.param][1])
 
 
 def naive(hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTransform) -> tuple[Any, Any]:
@@ -177,6 +176,18 @@ def test_no_tensor_has_the_size_of_all_logits(monkeypatch):
     inputs = case(torch.float32, rows=100, hidden=4, vocabulary=500)
     assert largest(log_probs, inputs) <= 500 * 4  # the gradient of the weight
     assert largest(naive, inputs) >= 100 * 500
+
+
+def test_a_row_is_summed_over_the_same_columns_whatever_runs_beside_it():
+    """Else the rounding of a log-probability, and of the gradient below it, follows from the micro-batch."""
+
+    def columns(rows: int) -> list[tuple[int, int]]:
+        hidden, weight = torch.zeros(rows, 2), torch.zeros(5000, 2)
+        tiles = module._Tiles(hidden, weight, None, LogitTransform(), torch.float32, spare=0)
+        return list(dict.fromkeys((c.start, c.stop) for _, c, _ in tiles))
+
+    assert len(columns(1)) > 1
+    assert columns(1) == columns(100) == columns(1500)
 
 
 def test_a_frozen_head_gets_no_gradient_computed(monkeypatch):
