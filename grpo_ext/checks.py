@@ -65,7 +65,7 @@ def check_causal_lm(model: Any) -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside, a library that is missing for quantised weights, or a GGUF file of an unknown kind, is one of our errors.
+    """Inside, what transformers says of quantised weights and of GGUF files of an unknown kind is one of our errors.
 
     Raises:
         ConfigError, ModelError: in place of transformers' ImportError and ValueError.
@@ -77,6 +77,11 @@ def loading() -> Iterator[None]:
             raise
         raise ConfigError(f"the weights cannot be read without another library: {error}") from error
     except ValueError as error:
+        if "fine-tuning on purely quantized models" in str(error):
+            raise ConfigError(
+                "weights in 4 or 8 bits are not trained themselves; train an adapter on them: --use_peft True, or "
+                "peft_config=LoraConfig(...)."
+            ) from error
         if not str(error).startswith("GGUF model with architecture"):
             raise
         raise ModelError(

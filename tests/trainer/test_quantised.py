@@ -192,6 +192,13 @@ def test_dora_in_8_bits_is_refused(tmp_path, base):
         make(tmp_path, base, adapter=lora(use_dora=True), quantise=BITS[8])
 
 
+def test_quantised_weights_without_an_adapter_are_refused(tmp_path, base):
+    args, tokenizer = GRPOConfig(**config_kwargs(tmp_path)), tiny_tokenizer()
+    quantised = BitsAndBytesConfig(**BITS[4])
+    with pytest.raises(ConfigError, match="train an adapter on them: --use_peft True"):
+        GRPOTrainer(base, letter_reward, args, prompts(), None, tokenizer, quantization_config=quantised)
+
+
 def test_a_quantisation_without_its_library_is_one_sentence(tmp_path, base, monkeypatch):
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(ConfigError, match=r"without another library: .*pip install -U bitsandbytes"):

@@ -32,6 +32,7 @@ METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are flo
 GRADIENT_TOLERANCE = 1e-5  # relative, in float32, without an optimizer to amplify it
 SMALL_STEP = 0.1  # of the largest step's gradient: rounding is measured against no less, a gradient may be nothing else
 PADDING = 64  # `pad_to_multiple_of` of the stock run that differs in nothing else
+IN_16_BITS = "16-bit rounding, or more: float32 would tell (docs/precision.md has what to expect)"
 _GOOD = ("reference", "same", "same bits", "rounding")
 _TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
@@ -114,8 +115,12 @@ class CheckReport:
     def conclusion(self, bitwise: bool) -> str:
         """What the comparison shows, in a sentence or two."""
         if not self.ok:
-            learned = all(r.verdict != "nothing learned" for r in self.results)
-            return "At least one split learns something else." if learned else "Nothing was learned to compare."
+            if any(r.verdict == "nothing learned" for r in self.results):
+                return "Nothing was learned to compare."
+            reasons = [r.reason for r in self.of(OURS) if r.verdict not in _GOOD]
+            if all(reason == IN_16_BITS for reason in reasons):
+                return "Splits differ, by 16-bit rounding or more."
+            return "At least one split learns something else."
         rounding = (
             "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
             "rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n"
@@ -233,7 +238,9 @@ def _first_line(error: str) -> str:
     return error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
 
 
-def blame(result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult) -> str:
+def blame(
+    result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult, in_16_bits: bool = False
+) -> str:
     """What makes a split differ, where the settings or the first log line tell."""
     if reference.log and other.log and result.trainer == STOCK:
         sampled = ("completions/mean_length", "reward", "num_tokens")
@@ -242,8 +249,8 @@ def blame(result: SplitResult, config: dict[str, Any], reference: RunResult, oth
     reasons = []
     if config.get("allow_split_dependent"):
         reasons.append("allow_split_dependent=True: dropout or batch statistics depend on the micro-batch")
-    if config.get("bf16") or config.get("fp16"):
-        reasons.append("16-bit rounding: compare in float32")
+    if in_16_bits:
+        reasons.append(IN_16_BITS)
     if result.trainer == STOCK:
         if config.get("loss_type") == "bnpo":
             reasons.append("loss_type=bnpo averages means of micro-batches")
@@ -382,7 +389,8 @@ def _launch(
             ]
         if progress is not None:
             sizes = ", ".join(str(s.micro_batch_size) for s in here)
-            progress(f"{template.trainer}, {dtype}: {processes} process(es), micro-batches of {sizes}")
+            half = next((name for name in ("bf16", "fp16") if template.config.get(name)), dtype)
+            progress(f"{template.trainer}, {half}: {processes} process(es), micro-batches of {sizes}")
         results |= dict(zip(here, run_all(runs, processes)))
     return results
 
@@ -425,7 +433,7 @@ def _compare_trainer(
             if repeated.verdict == "same" and not (wrong and gradient_error(*files) > GRADIENT_TOLERANCE):
                 result.verdict = "rounding"
                 continue
-        result.reason = blame(result, template.config, reference, runs[result.split])
+        result.reason = blame(result, template.config, reference, runs[result.split], not in_float32)
         if not result.reason and result.update_error <= tolerance:
             only_log = f"only the log differs, most in {result.metric_name}"
             result.reason = "the gradient differs, the update hides it" if result.split in wrong else only_log

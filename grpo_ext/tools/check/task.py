@@ -78,10 +78,14 @@ def load_task(given: Mapping[str, Any]) -> Task:
     settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
     adapter: Any = get_peft_config(model)
     about += ", all weights" if adapter is None else f", LoRA of rank {adapter.r}"
+    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else None
+    about += f" (in bfloat16) on weights of {bits} bits" if bits else ""
     half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
     about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
     ignored = sorted(left_out | {*given, *(training.model_init_kwargs or {})} & {"dtype"})
     about += f"; without {', '.join(ignored)}" if ignored else ""
+    if not half and not demo and given.get("bf16") is None:
+        about += ". The run itself trains in bfloat16, TRL's default: --bf16 True checks that"
     return Task(
         model=source,
         dataset=dataset,

@@ -42,7 +42,8 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
     if run.trainer == STOCK:
         from trl import GRPOConfig, GRPOTrainer
 
-        args: Any = GRPOConfig(**stock_config(config, processes))
+        on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # ours says so itself; bf16 wants it
+        args: Any = GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
         trainer_class: Any = GRPOTrainer
     else:
         import grpo_ext

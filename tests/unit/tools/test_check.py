@@ -169,6 +169,9 @@ def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, rep
     report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert launched == ["float32", *(["float64"] if repeated else [])]
+    said = "At least one split learns something else." if repeated else "Splits differ, by 16-bit rounding or more."
+    assert report.conclusion(bitwise=False) == said
+    assert any("float32 would tell" in note for note in report.notes()) is not repeated
 
 
 def test_a_check_needs_a_global_batch_and_known_names(tmp_path):

@@ -49,6 +49,10 @@ def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
     assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
 
 
+def test_a_plan_of_a_demo_has_its_sizes():
+    assert "64 completions = 8 prompts x 8" in runner.invoke(app, ["plan", "--demo", "last_word"]).output
+
+
 def test_plan_shows_a_token_budget(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("micro_batch_tokens: 4096\n")
@@ -178,6 +182,10 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     assert seen["dataset"]["prompt"] == [messages]
     assert seen["settings"]["bf16"] is True
     assert "bf16 as the settings say (float32: --bf16 False)" in result.output
+    assert "The run itself" not in result.output
+    _, result = checked({**data, "bf16": None, "use_peft": True, "load_in_4bit": True}, *options)
+    said = "LoRA of rank 16 (in bfloat16) on weights of 4 bits, in float32. The run itself trains in bfloat16"
+    assert said in " ".join(result.output.split())
 
 
 def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path):
