@@ -151,6 +151,8 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(1)
     made_from = repr((SYMBOLS, TEMPLATE, RESPONSES, SHARES, STEPS, EXAMPLES))
     key = hashlib.sha256(made_from.encode()).hexdigest()[:12]
+    if PartialState().is_main_process:
+        print("Making the model (one to two minutes the first time, then cached) ...", flush=True)
     with PartialState().main_process_first():  # which builds the model; the others find it in the cache
         path = built_once(f"tools-{key}", warm_start)
     rng = random.Random(1)
@@ -166,13 +168,13 @@ def main(argv: list[str]) -> None:
         )
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    folder = str(training.output_dir)
+    trainer.save_model(folder)
     if trainer.accelerator.is_main_process:
-        folder = str(training.output_dir)
-        trainer.save_model(folder)
         _, best, worst = completions_of_last(load_run(folder))
         for row in [*best, *worst]:
             print(f"{row['prompt']}\n{row['completion']}\n")
-        print(report_or_reason(folder))
+        print(f"{report_or_reason(folder)}\nSaved in {folder}: the model and its tokenizer")
     trainer.end()
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from ..rewards.registry import completion_text, exact_number
 from .smollm2 import smollm2
-from .task import DATA_SEED, DemoTask
+from .task import DATA_SEED, DemoTask, demo_config_defaults
 
 EVAL_PROMPTS = 96
 LARGEST = 20  # of the numbers that are added
@@ -63,23 +63,22 @@ def last_word_task(model: str | None = None, cache_dir: Path | None = None) -> D
 def chat_settings() -> dict[str, Any]:
     """`grpo_ext.GRPOConfig` keyword arguments: 8 prompts of 8 completions per step, found by measurement."""
     return {
+        **demo_config_defaults(),
         "max_steps": 40,
         "global_batch_size": 64,  # completions, over all processes
         "per_device_train_batch_size": 64,  # completions, per device; any other number learns the same
-        "num_generations": 8,
         "max_completion_length": 16,
         "learning_rate": 2e-5,
         "lr_scheduler_type": "constant",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
+        "warmup_steps": 0,
+        "adam_epsilon": 1e-8,
         "logging_steps": 1,
-        "report_to": "none",
-        "ddp_find_unused_parameters": False,
-        "seed": 42,
     }
+
+
+def sums_settings() -> dict[str, Any]:
+    """The same, but longer: 2e-5 throughout ended at 0.82 after 40 steps; 4e-5, going down, at 0.90 after 80."""
+    return {**chat_settings(), "max_steps": 80, "learning_rate": 4e-5, "lr_scheduler_type": "linear"}
 
 
 def _chat(rows: list[tuple[str, str]]) -> Dataset:

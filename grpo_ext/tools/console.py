@@ -143,6 +143,8 @@ class Console(RunCallback):
                 self._line("step", state, _fields(logs))
             elif self._unsaid is not None:
                 self._say_measured(state)
+            elif state.global_step == state.max_steps:  # the last one, measured or not
+                self._line("step", state, _fields(logs))
         elif any(key.startswith("eval_") for key in logs):
             self._line("eval", state, _fields({key.removeprefix("eval_"): value for key, value in logs.items()}))
         if getattr(args, "log_completions", False):

@@ -132,6 +132,15 @@ def test_own_figures_stand_at_the_end_of_their_step_and_survive_a_narrow_termina
     assert watched.measured == {12: {"held out": 0.875}}
 
 
+def test_the_last_step_has_a_line_whether_it_is_measured_or_not():
+    _, stream, state, event = on_stream(measure=lambda model: {"held out": model}, every=100)
+    event("log", logs={"reward": 0.5})
+    assert stream.getvalue() == ""
+    state.global_step = state.max_steps
+    event("log", logs={"reward": 0.75})
+    assert stream.getvalue() == "step  150/150  reward  0.75\n"
+
+
 def test_only_the_main_process_speaks_and_measures():
     measured = []
     _, stream, _, event = on_stream(100, main=False, measure=measured.append, every=1)
