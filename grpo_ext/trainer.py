@@ -666,7 +666,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
         drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
         form = self._scorer.described(self.model)
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form)
+        precision = None
+        if self.args.bf16:
+            slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
+            precision = f"bfloat16 (TRL's default){slower}"
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager

@@ -372,6 +372,7 @@ def describe_plan(
     epochs: float | None,
     micro_batch_tokens: int | None = None,
     form: str | None = None,
+    precision: str | None = None,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -380,6 +381,7 @@ def describe_plan(
         epochs: passes over the training set, or None when the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
         form: how completions run through the model, where that is known.
+        precision: what it computes in, where that is to be said.
     """
     g, own = geometry, geometry.num_generations
     per_process = g.micro_batches_per_process()
@@ -394,8 +396,7 @@ def describe_plan(
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
     ]
-    if form is not None:
-        rows.append(("forward", form))
+    rows += [(name, said) for name, said in (("forward", form), ("precision", precision)) if said is not None]
     if g.global_batch_size % own:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:

@@ -214,6 +214,13 @@ def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys, kind, settings,
     assert re.search(f"  forward +{says}", capsys.readouterr().out)
 
 
+def test_the_plan_says_that_bfloat16_is_slow_on_a_cpu(tmp_path, capsys):
+    make(tmp_path, max_steps=1, bf16=True)._announce()
+    assert re.search(r"  precision +bfloat16 \(TRL's default\); float32 is faster on a CPU", capsys.readouterr().out)
+    make(tmp_path, max_steps=1)._announce()
+    assert "precision" not in capsys.readouterr().out
+
+
 def test_a_form_that_is_found_out_not_to_work_is_said(tmp_path, caplog):
     config = NemotronConfig(
         **SMALL, num_key_value_heads=2, vocab_size=len(tiny_tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=1
