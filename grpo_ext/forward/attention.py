@@ -73,14 +73,17 @@ class _Part:
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
 
-def _parts(layout: PackLayout) -> Iterator[_Part]:
-    """A call for every segment and one for all completions of a prompt."""
-    for group in layout.groups:
-        for start, stop in (group.prompt, *group.completions):
-            if stop > start:
-                yield _Part(slice(start, stop), slice(start, stop), own=True)
-        if group.answers[1] > group.answers[0]:
-            yield _Part(slice(*group.answers), slice(*group.prompt), own=False)
+def _parts(group: PackedGroup) -> Iterator[_Part]:
+    """A call for every segment of a group and one for all completions; places are counted from its first token."""
+
+    def place(tokens: tuple[int, int]) -> slice:
+        return slice(tokens[0] - group.prompt[0], tokens[1] - group.prompt[0])
+
+    for segment in (group.prompt, *group.completions):
+        if segment[1] > segment[0]:
+            yield _Part(place(segment), place(segment), own=True)
+    if group.answers[1] > group.answers[0]:
+        yield _Part(place(group.answers), place(group.prompt), own=False)
 
 
 def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
@@ -106,15 +109,6 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
         parts = [part([(s, s) for s in segments], own=True)]
         layout.masks[device] = parts + ([part(answers, own=False)] if answers else [])
     return cast("list[_Part]", layout.masks[device])
-
-
-def _kernel_parts(layout: PackLayout, states: tuple[torch.Tensor, ...]) -> Sequence[_Part]:
-    """The flash kernel's calls for a pack; none where it takes other states, or where masked calls are cheaper."""
-    device = states[0].device
-    if _takes_varlen(*states):
-        return _joint_parts(layout, device)
-    segments = device.type == "cpu" and any(split_is_cheaper(group, device) for group in layout.groups)
-    return list(_parts(layout)) if segments else ()
 
 
 def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -303,23 +297,25 @@ def packed_attention_forward(
         and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
         and query.size(-1) == value.size(-1)
     )
+    scale = options.get("scaling")
     if fast:
-        states = tuple(_as_sdpa_takes_them(query, key, value))
-        if parts := _kernel_parts(layout, states):
-            repeats = query.size(1) // key.size(1)
-            if repeats > 1 and parts[0].bounds is None:  # the CPU's kernel takes no grouped heads
-                states = states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])
-            out = _SharedPrefixAttention.apply(*states, parts, options.get("scaling"))
-            return out.transpose(1, 2), None
+        query, key, value = _as_sdpa_takes_them(query, key, value)
+        if _takes_varlen(query, key, value):
+            parts = _joint_parts(layout, query.device)
+            return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
     pieces: list[torch.Tensor] = []
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
     of_groups = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
-    for group, states in zip(layout.groups, of_groups):
-        if split_is_cheaper(group, query.device):
-            pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
-        else:
+    for group, states in zip(layout.groups, of_groups):  # each in its own way, whatever runs beside it
+        if not split_is_cheaper(group, query.device):
             mask = seen_mask(group, None if plain else window, query.device)
             pieces.append(_masked(module, name, states, mask, **options))
+        elif fast and query.device.type == "cpu":
+            repeats = query.size(1) // key.size(1)  # this kernel takes no grouped heads
+            whole = (states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])) if repeats > 1 else states
+            pieces.append(_SharedPrefixAttention.apply(*whole, list(_parts(group)), scale).transpose(1, 2))
+        else:
+            pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
     return torch.cat(pieces, dim=1), None
 
 

@@ -273,6 +273,29 @@ def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
     assert attention.split_is_cheaper(group, torch.device(device)) is split
 
 
+def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):
+    """Else its rounding would follow from the micro-batch: one neighbour decided for all."""
+    model, small, long = tiny_model("qwen2"), _group(16, *[12] * 8), _group(64, *[300] * 8)
+    layer, first = model.model.layers[0].self_attn, small.answers[1]
+    moved = PackedGroup((first, first + 64), tuple((a + first, b + first) for a, b in long.completions))
+    query, key = model.config.num_attention_heads, model.config.num_key_value_heads
+    drawn = torch.randn(1, query + 2 * key, moved.answers[1], 8, generator=torch.Generator().manual_seed(0))
+    states = drawn.split([query, key, key], dim=1)
+
+    def attended(*groups: PackedGroup) -> torch.Tensor:
+        tokens = groups[-1].answers[1]
+        options = {attention.LAYOUT: PackLayout(groups, tokens), "scaling": 8**-0.5}
+        with packed_attention(model):
+            return attention.packed_attention_forward(layer, *(x[:, :, :tokens] for x in states), None, **options)[0][
+                :, :first
+            ]
+
+    alone = attended(small)
+    assert torch.equal(alone, attended(small, moved))
+    monkeypatch.setattr(attention, "split_is_cheaper", lambda group, device: True)
+    assert not torch.equal(alone, attended(small, moved))
+
+
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_go_to_trls_layout_and_back(shape, multiple):
