@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-from .chat_tasks import chat_settings, last_word_task, sums_settings, sums_task
+from .chat_tasks import chat_settings, last_word_task, sums_task
 from .task import DemoTask, demo_config_defaults, load_demo
 
 
@@ -30,7 +30,7 @@ class Demo:
 
 DEMOS = {
     "letters": Demo(load_demo, demo_config_defaults, "grpo_ext.demo.task.sorted_letters_reward", chat=False),
-    "sums": Demo(sums_task, sums_settings, "exact_number"),
+    "sums": Demo(sums_task, chat_settings, "exact_number"),
     "last_word": Demo(last_word_task, chat_settings, "grpo_ext.demo.chat_tasks.last_word_reward"),
 }
 

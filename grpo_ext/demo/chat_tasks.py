@@ -76,11 +76,6 @@ def chat_settings() -> dict[str, Any]:
     }
 
 
-def sums_settings() -> dict[str, Any]:
-    """The same, but longer: 2e-5 throughout ended at 0.82 after 40 steps; 4e-5, going down, at 0.90 after 80."""
-    return {**chat_settings(), "max_steps": 80, "learning_rate": 4e-5, "lr_scheduler_type": "linear"}
-
-
 def _chat(rows: list[tuple[str, str]]) -> Dataset:
     return Dataset.from_dict(
         {"prompt": [[{"role": "user", "content": text}] for text, _ in rows], "answer": [gold for _, gold in rows]}
