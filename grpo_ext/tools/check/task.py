@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
@@ -78,8 +79,11 @@ def load_task(given: Mapping[str, Any]) -> Task:
     settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
     adapter: Any = get_peft_config(model)
     about += ", all weights" if adapter is None else f", LoRA of rank {adapter.r}"
-    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else None
-    about += f" (in bfloat16) on weights of {bits} bits" if bits else ""
+    quantized = get_quantization_config(model)
+    if quantized is None and (stated := settings["model_init_kwargs"].pop("quantization_config", None)) is not None:
+        quantized = AutoQuantizationConfig.from_dict(stated)
+    bits = next((n for n in (4, 8) if getattr(quantized, f"load_in_{n}bit", False)), "fewer")
+    about += f" (in bfloat16) on weights of {bits} bits" if quantized is not None else ""
     half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
     about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
     ignored = sorted(left_out | {*given, *(training.model_init_kwargs or {})} & {"dtype"})
@@ -92,6 +96,6 @@ def load_task(given: Mapping[str, Any]) -> Task:
         rewards=rewards,
         settings=settings,
         peft=adapter,
-        quantization=get_quantization_config(model),
+        quantization=quantized,
         about=f"Checking {about}",
     )

@@ -186,6 +186,11 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     _, result = checked({**data, "bf16": None, "use_peft": True, "load_in_4bit": True}, *options)
     said = "LoRA of rank 16 (in bfloat16) on weights of 4 bits, in float32. The run itself trains in bfloat16"
     assert said in " ".join(result.output.split())
+    stated = '{"quantization_config": {"load_in_8bit": true, "llm_int8_threshold": 0.0}}'
+    seen, result = checked({**data, "use_peft": True, "model_init_kwargs": stated}, *options)
+    assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)
+    assert "quantization_config" not in seen["settings"]["model_init_kwargs"]
+    assert "on weights of 8 bits" in " ".join(result.output.split())
 
 
 def test_a_check_keeps_the_step_of_trl_s_names_on_one_process(checked, tmp_path):
