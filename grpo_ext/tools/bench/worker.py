@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from .. import quiet  # noqa: F401  isort: skip  (before TRL)
+
 from ...batching.micro_batches import TokenCost
 from ..stock import OURS, stock_config
 from .shapes import PHASES, Shape
