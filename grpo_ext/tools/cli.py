@@ -101,11 +101,12 @@ def plan(
     """
     from ..batching.sizes import describe_plan, geometry_of
 
-    parts = [settings_of(context, config), context.params]
-    if parts[0].get("demo") is not None:
+    given = settings_of(context, config)
+    parts = [given, context.params]
+    if given.get("demo") is not None:
         from .options import demo_defaults
 
-        parts.insert(0, demo_defaults(parts[0]))
+        parts.insert(0, demo_defaults(given))
     settings = {name: value for part in parts for name, value in part.items() if value is not None}
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))

@@ -139,11 +139,9 @@ class Console(RunCallback):
         if "reward" in logs:
             self._logs = dict(logs)
             self._show_reward(logs["reward"])
-            if not self._measures:
-                self._line("step", state, _fields(logs))
-            elif self._unsaid is not None:
+            if self._unsaid is not None:
                 self._say_measured(state)
-            elif state.global_step == state.max_steps:  # the last one, measured or not
+            elif not self._measures or state.global_step == state.max_steps:  # the last one, measured or not
                 self._line("step", state, _fields(logs))
         elif any(key.startswith("eval_") for key in logs):
             self._line("eval", state, _fields({key.removeprefix("eval_"): value for key, value in logs.items()}))

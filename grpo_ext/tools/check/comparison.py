@@ -238,9 +238,7 @@ def _first_line(error: str) -> str:
     return error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
 
 
-def blame(
-    result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult, in_16_bits: bool = False
-) -> str:
+def blame(result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult, in_16_bits: bool) -> str:
     """What makes a split differ, where the settings or the first log line tell."""
     if reference.log and other.log and result.trainer == STOCK:
         sampled = ("completions/mean_length", "reward", "num_tokens")
@@ -389,8 +387,7 @@ def _launch(
             ]
         if progress is not None:
             sizes = ", ".join(str(s.micro_batch_size) for s in here)
-            half = next((name for name in ("bf16", "fp16") if template.config.get(name)), dtype)
-            progress(f"{template.trainer}, {half}: {processes} process(es), micro-batches of {sizes}")
+            progress(f"{template.trainer}, {template.half or dtype}: {processes} process(es), micro-batches of {sizes}")
         results |= dict(zip(here, run_all(runs, processes)))
     return results
 
@@ -403,8 +400,7 @@ def _compare_trainer(
     template: Run, splits: list[Split], tolerance: float, progress: Any, folder: Path
 ) -> list[SplitResult]:
     folder.mkdir()
-    half = template.config.get("bf16") or template.config.get("fp16")
-    in_float32 = not half and template.quantization is None
+    in_float32 = template.half is None and template.quantization is None
     runs = _launch(template, splits, "float32", progress, None if template.trace else folder)
     reference_split = next((s for s in splits if runs[s].error is None), splits[0])
     reference = runs[reference_split]

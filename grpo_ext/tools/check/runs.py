@@ -68,6 +68,11 @@ class Run:
     rollout_func: Any = None
     nameless: bool = False
 
+    @property
+    def half(self) -> str | None:
+        """The half precision that the settings name: "bf16", "fp16" or None."""
+        return next((name for name in ("bf16", "fp16") if self.config.get(name)), None)
+
 
 @dataclass
 class RunResult:
