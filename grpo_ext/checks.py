@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .batching.sizes import check_equal_slices
+from .batching.sizes import EpochLayout, check_equal_slices
 from .config import GRPOConfig
 from .errors import ConfigError, DataError, ModelError, SplitDependentError
 from .forward.images import images_of
@@ -532,6 +533,8 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             logger.warning(sentence)
     if config.dynamic_sampling:
         _check_dynamic_sampling(trainer, ours)
+    if config.rollout_lag:
+        _check_ahead(trainer, config)
     lengths = functools.partial(_prompt_lengths, trainer)
     # tokens of a prompt with images are known once the images are prepared
     if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
@@ -623,6 +626,37 @@ def _check_dynamic_sampling(trainer: Any, ours: Any) -> None:
             f"dynamic_sampling=True computes advantages over the batch once it is full, and {type(trainer).__name__} "
             "overrides _generate_and_score_completions, whose advantages would be lost; use an estimator that "
             "looks at one group at a time (the default does)."
+        )
+
+
+def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
+    """Refuse what cannot be sampled on a thread of its own, or not before it is due."""
+    lag, dataset = config.rollout_lag, trainer.train_dataset
+    own = trainer._own_sampling() or own_generate(trainer.model)
+    if own is not None or not trainer._samples_by_key():
+        raise ConfigError(
+            f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False and a "
+            f"generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are trained. Use "
+            "rollout_lag=0."
+        )
+    if trainer._sampler.travelling:
+        raise ConfigError(
+            f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
+            "rollout_lag=0, or a model without images."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"rollout_lag={lag} asks for rows before their step, and a stream gives them in its own order; use a data "
+            "set with a length, or rollout_lag=0."
+        )
+    layout = EpochLayout(trainer.geometry, len(dataset), config.dataloader_drop_last)
+    last = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * len(layout))
+    steps = itertools.islice(itertools.cycle(range(len(layout))), last)
+    batches = sum(1 for _ in itertools.islice((s for s in steps if layout[s].starts_rollout), lag + 1))
+    if lag >= batches:
+        raise ConfigError(
+            f"rollout_lag={lag}, and the run has {batches} rollout batch(es), so all of them would be sampled with the "
+            f"weights of the start; use a rollout_lag below {batches}, or train for longer."
         )
 
 

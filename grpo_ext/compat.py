@@ -12,8 +12,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -219,13 +221,50 @@ def gathering_through(
     TRL gathers rewards, lengths and logs by functions that it has imported by name, and all of them take as many rows
     from every process. Here processes have different numbers of prompts, so that a rollout batch can be any size on any
     number of processes. No argument and no override reaches those calls, which stand in the middle of long methods.
+
+    It holds for this thread alone: another may be inside at the same time, with an accelerator and functions of its
+    own, or gather as ever.
     """
-    with (
-        mock.patch.object(accelerator, "gather", gather),
-        mock.patch.object(trl_module, "gather", gather),
-        mock.patch.object(trl_module, "gather_object", gather_object),
-    ):
-        yield
+    token = _gathering.set({"gather": gather, "gather_object": gather_object})
+    _routing.enter()
+    try:
+        with mock.patch.object(accelerator, "gather", gather):
+            yield
+    finally:
+        _routing.leave()
+        _gathering.reset(token)
+
+
+_gathering: ContextVar[dict[str, Callable[..., Any]]] = ContextVar("gathering", default={})  # noqa: B039 (never changed)
+
+
+class _Routing:
+    """Sends the collectives of TRL's module where the thread that calls them wants them, while any thread does."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = {name: getattr(trl_module, name) for name in ("gather", "gather_object")}
+                for name, before in self._before.items():
+                    setattr(trl_module, name, self._routed(name, before))
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for name, before in self._before.items():
+                    setattr(trl_module, name, before)
+
+    @staticmethod
+    def _routed(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _gathering.get().get(name, before)(*args, **kwargs)
+
+
+_routing = _Routing()
 
 
 @functools.cache
@@ -380,6 +419,15 @@ BODIES = (
     # what a rollout batch is made of
     *(Body(_GRPO, _SCORING, (f'"{name}": {name}',)) for name in _FIELDS),
     *(Body(_GRPO, _SCORING, (f'output["{name}"]',)) for name in (*_MORE, "tool_mask")),
+    # when TRL leaves old log-probabilities out
+    Body(
+        _GRPO,
+        _SCORING,
+        (
+            "self.args.steps_per_generation * self.num_iterations",
+            "self.args.gradient_accumulation_steps % generate_every != 0",
+        ),
+    ),
     # the processors that are given to a greedy `generate` run after the model's own
     Body(
         _GENERATION,
@@ -449,6 +497,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "pad_to_multiple_of",
     "processing_class",
     "reward_func_names",
+    "reward_processing_classes",
     "reward_weights",
     "rollout_func",
     "router_aux_loss_coef",

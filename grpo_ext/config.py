@@ -100,7 +100,22 @@ class GRPOConfig(trl.GRPOConfig):
         "means more calls. Default: 64, rounded down to whole groups (at least one).",
     )
 
+    rollout_lag: int = _setting(
+        0,
+        "Rollout batches that sampling runs ahead of training, on a thread of its own: rollout batch r is sampled with "
+        "the weights that are there when training of rollout batch r - rollout_lag begins. What is trained does not "
+        "depend on what takes how long. 0: sample, then train, then sample.",
+    )
+
     # How it is laid out: changes nothing that is learned.
+    rollout_threads: int | None = _setting(
+        None,
+        "With rollout_lag: CPU threads that sampling computes with, beside those of training (OMP_NUM_THREADS). "
+        "Default: as many. In bitwise mode it belongs to what a run means; there the default is bitwise_threads.",
+    )
+    rollout_device: str | None = _setting(
+        None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."
+    )
     micro_batch_tokens: int | None = _setting(
         None,
         "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
@@ -246,6 +261,7 @@ class GRPOConfig(trl.GRPOConfig):
         self._check_algorithm()
         _check_tokens(self.micro_batch_tokens)
         self._check_loss_scale()
+        self._check_ahead()
         if self.bitwise_invariant:
             self._check_bitwise()
         _require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
@@ -434,6 +450,37 @@ class GRPOConfig(trl.GRPOConfig):
         _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
+
+    def _check_ahead(self) -> None:
+        """Refuse what rollouts cannot be sampled ahead with.
+
+        Raises:
+            ConfigError: names all of it.
+        """
+        _require_whole("rollout_lag", self.rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
+        if self.rollout_threads is not None:
+            _require_whole("rollout_threads", self.rollout_threads, "1 or more")
+        alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
+        if not self.rollout_lag:
+            if alone:
+                raise ConfigError(f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; leave it out.")
+            return
+        sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
+        refused = {
+            "FSDP (a forward is a collective, and two threads would run theirs in different orders)": sharded,
+            "DeepSpeed (the same)": self._asks_for_deepspeed(),
+            "use_vllm (not built yet)": self.use_vllm,
+            "use_transformers_continuous_batching (it samples with the weights that are trained)": (
+                self.use_transformers_continuous_batching
+            ),
+        }
+        if found := [name for name, is_set in refused.items() if is_set]:
+            raise ConfigError(f"rollout_lag={self.rollout_lag} does not go with {'; '.join(found)}. Use rollout_lag=0.")
+        if self.rollout_device is not None:
+            try:
+                torch.device(self.rollout_device)
+            except RuntimeError as error:
+                raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
 
     def _check_forward(self) -> None:
         if self.forward != "auto" and not self.packed_forward:

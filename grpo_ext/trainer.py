@@ -9,9 +9,11 @@ through them. What is overridden stands in the contract of `compat`, which is ve
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,14 @@ from . import checks, compat
 from .algorithms.advantages import AdvantageRule
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.micro_batches import Form
-from .batching.prompt_order import FurtherPrompts, PromptOrder, StepRows, make_eval_loader, make_loader
+from .batching.prompt_order import (
+    FurtherPrompts,
+    PromptOrder,
+    RolloutRequest,
+    StepRows,
+    make_eval_loader,
+    make_loader,
+)
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
 from .errors import ConfigError
@@ -39,6 +48,7 @@ from .forward.lm_head import RouterOutput, RouterRequest, install
 from .forward.quantised import keep_4bit_weights
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
+from .forward.snapshot import Snapshot, Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .run.fingerprint import check_names, fingerprint_of_run, model_fingerprint, tokenizer_fingerprint
 from .run.interrupts import RunCallback
@@ -48,14 +58,15 @@ from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
-from .runtime.collectives import leave_in_order
+from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, pinned
+from .sampling.ahead import RolloutsAhead, Sampled, StoppedWaiting, Worker
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import RewardSettings, RolloutSampler
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
-from .sampling.turns import Generation
+from .sampling.turns import Generation, ScoringCall
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -67,6 +78,8 @@ RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's 
 _PLACES: dict[Form, str] = {
     "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
 }
+# what reward functions may read of the Trainer's state, as it was when the weights were taken
+_PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 _LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 
 
@@ -144,6 +157,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
+        self._ahead: RolloutsAhead | None = None  # with rollout_lag, while it trains
+        self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
+        self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -265,6 +281,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "persistent_workers": args.dataloader_persistent_workers,
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
+            ahead=args.rollout_lag > 0,
         )
         self._sampler.read_from(dataset, loader.dataset, further)
         return loader
@@ -297,7 +314,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        self._sample_ahead(only_due=self.args.dynamic_sampling)
         completions = self._prepare_inputs(inputs)
+        self._sample_ahead()
+        if self._ahead is not None:
+            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._sampled_at)
         terms = self._terms(model)
         context, plan = self._step_runner.run(model, completions, terms)
         loss = self._log_step(log_step(context, plan, self._clock.take()))
@@ -338,6 +359,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
         level = self.vllm_importance_sampling_mode if self.use_vllm else None
         replaces = self._sampler.further is not None and self.model.training
+        if self._ahead is not None and self.model.training:
+            rows = self._due(rows.request)
         score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
         return self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
 
@@ -394,7 +417,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs = self._whole_step(inputs)
         logps, entropies, router = self._score(model, inputs)
         bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None
-        terms = LossTerms(bonus, self.router_aux_loss_coef if self.aux_loss_enabled else None)
+        router_coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else None
+        terms = LossTerms(bonus, router_coefficient, bool(self.args.rollout_lag) and self.model.training)
         return assemble_loss(self._loss_config, terms, inputs, logps, entropies, router)
 
     def _whole_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -474,9 +498,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch = (input_ids, attention_mask, logits_to_keep, rows)
         if call is None:
             return self._scorer.score_micro_batch(model, batch, batch_size, **options)
+        tokens, score = self._step_runner.limits.tokens, self._scorer.score_rollout
+        make = functools.partial(score, model, batch, batch_size, tokens, self._group_size, **options)
         with self._clock.phase("logps"):
-            tokens = self._step_runner.limits.tokens
-            return self._scorer.score_rollout(model, batch, batch_size, tokens, self._group_size, **options)
+            scores = call.of("logps", make)
+        return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling -------------------------------------------------------------------------------------------------
 
@@ -489,13 +515,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not isinstance(inputs, StepRows):
             with self._sampler.checking(self._reward_funcs, self.reward_func_names):
                 return scoring(inputs)
+        if self._ahead is not None and self.model.training and inputs.made is None:
+            self._ahead.further(inputs)
         functions, metrics = self._reward_funcs, self._metrics[self._mode]
         calculate = self._calculate_rewards
         return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's, after which it is known what images its rows show."""
-        found, call = super()._generate(prompts), self._sampler.call
+        call = self._sampler.call
+        if call is not None and (kept := call.recording) is not None and self.environment_factories is not None:
+            if kept.again:
+                self._batch_environments = kept.environments
+            else:
+                kept.prompts, kept.environments = prompts, self._batch_environments
+        found: Any = super()._generate(prompts)
         if call is not None and call.shown is not None:
             _, completions, *_, images, _ = found
             if images is not None:
@@ -508,20 +542,35 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
         """TRL's, with the images of a prompt prepared once for all its completions."""
         tokenize, call = super()._tokenize_prompts, self._sampler.call
-        if call is None or call.images is None or call.prompt_lengths is not None:
+        if call is None:
+            return tokenize(prompts)
+        return call.of("prompts", lambda: self._tokenized(call, tokenize, prompts))
+
+    @staticmethod
+    def _tokenized(call: ScoringCall, tokenize: Callable[..., Any], prompts: list[Any]) -> Any:
+        if call.images is None or call.prompt_lengths is not None:
             return tokenize(prompts)
         firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
-        ids, found, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
-        images = None if found is None else [found[i] for i in which]
+        ids, seen, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
+        images = None if seen is None else [seen[i] for i in which]
         if call.shown is not None:
             call.shown.of_prompts(images or [None] * len(prompts))
         return [ids[i] for i in which], images, {}
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's; none of a process without prompts."""
-        if self._without_prompts():
-            return self._sampler.no_rewards(len(self.reward_funcs))
-        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        call, calculate = self._sampler.call, super()._calculate_rewards
+        none, device = self._without_prompts(), self.accelerator.device
+
+        def make() -> torch.Tensor:
+            if none:
+                return torch.zeros(len(prompts), len(self.reward_funcs), device=device)
+            return calculate(inputs, prompts, completions, completion_ids_list)
+
+        if call is None or (call.recording is None and not none):  # gathers by itself
+            return make()
+        own_BF = call.of("rewards", make)
+        return own_BF if call.alone else self._sampler.rewards_of_all(own_BF[: 0 if none else None].to(device))
 
     @property
     def reward_funcs(self) -> list[Any]:
@@ -538,11 +587,13 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> tuple[list[list[int]], Any]:
         """TRL's; completions of a rollout batch by key, in chunks cut by global order, or with seeds of their own."""
         turn, fields = super()._generate_single_turn, (images, multimodal_fields, num_generations, *args)
+        call = self._sampler.call
         with without_router_logits(self.model.config):
-            if self._sampler.call is None or self.use_transformers_continuous_batching:
+            if call is None or self.use_transformers_continuous_batching:
                 return turn(prompt_ids, *fields, **kwargs)
+            generate = functools.partial(self._sampler.generate, turn, self._generation, prompt_ids, fields, kwargs)
             with self._clock.phase("rollout"):
-                return self._sampler.generate(turn, self._generation, prompt_ids, fields, kwargs)
+                return call.of("turn", generate)
 
     def _tool_call_loop(
         self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *args: Any, **kwargs: Any
@@ -558,7 +609,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._timed_tools is not None:
             now, later = (getattr(self, name) for name in compat.TOOLS)
             seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
-        found = compat.on_view(loop, seen, prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
+        rows, call = (prompts, prompt_ids, completion_ids, completions, *args), self._sampler.call
+        run = functools.partial(compat.on_view, loop, seen, *rows, **kwargs)
+        found = run() if call is None else call.of("tools", run)
         if not self.use_transformers_continuous_batching:
             self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
         return found
@@ -584,6 +637,109 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _rewards(self) -> RewardSettings:
         rule = AdvantageRule(self.args.advantage_estimator, self.scale_rewards, self.multi_objective_aggregation)
         return RewardSettings(self.reward_func_names, self.reward_weights, rule)
+
+    # ---- Sampling ahead -------------------------------------------------------------------------------------------
+
+    def _sample_ahead(self, only_due: bool = False) -> None:
+        """With `rollout_lag`: begin with the rollout batches that the weights as they are now have to sample.
+
+        Args:
+            only_due: begin with that of this step alone, which may want further prompts before others have their turn.
+        """
+        if not (lag := self.args.rollout_lag):
+            return
+        if self._ahead is None:
+            self._ahead = self._begin_ahead()
+        progress = {name: getattr(self.state, name) for name in _PROGRESS}
+        self._ahead.at_step(progress, self._sampler.rollout_name, 0 if only_due else lag)
+
+    def _begin_ahead(self) -> RolloutsAhead:
+        """What samples on a thread: a second trainer, which shares what training does not change."""
+        device = torch.device(self.args.rollout_device or self.accelerator.device)
+        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
+        policy = self.accelerator.unwrap_model(self.model)
+        here = copy.copy(self.accelerator)
+        alone = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
+        here.state, here._models = compat.View(here.state, {**alone, "device": device}), []
+
+        def prepare(model: Any) -> Any:
+            install(base_model_of(model), self.temperature, self.args.cast_lm_head_to_fp32)
+            return here.prepare_model(model, evaluation_mode=True)
+
+        snapshot = Snapshot(policy, reference, self.args.sync_ref_model, device, prepare)
+        if self.args.bitwise_invariant:
+            align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+        twin = self._twin(snapshot, here)
+
+        def sample(rows: StepRows, weights: Weights, idle: float) -> Sampled:
+            history = [entry for entry in self.state.log_history if entry["step"] <= weights.step]
+            twin.state = copy.copy(self.state)
+            vars(twin.state).update({**weights.progress, "log_history": history})
+            call = twin._score_alone(rows)
+            return Sampled(call, twin._clock.take(), idle)
+
+        threads = self.args.rollout_threads or self._threads
+        steps = self._sampler.steps
+        ahead = RolloutsAhead(
+            steps, self.state.max_steps, snapshot, Worker(threads, device), sample, self._asked_to_stop, twin._forms
+        )
+        ahead.resume(self._waiting)
+        self._waiting = []
+        return ahead
+
+    def _twin(self, snapshot: Snapshot, here: Any) -> GRPOTrainer:
+        """This trainer as it runs on a thread: with the models of a snapshot, and records and components of its own."""
+        twin: Any = copy.copy(self)
+        twin.accelerator, twin._clock, twin._ahead = here, PhaseClock(), None
+        twin.model = twin.model_wrapped = snapshot.policy
+        twin.ref_model = snapshot.reference
+        # tokenizers are not to be used by two threads at a time
+        own = copy.deepcopy((self.processing_class, self.reward_processing_classes))
+        twin.processing_class, twin.reward_processing_classes = own
+        twin._tokenizer = getattr(own[0], "tokenizer", own[0])
+        twin._metrics = {mode: defaultdict(list) for mode in self._metrics}
+        twin._logs = {name: copy.copy(record) for name, record in self._logs.items()}
+        twin._pending_extra_logs, twin._pending_metrics = defaultdict(list), defaultdict(list)
+        pools: dict[Any, list[Any]] = {name: [] for name in getattr(self, "_environment_pool", {})}
+        twin._environment_pool = pools
+        if (timed := self._timed_tools) is not None:
+            twin._timed_tools = TimedTools(timed.seconds, pools)
+        twin._sampler, twin._scorer = self._sampler.twin(here, twin.processing_class), self._scorer.twin(here, twin)
+        return twin
+
+    def _score_alone(self, rows: StepRows) -> ScoringCall:
+        """On the thread: sample, score and reward rows of this process."""
+        records: list[Any] = [*self._logs.values(), *self._metrics.values()]
+        for kept in records:
+            kept.clear()
+        scoring, names = super()._generate_and_score_completions, self.reward_func_names
+        # a subclass shapes the rewards of all processes, where they are gathered
+        calculate = functools.partial(GRPOTrainer._calculate_rewards, self)
+        return self._sampler.score_alone(rows, scoring, self._reward_funcs, names, calculate, self._logs)
+
+    def _forms(self) -> list[str]:
+        return [self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None]
+
+    def _asked_to_stop(self) -> bool:
+        return self._keeper.watch.requested
+
+    def _end_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _due(self, request: RolloutRequest) -> StepRows:
+        """The rows of this process whose rollout batch was sampled ahead, once all processes are done with theirs."""
+        assert self._ahead is not None
+        start = time.perf_counter()
+        job = self._ahead.take(request)
+        self._metrics["train"]["time/wait_rollout"].append(time.perf_counter() - start)
+        sampled = job.sampled.result()
+        self._metrics["train"]["time/wait_train"].append(sampled.idle)
+        for phase, seconds in sampled.seconds.items():
+            self._clock.seconds[phase] = self._clock.seconds.get(phase, 0.0) + seconds
+        self._sampled_at = job.weights.step
+        return job.rows
 
     # ---- What is true of a run ------------------------------------------------------------------------------------
 
@@ -643,17 +799,30 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         checks.refuse_frozen(self.model)
         self._sampler.hold(None, None)
-        self._losses = []
+        self._losses, self._waiting = [], []
         checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
         self._announce()
         with pinned(self._threads), self._keeper.running(checkpoint, lambda: self.state), self._telling_callbacks():
-            result = super().train(checkpoint, trial, ignore_keys_for_eval)
+            result: Any = None
+            try:
+                result = super().train(checkpoint, trial, ignore_keys_for_eval)
+            except StoppedWaiting:
+                self._stop_between_steps(trial)
+            finally:
+                self._end_ahead()
         limits = self._step_runner.limits
         if limits.failures:
             self._keeper.say(limits.what_fits())
         if self._keeper.watch.stopping:
             raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
         return result
+
+    def _stop_between_steps(self, trial: Any) -> None:
+        """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
+        self._keeper.watch.stopping = True
+        if self.state.global_step and not from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir):
+            self._save_checkpoint(self.model, trial)
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def _announce(self) -> None:
         if (untested := compat.untested()) is not None:
@@ -776,13 +945,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             "scoring": self._scorer.memory.limit,
             "generation": self._sampler.memory.limit,
         }
-        rollout = (self._sampler.rollout, self._sampler.rollout_name)
-        return RunState(*rollout, self._step, **loop_sums(self), losses=self._losses, limits=limits)
+        waiting = self._waiting if self._ahead is None else self._ahead.waiting
+        return RunState(
+            rollout=self._sampler.rollout,
+            rollout_name=self._sampler.rollout_name,
+            step=self._step,
+            losses=self._losses,
+            limits=limits,
+            waiting=waiting,
+            sampled_at=self._sampled_at,
+            **loop_sums(self),
+        )
 
     def _restore(self, state: RunState) -> None:
         """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
         self._sampler.hold(state.rollout, state.rollout_name)
-        self._step = state.step
+        self._step, self._waiting, self._sampled_at = state.step, state.waiting, state.sampled_at
         restore_loop_sums(self, state)
         if state.loss:
             self._losses = list(state.losses)

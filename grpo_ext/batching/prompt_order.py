@@ -42,8 +42,11 @@ class RolloutRequest:
 class StepRows(list):
     """The rows of one process for one rollout batch (a list of dicts, as TRL expects), with their `request`.
 
-    `numbers` are those of the rows in the data set; a stream has none.
+    `numbers` are those of the rows in the data set; a stream has none. `made` is the scoring of these rows, where it
+    ran beside training (sampling.ahead).
     """
+
+    made: Any = None
 
     def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest, numbers: Sequence[int] = ()) -> None:
         super().__init__(rows)
@@ -117,12 +120,21 @@ class EpochSteps(Sampler[list[tuple[int, int]]]):
 
 
 class StepDataset(Dataset):
-    """A map-style data set of optimizer steps over a map-style data set of prompts."""
+    """A map-style data set of optimizer steps over a map-style data set of prompts.
+
+    Args:
+        ahead: rows are asked for before their step (`rows`), so the steps come without.
+    """
 
     def __init__(
-        self, prompts: Any, layout: EpochLayout, rule: ProcessSlices, order: Callable[[int], list[int]]
+        self,
+        prompts: Any,
+        layout: EpochLayout,
+        rule: ProcessSlices,
+        order: Callable[[int], list[int]],
+        ahead: bool = False,
     ) -> None:
-        self.prompts, self.layout, self.rule, self.order = prompts, layout, rule, order
+        self.prompts, self.layout, self.rule, self.order, self.ahead = prompts, layout, rule, order, ahead
         self._cached: tuple[int, list[int]] | None = None
 
     def __len__(self) -> int:
@@ -131,7 +143,12 @@ class StepDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> StepRows:
         epoch, step = key
         request = self.rule.request(epoch, self.layout[step])
-        return self.rows(request) if request.layout.starts_rollout else StepRows([], request)
+        return self.rows(request) if request.layout.starts_rollout and not self.ahead else StepRows([], request)
+
+    def request(self, step: int) -> RolloutRequest:
+        """The request of an optimizer step, counted from 0 over all epochs."""
+        epoch, inside = divmod(step, len(self.layout))
+        return self.rule.request(epoch, self.layout[inside])
 
     def rows(self, request: RolloutRequest) -> StepRows:
         """The rows of a rollout batch; steps that go on with one come without."""
@@ -233,19 +250,21 @@ def make_loader(
     shuffle: bool,
     drop_last: bool,
     worker_options: dict[str, Any] | None = None,
+    ahead: bool = False,
 ) -> StepLoader:
     """The training loader over a map-style data set or a stream of prompts.
 
     Args:
         prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
         worker_options: keyword arguments of `DataLoader` about workers; a stream is read in this process.
+        ahead: rows are asked for before their step, so the steps come without.
     """
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle))
+    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle), ahead)
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
 
 

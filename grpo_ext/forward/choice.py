@@ -103,6 +103,11 @@ class ForwardChoice:
         reasons = "; ".join(f"no {_NAMES[other]}: {reason}" for other, reason in refused.items())
         return _MEANINGS[form] + (f" ({reasons})" if reasons else "")
 
+    @property
+    def all_refused(self) -> dict[Form, str]:
+        """The forms that no model takes, or that one was found not to run, with the reason."""
+        return {**self.refused, **{form: why for known in self._known.values() for form, why in known.refused.items()}}
+
     def _why_not(self, form: Form, policy: Any) -> str | None:
         if form == "packed":
             return why_not_packed(policy)

@@ -6,6 +6,7 @@ micro-batch is scored in one forward, whose gradients are kept. Called at TRL's 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -60,6 +61,13 @@ class Scorer:
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
         own_head, device = args.score_completions_only, accelerator.device
         self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
+
+    def twin(self, accelerator: Accelerator, trainer: Any) -> Scorer:
+        """One for another thread: with an accelerator of its own, and TRL's method of another trainer."""
+        scorer = types.MethodType(self.trl_scorer.__func__, trainer)  # type: ignore[attr-defined]
+        twin = Scorer(accelerator, self.args, self.multiple, scorer, self.choice.all_refused)
+        twin.memory = self.memory
+        return twin
 
     def form(self, model: Any) -> Form:
         """How the completions of `model` run."""

@@ -296,6 +296,7 @@ class RunKeeper(TrainerCallback):
         elif others := sorted(allowed.keys() - KEEPS_ROLLOUT):
             logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint is not used.")
             state.rollout = state.rollout_name = None
+            state.waiting = []
         if (reference := self.parts().reference) is not None:
             load_reference(reference, checkpoint)
         return state
@@ -431,6 +432,7 @@ class RunKeeper(TrainerCallback):
             return weights
         states = parts.optimizer.state.values() if parts.optimizer is not None else ()
         state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
-        rollout = self.state_of_run().rollout
+        run = self.state_of_run()
+        rollout, ahead = run.rollout, {weights.step: weights.nbytes for _, weights in run.waiting}
         rows = sum(row.nbytes for values in (rollout.fields if rollout else {}).values() for row in values)
-        return weights + state + rows + 2**20
+        return weights + state + rows + sum(ahead.values()) + 2**20

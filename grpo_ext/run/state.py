@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
+from ..forward.snapshot import Weights
 from ..sampling.rollout import Rollout
 
 REFERENCE = "grpo_ext_reference.safetensors"
 STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_rollout.safetensors"
+WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 
 @dataclass
@@ -34,6 +36,9 @@ class RunState:
         losses: of every step so far.
         entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those asked for.
+        waiting: rollout batches that are being sampled (`rollout_lag`): the optimizer step, from 0, that each is for
+            first, and the weights that sample it.
+        sampled_at: optimizer steps made before the weights that sampled `rollout`.
     """
 
     rollout: Rollout | None = None
@@ -44,16 +49,21 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     entropy: dict[str, float] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    waiting: list[tuple[int, Weights]] = field(default_factory=list)
+    sampled_at: int = 0
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
         plain = {name: value for name, value in vars(self).items() if name != "rollout"}
+        plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
         (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
         tensors: dict[str, torch.Tensor] = {}
         for name, rows in ({} if self.rollout is None else self.rollout.fields).items():
             tensors[f"{name}/values"] = torch.cat(rows).contiguous()
             tensors[f"{name}/lengths"] = torch.tensor([row.numel() for row in rows])
         save_file(tensors, Path(folder) / TENSORS)
+        if self.waiting:
+            save_file(_stored({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
@@ -71,7 +81,11 @@ class RunState:
         try:
             plain = json.loads(path.read_text())
             tensors = load_file(Path(folder) / TENSORS)
+            waiting = plain.pop("waiting", [])
             state = cls(**plain)
+            if waiting:
+                stored = load_file(Path(folder) / WEIGHTS)
+                state.waiting = [(part["step"], _weights(stored, part["progress"])) for part in waiting]
         except Exception as error:  # whatever the parsers raise
             raise CheckpointError(f"{path} or {TENSORS} beside it is broken: {error}.") from None
         if state.rollout_name is not None:
@@ -80,6 +94,22 @@ class RunState:
             rows = {n: list(tensors[f"{n}/values"].split(tensors[f"{n}/lengths"].tolist())) for n in names}
             state.rollout = Rollout.of_groups(rows, num_generations)
         return state
+
+
+def _stored(weights: dict[int, Weights]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for step, kept in weights.items():
+        for part, tensors in (("policy", kept.policy), ("reference", kept.reference)):
+            found |= {f"{step}/{part}/{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    return found
+
+
+def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weights:
+    parts = []
+    for part in ("policy", "reference"):
+        prefix = f"{progress['global_step']}/{part}/"
+        parts.append({key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)})
+    return Weights(progress, *parts)
 
 
 def loop_sums(trainer: Any) -> dict[str, Any]:

@@ -11,19 +11,49 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather_object
-from accelerate.utils import gather as equal_gather
+from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..compat import gathering_through
 from ..errors import CheckpointError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, and in this thread, there is one process: nothing is gathered.
+
+    For work beside training (sampling.ahead), as two threads would run their collectives in an order that differs from
+    process to process.
+    """
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def _refuse_alone() -> None:
+    if _alone.get():
+        raise RuntimeError("a collective beside training: processes could run them in different orders, and hang.")
+
+
+def equal_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Concatenate tensors of one shape along the first dimension, in process order, on every process."""
+    return tensor if _alone.get() else gather(tensor)
+
+
+def gather_lists(items: list[Any]) -> list[Any]:
+    """The lists of all processes as one, in process order; for objects that can be pickled."""
+    return items if _alone.get() else gather_object(items)
 
 
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
@@ -53,15 +83,15 @@ def ragged_scoring(accelerator: Accelerator, empty: bool) -> Iterator[None]:
     """
     rows = 0 if empty else None
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
+    def some(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:  # sums and counts: a process without prompts adds nothing
             return equal_gather(torch.zeros_like(tensor) if empty else tensor)
         return ragged_gather(tensor, rows)
 
     def objects(items: Any) -> Any:
-        return gather_object([] if empty else items)
+        return gather_lists([] if empty else items)
 
-    with gathering_through(accelerator, gather, objects):
+    with gathering_through(accelerator, some, objects):
         yield
 
 
@@ -70,23 +100,21 @@ def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
     return equal_gather(values[None])
 
 
-def gather_lists(items: list[Any]) -> list[Any]:
-    """The lists of all processes as one, in process order; for objects that can be pickled."""
-    return gather_object(items)
-
-
 def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The main process's tensor, on every process."""
+    _refuse_alone()
     return broadcast(tensor)
 
 
 def broadcast_value(value: Any) -> Any:
     """The main process's object, on every process."""
+    _refuse_alone()
     return broadcast_object_list([value])[0]
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     """One object of each of the `size` processes of a torch process group."""
+    _refuse_alone()
     values: list[Any] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values
@@ -94,6 +122,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     """Sum tensors over all processes in place, in buckets of one type."""
+    _refuse_alone()
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -127,7 +156,7 @@ def any_process(value: bool, device: torch.device) -> bool:
 
 def first_of_all_processes(value: Any) -> Any:
     """The first value that is not None, in process order; None if all are."""
-    return next((found for found in gather_object([value]) if found is not None), None)
+    return next((found for found in gather_lists([value]) if found is not None), None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import BatchGeometry
-from ..compat import on_view
+from ..compat import View, on_view
 from ..config import GRPOConfig
 from ..errors import DataError
 from ..forward.images import (
@@ -40,6 +40,7 @@ from ..runtime.collectives import (
     ragged_gather,
     ragged_scoring,
 )
+from .recording import Recording
 from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout
 from .rounds import Round, assemble, log_values
 from .shown_images import ShownImages, rows_of_packed
@@ -78,7 +79,8 @@ class RolloutSampler(TurnSampler):
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
         checked: the reward functions as TRL's scoring calls them, while it runs.
         last_call: the scoring that ended last.
-        further: prompts for dynamic sampling, once the training loader is made.
+        steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
+            made.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class RolloutSampler(TurnSampler):
         self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
         self.further: FurtherPrompts | None = None
+        self.steps: Any = None
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
         self._said_columns: set[tuple[str, str]] = set()
@@ -119,13 +122,23 @@ class RolloutSampler(TurnSampler):
         chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
 
+    def twin(self, accelerator: Accelerator, processor: Any) -> RolloutSampler:
+        """One for another thread, with an accelerator and a processor of its own."""
+        prepare = self.prepare
+        if prepare is not None:
+            prepare = PromptProcessor(processor, prepare.template, prepare.image_token)
+        twin = RolloutSampler(accelerator, self.args, self.geometry, prepare, self.travelling)
+        twin.prompts, twin.memory = self.prompts, self.memory
+        return twin
+
     def hold(self, rollout: Rollout | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
         self.rollout, self.rollout_name = rollout, name
 
     def read_from(self, prompts: Any, steps: Any, further: FurtherPrompts | None) -> None:
         """The training data, the loader's data set of steps, and further prompts with dynamic sampling."""
-        self.prompts[True], self._fetch, self.further = prompts, getattr(steps, "rows", None), further
+        self.prompts[True], self.steps, self.further = prompts, steps, further
+        self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
 
     # ---- The rollout batch ----------------------------------------------------------------------------------------
 
@@ -242,40 +255,18 @@ class RolloutSampler(TurnSampler):
         """TRL's scoring of this process's rows, with their part of the advantages of the whole rollout batch.
 
         Args:
+            rows: where their scoring ran beside training, it goes through the same parts again.
             trl_scoring: TRL's `_generate_and_score_completions`, bound to the trainer.
             functions: the reward functions.
             calculate_rewards: the trainer's, with a user's overrides: a subclass may shape the rewards there.
             metrics, logs: TRL's records, which it writes to.
         """
-        request, group = rows.request, rows.request.num_generations
-        first = request.prompts.start * group
-        # vLLM's are as many for every process, and no whole chunks
-        chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
+        group, first = rows.request.num_generations, rows.request.prompts.start * rows.request.num_generations
         self._refuse_missing_images(rows)
-        self.call = call = ScoringCall(request, RewardCalls(first, chunk))
-        if (prepare := self.prepare) is not None and self.travelling:
-            call.shown = ShownImages(prepare, [images_of(row) for row in rows])
-        elif prepare is not None:
-            prompts = dict(zip(rows.numbers, rows))
-            call.read = RowImages(rows.numbers, lambda number: prepare(prompts[number]))
-
-        def remember(*args: Any) -> torch.Tensor:
-            call.rewards_BF = calculate_rewards(*args)
-            return call.rewards_BF
-
+        call = self._begin(rows) if rows.made is None else rows.made
         # TRL computes advantages within a process's rows, and cuts them as if all processes had as many
         own_logs = {**logs, "advantages": deque(), "extra": defaultdict(list)}
-        try:
-            with (
-                ragged_scoring(self.accelerator, request.empty),
-                self.checking(functions, rewards.names, call.calls),
-            ):
-                seen = {"_calculate_rewards": remember, "_logs": own_logs}
-                if self.prepare is not None:
-                    seen["processing_class"] = WithoutImages(self.prepare.processor, {})
-                scored = on_view(trl_scoring, seen, list(rows))
-        finally:
-            self.call = None
+        scored = self._run(call, rows, trl_scoring, functions, rewards.names, calculate_rewards, own_logs)
         assert call.rewards_BF is not None
         self.last_call = call
         self._log_calls(call, own_logs["extra"], len(call.rewards_BF), metrics, logs)
@@ -285,6 +276,68 @@ class RolloutSampler(TurnSampler):
         logs["advantages"].extend(shown.tolist() if isinstance(shown, torch.Tensor) else shown)
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
+
+    def score_alone(
+        self,
+        rows: StepRows,
+        trl_scoring: Any,
+        functions: list[Any],
+        names: list[str],
+        calculate_rewards: Callable[..., torch.Tensor],
+        logs: dict[str, Any],
+    ) -> ScoringCall:
+        """TRL's scoring of this process's rows beside training, which `score_with_trl` goes through again."""
+        call = self._begin(rows)
+        call.recording = Recording()
+        self._run(call, rows, trl_scoring, functions, names, calculate_rewards, logs)
+        call.recording.again = True
+        return call
+
+    def _begin(self, rows: StepRows) -> ScoringCall:
+        request, group = rows.request, rows.request.num_generations
+        # vLLM's are as many for every process, and no whole chunks
+        chunk = None if self.args.use_vllm else max(1, self.geometry.rollout_chunk_size // group) * group
+        call = ScoringCall(request, RewardCalls(request.prompts.start * group, chunk))
+        if (prepare := self.prepare) is not None and self.travelling:
+            call.shown = ShownImages(prepare, [images_of(row) for row in rows])
+        elif prepare is not None:
+            prompts = dict(zip(rows.numbers, rows))
+            call.read = RowImages(rows.numbers, lambda number: prepare(prompts[number]))
+        return call
+
+    def _run(
+        self,
+        call: ScoringCall,
+        rows: StepRows,
+        trl_scoring: Any,
+        functions: list[Any],
+        names: list[str],
+        calculate_rewards: Callable[..., torch.Tensor],
+        logs: dict[str, Any],
+    ) -> dict[str, Any]:
+        def remember(*args: Any) -> torch.Tensor:
+            call.rewards_BF = calculate_rewards(*args)
+            return call.rewards_BF
+
+        seen: dict[str, Any] = {"_calculate_rewards": remember, "_logs": logs}
+        inputs = list(rows)
+        if self.prepare is not None:
+            seen["processing_class"] = WithoutImages(self.prepare.processor, {})
+        if (kept := call.recording) is not None:
+            # TRL leaves old log-probabilities out where a step begins with the weights that have sampled it
+            seen["args"] = View(self.args, {"steps_per_generation": 2})
+            if kept.prompts is not None and kept.again:
+                inputs = [{**row, "prompt": prompt} for row, prompt in zip(rows, kept.prompts)]
+                seen |= {"environment_factories": None, "environments": None}
+        self.call = call
+        try:
+            with (
+                ragged_scoring(self.accelerator, call.request.empty and not call.alone),
+                self.checking(functions, names, call.calls),
+            ):
+                return on_view(trl_scoring, seen, inputs)
+        finally:
+            self.call = None
 
     def _refuse_missing_images(self, rows: StepRows) -> None:
         """Where a forward is a collective, all run what a model has for images, or none does.
@@ -331,9 +384,9 @@ class RolloutSampler(TurnSampler):
         finally:
             self.call = call
 
-    def no_rewards(self, functions: int) -> torch.Tensor:
-        """The rewards (B, F) of all processes, on one without prompts."""
-        return ragged_gather(torch.zeros(0, functions, device=self.accelerator.device))
+    def rewards_of_all(self, own_BF: torch.Tensor) -> torch.Tensor:
+        """The rewards (B, F) of all processes, in process order."""
+        return ragged_gather(own_BF)
 
     @property
     def why_equal(self) -> str | None:

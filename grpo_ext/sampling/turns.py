@@ -30,6 +30,7 @@ from ..runtime.out_of_memory import Halving
 from .chunks import RowTokens, chunks_of, rows_continued, run_chunks
 from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
+from .recording import Recording
 from .rollout import padded
 from .shown_images import ShownImages
 from .vllm_seeds import completion_seeds, seeded
@@ -69,6 +70,7 @@ class ScoringCall:
         prompt_lengths: tokens of each row's prompt; None before the first turn.
         rewards_BF: of all processes; None before they are known.
         logged: what the reward functions of all processes logged, every value.
+        recording: what its parts returned, where it runs twice (sampling.ahead).
     """
 
     request: RolloutRequest
@@ -78,6 +80,16 @@ class ScoringCall:
     prompt_lengths: list[int] | None = None
     rewards_BF: torch.Tensor | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)
+    recording: Recording | None = None
+
+    def of(self, part: str, make: Callable[[], Any]) -> Any:
+        """What a part of the scoring returns; it is made once, also where the scoring runs twice."""
+        return make() if self.recording is None else self.recording.of(part, make)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs beside training, where nothing is gathered."""
+        return self.recording is not None and not self.recording.again
 
     @property
     def images(self) -> RowImages | None:

@@ -23,10 +23,12 @@ class LossTerms:
     Attributes:
         entropy_coefficient: factor of the entropy bonus in this step, None without a bonus.
         router_coefficient: factor of the MoE load-balancing loss, None without one.
+        ratios: those of tokens under the policy to those under the one that sampled are logged.
     """
 
     entropy_coefficient: float | None = None
     router_coefficient: float | None = None
+    ratios: bool = False
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -82,7 +84,16 @@ def assemble_loss(
         loss = loss + terms.router_coefficient * aux
     context.metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
+    if terms.ratios and batch.old_logps_BT is not None:
+        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context, weight)
     return loss * weight
+
+
+def _add_ratios(ratio_BT: torch.Tensor, mask: torch.Tensor, context: StepContext, weight: float) -> None:
+    context.metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask, weight)
+    known = torch.where(mask.bool(), ratio_BT, torch.nan)
+    context.metrics.add_extreme("sampling/ratio_min", known, weight, lowest=True)
+    context.metrics.add_extreme("sampling/ratio_max", known, weight)
 
 
 def _add_policy_metrics(

@@ -64,6 +64,27 @@ QUANTISED = {f"lora_{kind}": Case({"beta": 0.1, **ONE_ROLLOUT}, kind, peft=LORA)
 if find_spec("bitsandbytes") is None:
     QUANTISED = {}
 
+# sampled ahead of training: losses with ratios, one and two rollout batches ahead
+AHEAD = {
+    "grpo": Case({"loss_type": "grpo", "max_steps": 5}),
+    "gspo": Case({"importance_sampling_level": "sequence", "max_steps": 5}),
+    "cispo": Case({"loss_type": "cispo", "epsilon_high": 1.01, **TWO_STEPS, "max_steps": 9}),
+    "two_sided": Case({"loss_type": "grpo", "delta": 1.02, "epsilon": 0.01, **REUSED, "max_steps": 13}),
+    "kl_synced": Case({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 5}),
+    "kl_lora": Case({"beta": 0.1, "max_steps": 5}, peft=LORA),
+    "epochs": Case({"num_train_epochs": 2, "max_steps": -1}, prompts=10),
+    "dynamic": Case({"dynamic_sampling": True, "max_steps": 5}, rewards=(sparse_reward,)),
+    "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4, "max_steps": 5}),
+    "hybrid": Case({"loss_type": "grpo", "max_steps": 5}, model="lfm2"),
+    "off_policy": Case({"off_policy_mask_threshold": 1e-4, "max_steps": 5}),
+    "images": Case({"max_steps": 4}, "llava", rewards=(picture_reward,), prompts=8),
+}
+LAGGED = {
+    f"lag{lag}_{name}": dataclasses.replace(case, config={**case.config, "rollout_lag": lag})
+    for name, case in AHEAD.items()
+    for lag in (1, 2)
+}
+
 CASES = {
     "grpo": Case({"loss_type": "grpo"}),
     "bnpo": Case({"loss_type": "bnpo"}, model="llama"),
@@ -137,6 +158,7 @@ CASES = {
         {"beta": 0.1, **REUSED, "global_batch_size": 6, "rollout_batch_size": 12, "rollout_chunk_size": 4}
     ),
     "cut_dynamic": Case({"dynamic_sampling": True, **CUT}, rewards=(sparse_reward,)),
+    **LAGGED,
 }
 
 FULL = (
@@ -144,6 +166,7 @@ FULL = (
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
     *("truncated", "entropy", "moe_reused", "images_tiled", *QUANTISED),
+    *(LAGGED.keys() - {"lag1_grpo", "lag2_gspo", "lag1_kl_synced", "lag2_dynamic"}),
 )
 
 SETTINGS = {

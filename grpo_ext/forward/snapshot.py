@@ -1,0 +1,136 @@
+"""Models as they were at some moment, for a thread that runs them while the run trains on.
+
+Differs from a deep copy: what is not trained (the base under an adapter, a reference that stays) is shared, and the
+weights of a moment are put in place without being copied again. Used by sampling.ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from .reference import base_model_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Abandoned(Exception):
+    """The run has ended: what runs beside it stops at its next forward."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a moment, by parameter.
+
+    Attributes:
+        progress: of the run, by the names of the Trainer's state.
+        policy: of its trained parameters.
+        reference: of the reference model, where it moves (`sync_ref_model`); otherwise empty.
+    """
+
+    progress: dict[str, Any]
+    policy: Tensors
+    reference: Tensors
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made before."""
+        return self.progress["global_step"]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for part in (self.policy, self.reference) for tensor in part.values())
+
+
+def _twin(model: nn.Module, moving: set[str], device: torch.device) -> nn.Module:
+    """A second object of a model, whose `moving` parameters can be exchanged; on its device the others are shared.
+
+    Its forward is that of its class: what TRL, Accelerate and this package put in its place runs the weights of the
+    first.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if name in moving:  # of its own once weights are put in place
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        elif parameter.device == device:
+            memo[id(parameter)] = parameter
+    twin = copy.deepcopy(model, memo)
+    for part in (twin, base_model_of(twin)):
+        for name in ("forward", "_original_forward"):
+            vars(part).pop(name, None)
+    for path, module in twin.named_modules():
+        replaced = vars(module).get("forward")
+        if hasattr(module, "_hf_hook") or (replaced is not None and getattr(replaced, "__self__", None) is not module):
+            raise ModelError(
+                f"the forward of {path or type(module).__name__} was replaced (device_map, or by hand), so a copy of "
+                "the model would run the weights that are trained; rollout_lag needs a model on one device as its "
+                "class has it. Use rollout_lag=0."
+            )
+    return twin if all(p.device == device for p in twin.parameters()) else _moved(twin, moving, device)
+
+
+def _moved(twin: nn.Module, moving: set[str], device: torch.device) -> nn.Module:
+    for name, parameter in twin.named_parameters():
+        if name not in moving and parameter.device != device:  # a copy already
+            parameter.data = parameter.data.to(device)
+    for buffer in twin.buffers():
+        buffer.data = buffer.data.to(device)
+    return twin
+
+
+class Snapshot:
+    """The policy and its reference as objects of their own, holding the weights of one moment at a time.
+
+    Args:
+        policy: the model that is trained, as PEFT wraps it; reference: the one beside it, or None.
+        reference_moves: the reference is trained along (`sync_ref_model`).
+        device: where the copies run.
+        prepare: gives a copy what the run has put around the forward of its model.
+
+    Attributes:
+        policy, reference: the copies; device: where they are.
+        abandoned: once it is set, their next forward raises.
+    """
+
+    def __init__(
+        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
+    ) -> None:
+        self._live, self.device = (policy, reference), torch.device(device)
+        trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+        moves = {n for n, _ in reference.named_parameters()} if reference is not None and reference_moves else set()
+        self._moving = (trained, moves)
+        self.policy = prepare(_twin(policy, trained, self.device))
+        self.reference = None if reference is None else prepare(_twin(reference, moves, self.device))
+        self.abandoned = threading.Event()
+        for model in (self.policy, self.reference):
+            if model is not None:
+                model.register_forward_pre_hook(self._check)
+
+    def _check(self, *args: Any) -> None:
+        if self.abandoned.is_set():
+            raise Abandoned
+
+    def take(self, progress: dict[str, Any]) -> Weights:
+        """The weights of the models as they are now, copied."""
+        parts: list[Tensors] = []
+        for model, moving in zip(self._live, self._moving):
+            named = () if model is None else model.named_parameters()
+            parts.append({n: p.detach().to(self.device, copy=True) for n, p in named if n in moving})
+        if self.device.type == "cuda":  # another stream reads them
+            torch.cuda.current_stream(self.device).synchronize()
+        return Weights(progress, *parts)
+
+    def hold(self, weights: Weights) -> None:
+        """Put weights in place."""
+        for model, part in ((self.policy, weights.policy), (self.reference, weights.reference)):
+            if part and model is not None:
+                for name, parameter in model.named_parameters():
+                    if name in part:
+                        parameter.data = part[name]

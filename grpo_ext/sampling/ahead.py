@@ -1,0 +1,233 @@
+"""Rollouts that run ahead of training by a fixed number of rollout batches (`rollout_lag`).
+
+Rollout batch r is sampled with the weights that were there when training of rollout batch r - lag began (the first
+ones: with those at the start), so which weights sample which prompts is fixed beforehand and speed changes nothing.
+Differs from asynchronous trainers that take what is ready first.
+
+A thread samples, scores and rewards this process's part of a rollout batch on a `Snapshot`, without a collective
+(`runtime.collectives.alone`), and keeps what each part of TRL's scoring returned. At the step that needs it, all
+processes run TRL's scoring once more with what is kept (`sampling.recording`): there it gathers. So collectives
+are run by the main thread alone, in one order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..batching.prompt_order import RolloutRequest, StepDataset, StepRows
+from ..errors import ConfigError, RolloutError
+from ..forward.snapshot import Snapshot, Weights
+from ..runtime.collectives import alone, gather_lists
+from .turns import ScoringCall
+
+
+class StoppedWaiting(Exception):
+    """The run was asked to stop while it waited for a rollout batch; raised on every process, between two steps."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A process's part of a rollout batch.
+
+    Attributes:
+        call: the scoring, with what is kept of it.
+        seconds: that its phases took.
+        idle: seconds that the thread had waited for work before.
+    """
+
+    call: ScoringCall
+    seconds: dict[str, float]
+    idle: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rollout batch that is being made.
+
+    Attributes:
+        step: the optimizer step that it is for first, from 0.
+        rows: of this process.
+        weights: that sample it.
+    """
+
+    step: int
+    rows: StepRows
+    weights: Weights
+    sampled: Future[Sampled]
+
+
+class Worker:
+    """A thread that does one thing after the other; one that hangs does not keep the program from ending.
+
+    Args:
+        threads: that torch computes with on the CPU; None: as many as elsewhere.
+        device: a CUDA device gets a stream of its own.
+    """
+
+    def __init__(self, threads: int | None, device: torch.device) -> None:
+        self._threads, self._device = threads, device
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[float], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+        self._thread.start()
+
+    def submit(self, work: Callable[[float], Any]) -> Future[Any]:
+        """Do it after what was submitted before; it is told for how many seconds there was nothing to do."""
+        future: Future[Any] = Future()
+        self._work.put((future, work))
+        return future
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
+        since = time.perf_counter()
+        with alone():
+            while (item := self._work.get()) is not None:
+                future, work = item
+                idle = time.perf_counter() - since
+                try:
+                    result = work(idle)
+                    if self._device.type == "cuda":
+                        torch.cuda.current_stream(self._device).synchronize()
+                except BaseException as error:  # of any kind; raised where the result is asked for
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                since = time.perf_counter()
+
+    def close(self, seconds: float) -> None:
+        """Do nothing more than what runs now, and wait for that, for some time."""
+        while not self._work.empty():
+            self._work.get()
+        self._work.put(None)
+        self._thread.join(seconds)
+
+
+class RolloutsAhead:
+    """Begins with rollout batches before they are due, and hands them over when they are.
+
+    Args:
+        steps: the steps of the training set.
+        last: the number of optimizer steps of the run.
+        sample: on the thread: this process's part of a rollout batch, with these weights.
+        stopping: whether this process was asked to stop.
+        forms: how the models run, as found out on the thread; the same on every process.
+    """
+
+    def __init__(
+        self,
+        steps: StepDataset,
+        last: int,
+        snapshot: Snapshot,
+        worker: Worker,
+        sample: Callable[[StepRows, Weights, float], Sampled],
+        stopping: Callable[[], bool],
+        forms: Callable[[], Sequence[str]],
+    ) -> None:
+        self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
+        self.sample, self.stopping, self.forms = sample, stopping, forms
+        self.jobs: deque[Job] = deque()
+        self._next: int | None = None  # the first step of the next rollout batch to begin with
+        self._current: Weights | None = None
+
+    def _starts(self, step: int) -> Iterator[int]:
+        """The steps from `step` on that begin a rollout batch."""
+        return (s for s in range(step, self.last) if self.steps.request(s).layout.starts_rollout)
+
+    def resume(self, waiting: Sequence[tuple[int, Weights]]) -> None:
+        """Begin again what a checkpoint found on its way: the first steps of rollout batches, and their weights."""
+        for step, weights in waiting:
+            self._begin(step, weights)
+
+    @property
+    def waiting(self) -> list[tuple[int, Weights]]:
+        """What is on its way, for a checkpoint."""
+        return [(job.step, job.weights) for job in self.jobs]
+
+    def at_step(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
+        """Before an optimizer step: begin with what the weights that are there now have to sample.
+
+        Args:
+            progress: of the run (see `Weights`).
+            held: the rollout batch that is there already, by its epoch and its index in the epoch.
+            lag: rollout batches after that of this step to begin with, at most.
+        """
+        begin = progress["global_step"]
+        while not self.steps.request(begin).layout.starts_rollout:
+            begin -= 1
+        if self._next is None:
+            request = self.steps.request(begin)
+            self._next = begin + 1 if held == (request.epoch, request.layout.rollout) else begin
+        weights: Weights | None = None
+        for start in itertools.islice(self._starts(begin), lag + 1):
+            if start >= self._next:
+                weights = weights or self.snapshot.take(progress)
+                self._begin(start, weights)
+
+    def _begin(self, step: int, weights: Weights) -> None:
+        self.jobs.append(self._submit(step, self.steps.rows(self.steps.request(step)), weights))
+        self._next = step + 1
+
+    def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
+        def work(idle: float) -> Sampled:
+            self.snapshot.hold(weights)
+            return self.sample(rows, weights, idle)
+
+        return Job(step, rows, weights, self.worker.submit(work))
+
+    def take(self, request: RolloutRequest) -> Job:
+        """The rollout batch that is due, once every process has its part; all processes come here together."""
+        job = self.jobs[0]
+        name = job.rows.request
+        assert (name.epoch, name.layout.rollout) == (request.epoch, request.layout.rollout)
+        sampled = self._settled(job)
+        self._current = job.weights
+        self.jobs.popleft()
+        job.rows.made = sampled.call
+        return job
+
+    def further(self, rows: StepRows) -> None:
+        """More completions for the rollout batch that was taken last (dynamic sampling), by the same weights."""
+        assert self._current is not None
+        rows.made = self._settled(self._submit(-1, rows, self._current)).call
+
+    def _settled(self, job: Job) -> Sampled:
+        """What a job made, once every process is done with its part.
+
+        Raises:
+            StoppedWaiting: on every process, where one was asked to stop meanwhile.
+            RolloutError: where another process failed; the error itself on the one that did.
+        """
+        while not (done := bool(wait([job.sampled], timeout=0.1).done)) and not self.stopping():
+            pass
+        error = job.sampled.exception() if done else None
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = gather_lists([(done, said, tuple(self.forms()))])
+        if error is not None:
+            raise error
+        if failed := next((said for _, said, _ in everyone if said is not None), None):
+            raise RolloutError(f"another process could not make its part of a rollout batch: {failed}")
+        if not all(done for done, _, _ in everyone):
+            raise StoppedWaiting
+        if len({forms for _, _, forms in everyone}) > 1:
+            raise ConfigError(
+                "processes disagree on how completions run through the model, as some of them compare equal on one "
+                "process alone; set forward='padded'."
+            )
+        return job.sampled.result()
+
+    def close(self) -> None:
+        """End what is on its way."""
+        self.snapshot.abandoned.set()
+        self.worker.close(seconds=5.0)
