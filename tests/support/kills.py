@@ -121,3 +121,87 @@ def out_of_memory(at: int, rank: int) -> Any:
 
     fail_later.__name__ = letter_reward.__name__
     return fail_later
+
+
+def jittery(longest: float) -> Any:
+    """Delays of up to `longest` seconds in sampling, rewards and training; the first call of the rewards arms it."""
+    armed = []
+
+    def wait_and_score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        import random
+        import time
+
+        from tests.support.tiny import letter_reward
+
+        delays = random.SystemRandom()  # other ones in every process and every run
+
+        def wait() -> None:
+            time.sleep(delays.uniform(0, longest))
+
+        if not armed:
+            armed.append(True)
+            from grpo_ext.sampling import turns
+            from grpo_ext.step import gradients
+
+            places = [(turns, "sample_chunk")]
+            places += [(kind, "finish") for kind in (gradients.NativeGradients, gradients.FixedPointGradients)]
+            for owner, name in places:
+                inner = vars(owner).get(f"_plain_{name}") or getattr(owner, name)  # once, in a launch of several runs
+                setattr(owner, f"_plain_{name}", inner)
+
+                def slow(*args: Any, inner: Any = inner, **kwargs: Any) -> Any:
+                    wait()
+                    return inner(*args, **kwargs)
+
+                setattr(owner, name, slow)
+        wait()
+        return letter_reward(prompts, completions)
+
+    wait_and_score.__name__ = letter_reward.__name__
+    return wait_and_score
+
+
+def failing_on(rank: int, at: int) -> Any:
+    """An error in one process's `at`-th call of the rewards."""
+    calls = [0]
+
+    def fail_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        import os
+
+        from tests.support.tiny import letter_reward
+
+        calls[0] += 1
+        if calls[0] == at and int(os.environ.get("RANK", "0")) == rank:
+            raise ValueError("the judge is out")
+        return letter_reward(prompts, completions)
+
+    fail_later.__name__ = letter_reward.__name__
+    return fail_later
+
+
+def watched_collectives() -> Any:
+    """An error for a collective that is not run by the main thread; the first call of the rewards arms it."""
+    armed = []
+
+    def watch_and_score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        import threading
+
+        import torch.distributed as dist
+
+        from tests.support.tiny import letter_reward
+
+        if not armed:
+            armed.append(True)
+            for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+                collective = getattr(dist, name)
+
+                def watched(*args: Any, inner: Any = collective, **kwargs: Any) -> Any:
+                    assert threading.current_thread() is threading.main_thread(), "a collective beside training"
+                    return inner(*args, **kwargs)
+
+                setattr(dist, name, watched)
+            assert threading.current_thread() is not threading.main_thread(), "rewards were called in the main thread"
+        return letter_reward(prompts, completions)
+
+    watch_and_score.__name__ = letter_reward.__name__
+    return watch_and_score

@@ -1,0 +1,146 @@
+"""Rollouts that run ahead of training (`rollout_lag`): which weights sample what is fixed, and nothing else matters.
+
+The matrix (test_matrix.py) has its losses, terms and models for every split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from grpo_ext.errors import LaunchError
+from grpo_ext.tools.check.comparison import metric_difference, update_error
+from grpo_ext.tools.check.runs import Run, RunResult
+from tests.support.cases import Bench
+from tests.support.kills import dying, failing_on, jittery, watched_collectives
+from tests.support.launches import long_run, run_all
+from tests.support.tiny import sparse_reward
+from tests.tolerances import DIFFERENT
+
+full = pytest.mark.full
+EXACT = {"bitwise_invariant": True, "beta": 0.0, "num_iterations": 1, "num_train_epochs": 2}
+STEPS = 12  # rollouts of two steps, the last of an epoch smaller
+DYNAMIC = {"dynamic_sampling": True, "rewards": (sparse_reward,), **EXACT}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("ahead"))
+
+
+def lagged(bench: Bench, name: str, lag: int, size: int = 16, **changes: Any) -> Run:
+    return long_run(bench, bench.folder, name, size, **{**EXACT, "rollout_lag": lag, **changes})
+
+
+@pytest.fixture(scope="module")
+def whole(bench) -> dict[str, RunResult]:
+    runs = [lagged(bench, f"lag{lag}", lag) for lag in (0, 1, 2)] + [lagged(bench, "dynamic", 1, **DYNAMIC)]
+    return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
+
+
+def assert_same_run(one: RunResult, other: RunResult, step: int = 0) -> None:
+    assert one.error is None, one.error
+    assert other.error is None, other.error
+    assert len(one.trace) == STEPS
+    assert other.trace == one.trace[step:]
+    lines = [line for line in one.log if line["step"] > step]
+    assert metric_difference(lines, [line for line in other.log if line["step"] > step]) == (0.0, "")
+
+
+def test_another_lag_learns_something_else(whole):
+    for one, other in itertools.combinations(("lag0", "lag1", "lag2"), 2):
+        assert whole[one].error is None, whole[one].error
+        assert update_error(whole[one].delta, whole[other].delta) > DIFFERENT
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_the_ratios_are_those_to_the_weights_that_sampled(whole, lag):
+    staleness = [line["sampling/staleness"] for line in whole[f"lag{lag}"].log if "sampling/staleness" in line]
+    assert max(staleness) > 2 * lag - 1
+    spread = [line["sampling/ratio_max"] for line in whole[f"lag{lag}"].log if "sampling/ratio_max" in line]
+    assert max(spread) > 1.05
+    assert all("sampling/ratio_max" not in line for line in whole["lag0"].log)
+
+
+@pytest.mark.parametrize(
+    ("processes", "size"), [(2, 3), pytest.param(3, 5, marks=full), pytest.param(4, 1, marks=full)]
+)
+def test_the_same_bits_for_every_split(bench, whole, processes, size):
+    runs = [lagged(bench, f"lag{lag}-on-{processes}", lag, size) for lag in (1, 2)]
+    runs += [lagged(bench, f"dynamic-on-{processes}", 1, size, **DYNAMIC)]
+    for name, result in zip(("lag1", "lag2", "dynamic"), run_all(runs, processes)):
+        assert_same_run(whole[name], result)
+
+
+@pytest.mark.parametrize(
+    ("processes", "times", "longest"),
+    [(1, 1, 0.05), (2, 1, 0.05), pytest.param(1, 5, 0.3, marks=full), pytest.param(2, 5, 0.3, marks=full)],
+)
+def test_delays_change_nothing(bench, whole, processes, times, longest):
+    runs = [
+        dataclasses.replace(lagged(bench, f"jitter{lag}-{processes}-{n}", lag, 8), rewards=(jittery(longest),))
+        for n in range(times)
+        for lag in (1, 2)
+    ]
+    for number, result in enumerate(run_all(runs, processes)):
+        assert_same_run(whole[f"lag{1 + number % 2}"], result)
+
+
+@pytest.mark.parametrize(
+    ("lag", "processes", "steps"),
+    [
+        (1, 1, (1, 2, 6, 11)),
+        (2, 2, (3, 4)),
+        pytest.param(2, 1, range(1, 12), marks=full),
+        pytest.param(1, 3, (5, 8), marks=full),
+    ],
+)
+def test_a_resumed_run_goes_on_with_what_was_on_its_way(bench, whole, lag, processes, steps):
+    runs = [
+        dataclasses.replace(
+            lagged(bench, f"lag{lag}-from-{step}-on-{processes}", lag, 5),
+            resume_from=str(bench.folder / f"lag{lag}" / f"checkpoint-{step}"),
+        )
+        for step in steps
+    ]
+    for step, result in zip(steps, run_all(runs, processes)):
+        assert_same_run(whole[f"lag{lag}"], result, step)
+
+
+def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
+    run = dataclasses.replace(lagged(bench, "killed", 2), rewards=(dying("optimizer", 6, 1),))
+    with pytest.raises(LaunchError):
+        run_all([run], processes=2)
+    again = dataclasses.replace(lagged(bench, "killed", 2, 3), resume_from="latest")
+    (result,) = run_all([again], processes=1)
+    assert_same_run(whole["lag2"], result, STEPS - len(result.trace))
+    assert 0 < len(result.trace) < STEPS
+
+
+def test_nothing_is_gathered_beside_training(bench, whole):
+    run = dataclasses.replace(lagged(bench, "watched", 2, 5), rewards=(watched_collectives(),))
+    (result,) = run_all([run], processes=2)
+    assert_same_run(whole["lag2"], result)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_process_ends_all(bench, rank):
+    run = dataclasses.replace(lagged(bench, f"failing-{rank}", 1), rewards=(failing_on(rank, 3),))
+    try:
+        (result,) = run_all([run], processes=2)
+        said = str(result.error)
+    except LaunchError as error:
+        said = str(error)
+    assert "the judge is out" in said
+
+
+def test_an_evaluation_changes_nothing(bench, whole):
+    more = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
+    run = dataclasses.replace(lagged(bench, "evaluated", 2, 5, **more), eval_path=bench.data(5))
+    (result,) = run_all([run], processes=2)
+    assert result.error is None, result.error
+    assert result.trace == whole["lag2"].trace
+    assert sum("eval_loss" in line for line in result.log) >= STEPS // 2
