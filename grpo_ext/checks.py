@@ -633,7 +633,7 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse what cannot be sampled on a thread of its own, or not before it is due."""
     lag, dataset = config.rollout_lag, trainer.train_dataset
     own = trainer._own_sampling() or own_generate(trainer.model)
-    if own is not None or not trainer._samples_by_key():
+    if own is not None or not (trainer.use_vllm or trainer._samples_by_key()):
         raise ConfigError(
             f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False and a "
             f"generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are trained. Use "

@@ -214,7 +214,7 @@ def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> 
 
 @contextmanager
 def gathering_through(
-    accelerator: Any, gather: Callable[..., Any], gather_object: Callable[..., Any]
+    accelerator: Any, gather: Callable[..., Any], gather_object: Callable[..., Any], alone: bool = False
 ) -> Iterator[None]:
     """Inside, TRL's scoring gathers through these functions: the one place where code of others is replaced.
 
@@ -224,8 +224,16 @@ def gathering_through(
 
     It holds for this thread alone: another may be inside at the same time, with an accelerator and functions of its
     own, or gather as ever.
+
+    Args:
+        alone: nothing is gathered, so that TRL asks a vLLM server for the rows of this process by themselves.
     """
-    token = _gathering.set({"gather": gather, "gather_object": gather_object})
+    routes: dict[tuple[str, str], Callable[..., Any]]
+    routes = {("scoring", "gather"): gather, ("scoring", "gather_object"): gather_object}
+    if alone:
+        routes[("vllm", "gather_object")] = gather_object
+        routes[("vllm", "broadcast_object_list")] = lambda objects, **kwargs: objects
+    token = _gathering.set(routes)
     _routing.enter()
     try:
         with mock.patch.object(accelerator, "gather", gather):
@@ -235,33 +243,35 @@ def gathering_through(
         _gathering.reset(token)
 
 
-_gathering: ContextVar[dict[str, Callable[..., Any]]] = ContextVar("gathering", default={})  # noqa: B039 (never changed)
+_Routes = dict[tuple[str, str], Callable[..., Any]]
+_gathering: ContextVar[_Routes] = ContextVar("gathering", default={})  # noqa: B039 (never changed)
 
 
 class _Routing:
     """Sends the collectives of TRL's module where the thread that calls them wants them, while any thread does."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
+        self._lock, self._inside, self._before = threading.Lock(), 0, dict[tuple[str, str], Any]()
 
     def enter(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._before = {name: getattr(trl_module, name) for name in ("gather", "gather_object")}
-                for name, before in self._before.items():
-                    setattr(trl_module, name, self._routed(name, before))
+                for key in _COLLECTIVES:
+                    module, name = _MODULES[key[0]], key[1]
+                    self._before[key] = getattr(module, name)
+                    setattr(module, name, self._routed(key, self._before[key]))
             self._inside += 1
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                for name, before in self._before.items():
-                    setattr(trl_module, name, before)
+                for key, before in self._before.items():
+                    setattr(_MODULES[key[0]], key[1], before)
 
     @staticmethod
-    def _routed(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _gathering.get().get(name, before)(*args, **kwargs)
+    def _routed(key: tuple[str, str], before: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _gathering.get().get(key, before)(*args, **kwargs)
 
 
 _routing = _Routing()
@@ -300,6 +310,11 @@ class Point:
 
 
 trl_module = importlib.import_module(trl.GRPOTrainer.__module__)  # where its scoring finds the collectives it calls
+vllm_module: Any = _module("trl.generation.vllm_generation")  # where it asks a server
+VLLMClient = _function("trl.generation.vllm_client", "VLLMClient")
+_MODULES = {"scoring": trl_module, "vllm": vllm_module}
+_COLLECTIVES = [("scoring", "gather"), ("scoring", "gather_object")]
+_COLLECTIVES += [("vllm", "gather_object"), ("vllm", "broadcast_object_list")] if vllm_module else []
 
 # taken now: scripts put this package's trainer in the place of TRL's
 _GRPO, _TRAINER, _GENERATION = trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin
@@ -358,6 +373,8 @@ CALLED = (
     Point(accelerate.Accelerator, "unwrap_model", ("model",)),
     Point(trl_module, "gather", ("tensor",)),
     Point(trl_module, "gather_object", ("object",)),
+    Point(vllm_module, "gather_object", ("object",)),
+    Point(vllm_module, "broadcast_object_list", ("object_list",)),
     Point(_module("accelerate.utils"), "gather", ("tensor",)),
     Point(_module("accelerate.utils"), "gather_object", ("object",)),
     Point(_module("accelerate.utils"), "broadcast_object_list", ("object_list",)),

@@ -469,7 +469,9 @@ class GRPOConfig(trl.GRPOConfig):
         refused = {
             "FSDP (a forward is a collective, and two threads would run theirs in different orders)": sharded,
             "DeepSpeed (the same)": self._asks_for_deepspeed(),
-            "use_vllm (not built yet)": self.use_vllm,
+            "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
+                self.use_vllm and self.vllm_mode != "server"
+            ),
             "use_transformers_continuous_batching (it samples with the weights that are trained)": (
                 self.use_transformers_continuous_batching
             ),

@@ -352,6 +352,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
             )
         if not self.model.training:
+            if self._ahead is not None and self.use_vllm:  # the evaluation sends its weights
+                self._ahead.drain()
+                self._ahead.forget_sent()
             return self._sample_rollout(generation_batch)
         return self._sampler.completions_of_step(generation_batch, self._sample_rollout)
 
@@ -675,13 +678,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             history = [entry for entry in self.state.log_history if entry["step"] <= weights.step]
             twin.state = copy.copy(self.state)
             vars(twin.state).update({**weights.progress, "log_history": history})
+            twin._last_loaded_step = weights.step  # the server has them
             call = twin._score_alone(rows)
             return Sampled(call, twin._clock.take(), idle)
 
-        threads = self.args.rollout_threads or self._threads
-        steps = self._sampler.steps
         ahead = RolloutsAhead(
-            steps, self.state.max_steps, snapshot, Worker(threads, device), sample, self._asked_to_stop, twin._forms
+            self._sampler.steps,
+            self.state.max_steps,
+            snapshot,
+            Worker(self.args.rollout_threads or self._threads, device),
+            sample,
+            self._asked_to_stop,
+            twin._forms,
+            self._sender(snapshot) if self.use_vllm else None,
         )
         ahead.resume(self._waiting)
         self._waiting = []
@@ -704,8 +713,26 @@ class GRPOTrainer(trl.GRPOTrainer):
         twin._environment_pool = pools
         if (timed := self._timed_tools) is not None:
             twin._timed_tools = TimedTools(timed.seconds, pools)
+        if self.use_vllm:
+            generation = twin.vllm_generation = copy.copy(self.vllm_generation)
+            generation.accelerator = compat.View(here, {"is_main_process": True})
+            if not self.accelerator.is_main_process:  # which alone has a client
+                url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
+                timeout = generation.server_timeout
+                generation.vllm_client = compat.VLLMClient(base_url=url, connection_timeout=timeout)
         twin._sampler, twin._scorer = self._sampler.twin(here, twin.processing_class), self._scorer.twin(here, twin)
         return twin
+
+    def _sender(self, snapshot: Snapshot) -> Callable[[], None]:
+        """What sends the weights of a snapshot to the vLLM server."""
+        generation = copy.copy(self.vllm_generation)
+        generation.model = snapshot.policy
+
+        def send() -> None:
+            generation.sync_weights()
+            self._last_loaded_step = -1  # an evaluation sends those of its own moment
+
+        return send
 
     def _score_alone(self, rows: StepRows) -> ScoringCall:
         """On the thread: sample, score and reward rows of this process."""
@@ -731,9 +758,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _due(self, request: RolloutRequest) -> StepRows:
         """The rows of this process whose rollout batch was sampled ahead, once all processes are done with theirs."""
         assert self._ahead is not None
-        start = time.perf_counter()
         job = self._ahead.take(request)
-        self._metrics["train"]["time/wait_rollout"].append(time.perf_counter() - start)
+        self._metrics["train"]["time/wait_rollout"].append(self._ahead.waited)
+        self._ahead.waited = 0.0
         sampled = job.sampled.result()
         self._metrics["train"]["time/wait_train"].append(sampled.idle)
         for phase, seconds in sampled.seconds.items():
@@ -839,7 +866,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.args.bf16:
             slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
             precision = f"bfloat16 (TRL's default){slower}"
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision)
+        ahead, lag = None, self.args.rollout_lag
+        if lag:
+            mebibytes = (lag + 1) * sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / 2**20
+            ahead = f"{lag} rollout batch(es); up to {lag + 1} copies of the trained weights, {mebibytes:,.0f} MiB"
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager

@@ -373,6 +373,7 @@ def describe_plan(
     micro_batch_tokens: int | None = None,
     form: str | None = None,
     precision: str | None = None,
+    ahead: str | None = None,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -382,6 +383,7 @@ def describe_plan(
         micro_batch_tokens: tokens per forward on one device, or None.
         form: how completions run through the model, where that is known.
         precision: what it computes in, where that is to be said.
+        ahead: what it takes to sample ahead of training, where that is done.
     """
     g, own = geometry, geometry.num_generations
     per_process = g.micro_batches_per_process()
@@ -396,7 +398,8 @@ def describe_plan(
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
     ]
-    rows += [(name, said) for name, said in (("forward", form), ("precision", precision)) if said is not None]
+    more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
+    rows += [(name, said) for name, said in more if said is not None]
     if g.global_batch_size % own:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:

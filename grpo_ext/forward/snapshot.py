@@ -133,4 +133,4 @@ class Snapshot:
             if part and model is not None:
                 for name, parameter in model.named_parameters():
                     if name in part:
-                        parameter.data = part[name]
+                        parameter.data = part[name].to(self.device)  # those of a checkpoint come from the CPU

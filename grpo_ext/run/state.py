@@ -108,7 +108,9 @@ def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weigh
     parts = []
     for part in ("policy", "reference"):
         prefix = f"{progress['global_step']}/{part}/"
-        parts.append({key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)})
+        # copied, as what a file was mapped for may lie where no other tensor does (runtime.determinism.align_memory)
+        own = {key: value.clone() for key, value in stored.items() if key.startswith(prefix)}
+        parts.append({key.removeprefix(prefix): value for key, value in own.items()})
     return Weights(progress, *parts)
 
 

@@ -91,7 +91,7 @@ def ragged_scoring(accelerator: Accelerator, empty: bool) -> Iterator[None]:
     def objects(items: Any) -> Any:
         return gather_lists([] if empty else items)
 
-    with gathering_through(accelerator, some, objects):
+    with gathering_through(accelerator, some, objects, _alone.get()):
         yield
 
 

@@ -123,6 +123,8 @@ class RolloutsAhead:
         sample: on the thread: this process's part of a rollout batch, with these weights.
         stopping: whether this process was asked to stop.
         forms: how the models run, as found out on the thread; the same on every process.
+        send: sends the weights of the snapshot to a server that samples, on all processes together; None without one.
+            It holds one set of weights at a time, so they are sent once it has answered all requests.
     """
 
     def __init__(
@@ -134,9 +136,12 @@ class RolloutsAhead:
         sample: Callable[[StepRows, Weights, float], Sampled],
         stopping: Callable[[], bool],
         forms: Callable[[], Sequence[str]],
+        send: Callable[[], None] | None = None,
     ) -> None:
         self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
-        self.sample, self.stopping, self.forms = sample, stopping, forms
+        self.sample, self.stopping, self.forms, self.send = sample, stopping, forms, send
+        self.waited = 0.0  # seconds, since it was last set to zero
+        self._sent: Weights | None = None
         self.jobs: deque[Job] = deque()
         self._next: int | None = None  # the first step of the next rollout batch to begin with
         self._current: Weights | None = None
@@ -180,6 +185,12 @@ class RolloutsAhead:
         self._next = step + 1
 
     def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
+        if self.send is not None and self._sent is not weights:
+            self.drain()
+            self.snapshot.hold(weights)
+            self.send()
+            self._sent = weights
+
         def work(idle: float) -> Sampled:
             self.snapshot.hold(weights)
             return self.sample(rows, weights, idle)
@@ -202,6 +213,15 @@ class RolloutsAhead:
         assert self._current is not None
         rows.made = self._settled(self._submit(-1, rows, self._current)).call
 
+    def drain(self) -> None:
+        """Wait until nothing runs on the thread of any process."""
+        for job in self.jobs:
+            self._settled(job)
+
+    def forget_sent(self) -> None:
+        """The server has been sent other weights, or will be."""
+        self._sent = None
+
     def _settled(self, job: Job) -> Sampled:
         """What a job made, once every process is done with its part.
 
@@ -209,8 +229,10 @@ class RolloutsAhead:
             StoppedWaiting: on every process, where one was asked to stop meanwhile.
             RolloutError: where another process failed; the error itself on the one that did.
         """
+        start = time.perf_counter()
         while not (done := bool(wait([job.sampled], timeout=0.1).done)) and not self.stopping():
             pass
+        self.waited += time.perf_counter() - start
         error = job.sampled.exception() if done else None
         said = None if error is None else f"{type(error).__name__}: {error}"
         everyone = gather_lists([(done, said, tuple(self.forms()))])

@@ -111,7 +111,9 @@ def plan(
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, settings.get("micro_batch_tokens")))
+    tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag")
+    ahead = f"{lag} rollout batch(es)" if lag else None
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 

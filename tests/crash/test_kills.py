@@ -47,8 +47,14 @@ def one_kill(rng: random.Random, processes: int) -> tuple[str, Any]:
     return f"process {rank} in {moment}, time {at}", dying(moment, at, rank)
 
 
+SYNCHRONOUS: dict[str, Any] = {}
+# rollout batches are on their way when the process dies, and it may go on on another number of processes
+AHEAD = {"rollout_lag": 2, "bitwise_invariant": True, "beta": 0.0}
+
+
 @pytest.mark.full
-def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, AHEAD], ids=["synchronous", "ahead"])
+def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
     wanted = request.config.getoption("--kills") or 3
     rng = random.Random(SEED)
     whole: dict[int, RunResult] = {}
@@ -58,17 +64,20 @@ def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
         chains += 1
         processes = 1 + chains % 2
         if processes not in whole:
-            (whole[processes],) = run_all([long_run(bench, bench.folder, f"whole-{processes}", 3)], processes)
+            run = long_run(bench, bench.folder, f"whole-{processes}-{len(settings)}", 3, **settings)
+            (whole[processes],) = run_all([run], processes)
             assert whole[processes].error is None
-        name = f"chain-{chains}"
+        name = f"chain-{chains}-{len(settings)}"
         kept: set[Path] = set()
         for attempt in range(100):
+            if settings:
+                processes = rng.choice([1, 2])
             what, reward = one_kill(rng, processes) if kills < wanted else ("left alone", letter_reward)
             newest, skipped = newest_whole(bench.folder / name)
             assert skipped == [], (SEED, told)  # nothing half-written carries a checkpoint's name
             assert newest is None or newest == max(kept, key=lambda path: int(path.name.split("-")[1]))
             step = 0 if newest is None else int(newest.name.split("-")[1])
-            run = long_run(bench, bench.folder, name, 3)
+            run = long_run(bench, bench.folder, name, 3, **settings)
             run = dataclasses.replace(run, rewards=(reward,), resume_from=None if newest is None else "latest")
             start = time.perf_counter()
             result, died = None, ""
@@ -87,7 +96,8 @@ def test_killed_runs_end_with_the_same_bits(bench, request, capsys):
                 kept = found
                 continue
             assert result.error is None, (SEED, told, result.error)
-            assert result.trace == whole[processes].trace[step:], (SEED, told)
+            (expected, *_) = whole.values() if settings else (whole[processes],)
+            assert result.trace == expected.trace[step:], (SEED, told)
             assert len(checkpoints(bench.folder / name)) == STEPS
             break
         shutil.rmtree(bench.folder / name)

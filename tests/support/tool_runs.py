@@ -280,6 +280,18 @@ CASES = {
     ),
     # on two processes one has no prompts; it may not go on with what it was lent
     "few": Case({"tools": [count, tell]}, ["count", "tell"], company=True, config={"global_batch_size": 4}),
+    "ahead": Case(
+        {"environment_factory": KINDS},
+        ["ask", "tell", "count"],
+        kinds=[*KINDS],
+        config={"max_steps": 3, "rollout_lag": 1},
+    ),
+    "ahead_async": Case(
+        {"tools": [ask, refuse, count]},
+        ["ask", "count", "refuse", "ask"],
+        all_at_once,
+        config={"max_steps": 3, "rollout_lag": 2, "tool_timeout": 5.0},
+    ),
     "leak": Case({"tools": [leak]}, ["leak"]),
 }
 

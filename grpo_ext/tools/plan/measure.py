@@ -225,6 +225,8 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         selective=settings.get("recompute_granularity") == "selective",
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
         bitwise=bool(settings.get("bitwise_invariant", False)),
+        lag=settings.get("rollout_lag") or 0,
+        beside=settings.get("rollout_device") is None,
     )
     return (
         f"Model: {sizes.parameters / 1e6:,.0f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved "

@@ -64,6 +64,7 @@ class MemoryLayout:
         checkpointing: gradient checkpointing; selective: which keeps matrix products and attention.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
+        lag: rollout batches that are sampled ahead; beside: on the device that trains.
         head_tile: logits that the head computes at a time.
     """
 
@@ -76,6 +77,8 @@ class MemoryLayout:
     selective: bool = False
     reference: bool = False
     bitwise: bool = False
+    lag: int = 0
+    beside: bool = True
     head_tile: int = TILE[0] * TILE[1]
 
 
@@ -110,12 +113,16 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "activations": _activations(model, layout),
         # float32 values and what becomes of them; in half precision the products too
         "logits": tile * (2 * 4 + (model.compute_bytes if model.compute_bytes < 4 else 0)),
+        # of those that are due later, and of the one that is late
+        "weights that sample": (layout.lag + 1) * width * model.trained if layout.lag and layout.beside else 0,
         "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
     }
-    held = parts["weights"] + parts["reference"] + parts["optimizer"]
+    held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
     step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
     # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
+    if layout.lag and layout.beside:  # both at a time
+        return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
     return {**parts, "training": held + step, "rollout": held + sampling}
 
 

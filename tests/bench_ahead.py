@@ -1,0 +1,124 @@
+"""What sampling ahead of training gains (`rollout_lag`): `python -m tests.bench_ahead`, some minutes, one JSON.
+
+Medians of interleaved runs, in seconds per step, from the end of the second step to the end of the last. Sampling on a
+device of its own is simulated: the sampler waits for as long as it is told and returns random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import TrainerCallback
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.sampling import turns
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+
+STEPS, FIRST, LENGTH = 14, 2, 48
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+
+
+class Clock(TrainerCallback):
+    """When steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def waiting_sampler(seconds: Iterator[float]) -> Any:
+    tokens = random.Random(1)
+
+    def sample(model: Any, rows: Any, *args: Any) -> list[list[int]]:
+        time.sleep(next(seconds))
+        return [[tokens.randrange(3, 30) for _ in range(LENGTH)] for _ in rows]
+
+    return sample
+
+
+def seconds_per_step(lag: int, sampling: list[float] | None = None, reward: float = 0.0) -> tuple[float, float]:
+    """Of a run, and of its training alone."""
+
+    def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(reward)
+        return letter_reward(prompts, completions)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = GRPOConfig(
+            folder,
+            global_batch_size=32,
+            rollout_chunk_size=32,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=LENGTH,
+            max_steps=STEPS,
+            rollout_lag=lag,
+            logging_steps=1,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(tiny_model(**SHAPE), score, args, prompts(64), processing_class=tiny_tokenizer())
+        trainer.add_callback(clock := Clock())
+        sampler = turns.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
+        with mock.patch.object(turns, "sample_chunk", sampler), mock.patch("builtins.print"):
+            trainer.train()
+        lines = [line for line in trainer.state.log_history if "time/window" in line][FIRST:]
+        # what is left of a step once nothing has to be waited for
+        waits = "time/wait_rollout" if lag else "time/rollout"
+        own = [line["step_time"] - line[waits] - (0.0 if lag else reward) for line in lines]
+        return (clock.ends[-1] - clock.ends[FIRST - 1]) / (STEPS - FIRST), statistics.median(own)
+
+
+def endless_buffer(sampling: list[float], training: float) -> float:
+    """Seconds per step if sampling never waited for training, and training took what was ready, of whatever age."""
+    ready, done, ends = 0.0, 0.0, []
+    for seconds in sampling[:STEPS]:
+        ready += seconds
+        done = max(done, ready) + training
+        ends.append(done)
+    return (ends[-1] - ends[FIRST - 1]) / (STEPS - FIRST)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    instant = [0.0] * (STEPS + 3)
+    seconds_per_step(0, instant)  # warm-up
+    training = statistics.median(seconds_per_step(0, instant)[0] for _ in range(3))
+    equal = [training] * (STEPS + 3)
+    draw = random.Random(2)
+    ragged = [training * draw.lognormvariate(-0.32, 0.8) for _ in equal]  # a mean of about one training step
+    cases: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "reward that waits": [(f"lag {lag}", {"lag": lag, "reward": training}) for lag in (0, 1, 2)],
+        "sampler of its own": [(f"lag {lag}", {"lag": lag, "sampling": equal}) for lag in (0, 1, 2)],
+        "ragged sampler": [(f"lag {lag}", {"lag": lag, "sampling": ragged}) for lag in (0, 1, 2)],
+        "same cores": [(f"lag {lag}", {"lag": lag}) for lag in (0, 1)],
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {label: [] for label, _ in runs} for name, runs in cases.items()}
+    for _ in range(rounds):
+        for name, runs in cases.items():
+            for label, settings in runs:
+                found[name][label].append(seconds_per_step(**settings)[0])
+    table = {name: {label: statistics.median(times) for label, times in rows.items()} for name, rows in found.items()}
+    table["ragged sampler"]["no limit to the lag (computed)"] = endless_buffer(ragged, training)
+    print(json.dumps({"training": training, "seconds_per_step": table, "all": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

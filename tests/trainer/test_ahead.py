@@ -1,0 +1,380 @@
+"""What samples ahead of training (`rollout_lag`): weights of the right step, errors, interrupts, memory, refusals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from grpo_ext import GRPOConfig, compat
+from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
+from grpo_ext.forward.snapshot import Abandoned, Snapshot
+from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.interrupts import TrainingInterrupted
+from grpo_ext.run.state import RunState
+from grpo_ext.sampling import turns
+from grpo_ext.sampling.ahead import Worker
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
+from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
+
+
+def log_probs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Of the tokens of a completion, by transformers alone."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(completion)), torch.tensor(completion)]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag):
+    trainer = make(tmp_path, max_steps=5, rollout_lag=lag, **SAVE)
+    start = tiny_model()
+    trainer.train()
+    for step in range(1, 6):
+        state = RunState.load(tmp_path / f"checkpoint-{step}", 4)
+        assert state is not None
+        assert state.rollout is not None
+        assert state.sampled_at == max(0, step - 1 - lag)
+        sampled = tmp_path / f"checkpoint-{state.sampled_at}"
+        model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
+        for row in range(len(state.rollout)):
+            fields = {name: values[row] for name, values in state.rollout.fields.items()}
+            prompt, completion = fields["prompt_ids"].tolist(), fields["completion_ids"].tolist()
+            expected = log_probs(model, prompt, completion)
+            assert torch.allclose(fields["old_per_token_logps"], expected, atol=2e-5), (step, row)
+
+
+def test_a_checkpoint_names_what_is_on_its_way_and_holds_its_weights(tmp_path):
+    trainer = make(tmp_path, max_steps=6, rollout_lag=2, **SAVE)
+    trainer.train()
+    state = RunState.load(tmp_path / "checkpoint-3", 4)
+    assert state is not None
+    assert [(step, weights.step) for step, weights in state.waiting] == [(3, 1), (4, 2)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    held = state.waiting[1][1].policy
+    for name, parameter in model.named_parameters():
+        assert torch.equal(held[name], parameter), name
+    last = RunState.load(tmp_path / "checkpoint-6", 4)
+    assert last is not None
+    assert last.waiting == []  # nothing is sampled that is not trained
+
+
+def test_each_prompt_is_sampled_once(tmp_path):
+    seen: list[str] = []
+
+    def note(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.extend(prompts[::4])
+        return letter_reward(prompts, completions)
+
+    trainer = make(tmp_path, reward=note, max_steps=-1, num_train_epochs=2, rollout_lag=2)
+    trainer.train()
+    assert len(seen) == 24
+    assert {prompt: seen.count(prompt) for prompt in seen} == dict.fromkeys(prompts(12)["prompt"], 2)
+
+
+def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
+    seen: list[int] = []
+
+    def note(completions: list[str], trainer_state: Any, prompts: list[str], **columns: Any) -> list[float]:
+        time.sleep(random.SystemRandom().uniform(0, 0.05))
+        seen.append(trainer_state.global_step)
+        assert all(entry["step"] <= trainer_state.global_step for entry in trainer_state.log_history)
+        return letter_reward(prompts, completions)
+
+    make(tmp_path, reward=note, max_steps=6, rollout_lag=1).train()
+    assert seen == [0, 0, 1, 2, 3, 4]
+
+
+def test_what_it_waits_for_is_logged(tmp_path):
+    def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        time.sleep(0.4)
+        return letter_reward(prompts, completions)
+
+    trainer = make(tmp_path, reward=slow, rollout_lag=1)
+    trainer.train()
+    assert all(waited > 0.2 for waited in log_of(trainer, "time/wait_rollout"))
+    assert log_of(trainer, "sampling/staleness") == [0, 1, 1]
+    assert len(log_of(trainer, "time/wait_train")) == 3
+
+
+def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
+    def fails(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [float("nan")] * len(completions)
+
+    with pytest.raises(RewardError, match="returned nan in row 0"):
+        make(tmp_path, reward=fails, rollout_lag=1).train()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+def test_a_reward_that_hangs_ends_the_run_in_time(tmp_path):
+    release = threading.Event()
+
+    def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        release.wait(60)
+        return [0.0] * len(completions)
+
+    start = time.perf_counter()
+    with pytest.raises(RewardError, match="no answer within reward_timeout"):
+        make(tmp_path, reward=hangs, rollout_lag=1, reward_timeout=0.5).train()
+    assert time.perf_counter() - start < 30
+    release.set()
+
+
+def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypatch):
+    whole = make(tmp_path / "whole", rollout_lag=1)
+    whole.train()
+    inner = turns.sample_chunk
+
+    def short(model: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(rows) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return inner(model, rows, *args, **kwargs)
+
+    monkeypatch.setattr(turns, "sample_chunk", short)
+    trainer = make(tmp_path / "short", rollout_lag=1)
+    trainer.train()
+    assert trainer._sampler.memory.limit == 8
+    assert torch.allclose(parameters(trainer), parameters(whole), atol=1e-6)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_run_that_waits_stops_at_once_and_goes_on_as_it_was(tmp_path, after):
+    release, calls = threading.Event(), [0]
+
+    def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        calls[0] += 1
+        if calls[0] > after:
+            os.kill(os.getpid(), signal.SIGTERM)
+            release.wait(60)
+        return letter_reward(prompts, completions)
+
+    slow.__name__ = letter_reward.__name__
+    trainer = make(tmp_path / "out", reward=slow, max_steps=4, rollout_lag=1, save_strategy="steps", save_steps=10)
+    start = time.perf_counter()
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    release.set()
+    assert time.perf_counter() - start < 40
+    whole = make(tmp_path / "whole", max_steps=4, rollout_lag=1)
+    whole.train()
+    again = make(tmp_path / "out", max_steps=4, rollout_lag=1)
+    if after == 0:
+        assert checkpoints(tmp_path / "out") == []
+    else:
+        (folder,) = checkpoints(tmp_path / "out")
+        assert folder.name == f"checkpoint-{trainer.state.global_step}"
+        assert why_broken(folder) is None
+    again.train(resume_from_checkpoint="auto")
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
+    trainer = other(tmp_path, peft_config=LoraConfig(**LORA), rollout_lag=1, beta=0.1)
+    live = trainer.model
+    snapshot = Snapshot(live, None, False, "cpu", lambda model: model)
+    for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
+        assert (own is copied) == (not own.requires_grad), name
+    weights = snapshot.take({"global_step": 0})
+    assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
+    assert weights.nbytes < 0.2 * sum(p.nbytes for p in live.parameters())
+    trainer.train()
+    assert log_of(trainer, "sampling/ratio_max")[-1] > 1.0
+    with live.disable_adapter():
+        before = get_peft_model(tiny_model(), LoraConfig(**LORA)).state_dict()
+    base = {name: value for name, value in live.state_dict().items() if "lora" not in name}
+    assert all(torch.equal(value, before[name]) for name, value in base.items())
+
+
+# ---- A server that samples ------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Stands in for vLLM's: one set of weights at a time, requests that run together, a seed for each."""
+
+    def __init__(self) -> None:
+        self.model, self.lock = tiny_model(), threading.Lock()
+        self.open, self.sent = 0, 0
+
+    def generate(self, prompts: Any, n: int, max_tokens: int, generation_kwargs: Any, **rest: Any) -> dict[str, Any]:
+        with self.lock:
+            self.open += 1
+        try:
+            answers = [
+                self.sample(ids, generation_kwargs["seed"] + place, max_tokens) for ids in prompts for place in range(n)
+            ]
+            time.sleep(random.SystemRandom().uniform(0, 0.02))
+        finally:
+            with self.lock:
+                self.open -= 1
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [ids for ids, _ in answers],
+            "logprobs": [[[value] for value in values] for _, values in answers],
+            "logprob_token_ids": [[[token] for token in ids] for ids, _ in answers],
+        }
+
+    def sample(self, prompt: list[int], seed: int, length: int) -> tuple[list[int], list[float]]:
+        generator, ids, found = torch.Generator().manual_seed(seed), [], []
+        while len(ids) < length and (not ids or ids[-1] != 1):
+            with torch.no_grad():
+                logps = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
+            found.append(float(logps[ids[-1]]))
+        return ids, found
+
+    def take(self, weights: dict[str, torch.Tensor]) -> None:
+        assert self.open == 0, "weights were sent while requests were open"
+        self.model.load_state_dict(weights)
+        self.sent += 1
+
+
+@pytest.fixture
+def server(monkeypatch) -> Server:
+    kept = Server()
+
+    class Generation(compat.vllm_module.VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.vllm_client = kept
+
+        def sync_weights(self) -> None:
+            kept.take({name: value.clone() for name, value in self.model.state_dict().items()})
+
+    monkeypatch.setattr(compat.trl_module, "VLLMGeneration", Generation)
+    return kept
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("more", [{}, {"dynamic_sampling": True}, {"eval_strategy": "steps", "eval_steps": 1}])
+def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, lag, more):
+    evaluated = {"eval_dataset": prompts(4, seed=1)} if "eval_steps" in more else {}
+    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 5, "learning_rate": 1e-2, "top_k": 0}
+    trainer = other(tmp_path, rollout_lag=lag, **settings, **more, **evaluated)
+    trainer.train()
+    for name in ("min", "max"):  # of the trainer's log-probabilities to the server's
+        ratios = log_of(trainer, f"sampling/importance_sampling_ratio/{name}")
+        assert ratios == pytest.approx([1.0] * 5, abs=1e-4)
+    if lag:
+        assert max(log_of(trainer, "sampling/ratio_max")) > 1.2
+    assert server.sent >= 5 - lag
+
+
+def test_a_run_with_a_server_goes_on_as_it_was(tmp_path, server):
+    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 5, "rollout_lag": 2, "top_k": 0}
+    whole = other(tmp_path / "whole", **settings)
+    whole.train()
+    again = other(tmp_path / "whole", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+# ---- Its parts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_keeps_its_weights_while_the_model_moves():
+    model = tiny_model()
+    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
+    first = snapshot.take({"global_step": 0})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ids = torch.tensor([[3, 4, 5]])
+    snapshot.hold(first)
+    assert torch.equal(snapshot.policy(ids).logits, tiny_model()(ids).logits)
+    snapshot.hold(snapshot.take({"global_step": 1}))
+    assert torch.equal(snapshot.policy(ids).logits, model(ids).logits)
+
+
+def test_a_forward_that_was_replaced_is_refused():
+    model = tiny_model()
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: inner(hidden)
+    with pytest.raises(ModelError, match=r"the forward of lm_head was replaced"):
+        Snapshot(model, None, False, "cpu", lambda twin: twin)
+
+
+def test_what_was_abandoned_stops_at_its_next_forward():
+    snapshot = Snapshot(tiny_model(), None, False, "cpu", lambda twin: twin)
+    snapshot.abandoned.set()
+    with pytest.raises(Abandoned):
+        snapshot.policy(torch.tensor([[3, 4]]))
+
+
+def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
+    worker, order = Worker(None, torch.device("cpu")), []
+
+    def work(number: int) -> Any:
+        def run(idle: float) -> int:
+            order.append(number)
+            if number == 1:
+                raise ValueError("one")
+            return number
+
+        return run
+
+    futures = [worker.submit(work(number)) for number in range(3)]
+    assert futures[2].result(10) == 2
+    assert str(futures[1].exception(10)) == "one"
+    assert order == [0, 1, 2]
+    worker.close(10)
+
+
+def test_a_thread_has_threads_of_its_own():
+    before = torch.get_num_threads()
+    worker = Worker(before + 1, torch.device("cpu"))
+    assert worker.submit(lambda idle: torch.get_num_threads()).result(10) == before + 1
+    assert torch.get_num_threads() == before
+    worker.close(10)
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout_lag": -1}, "rollout_lag=-1"),
+        ({"rollout_lag": 1.5}, "rollout_lag=1.5"),
+        ({"rollout_threads": 2}, "rollout_threads without rollout_lag"),
+        ({"rollout_device": "cpu"}, "rollout_device without rollout_lag"),
+        ({"rollout_lag": 1, "rollout_threads": 0}, "rollout_threads=0"),
+        ({"rollout_lag": 1, "rollout_device": "moon"}, "rollout_device='moon'"),
+        ({"rollout_lag": 1, "use_transformers_continuous_batching": True}, "continuous_batching"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        GRPOConfig(**config_kwargs(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout_lag": 3, "max_steps": 3}, r"rollout_lag=3, and the run has 3 rollout batch"),
+        ({"rollout_lag": 2, "max_steps": 3, "rollout_batch_size": 32}, r"the run has 2 rollout batch"),
+        ({"rollout_lag": 1, "generation_kwargs": {"do_sample": False}}, "needs this trainer's own sampling"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused_before_training(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make(tmp_path, **settings)
+
+
+def test_a_stream_is_refused(tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(prompts(12)))
+    with pytest.raises(ConfigError, match="a stream gives them in its own order"):
+        other(tmp_path, train_dataset=stream, rollout_lag=1)
+
+
+def test_another_lag_is_another_run(tmp_path):
+    make(tmp_path / "out", rollout_lag=1, **SAVE).train()
+    with pytest.raises(CheckpointError, match="rollout_lag: 1 in the checkpoint, 2 now"):
+        make(tmp_path / "out", rollout_lag=2, **SAVE).train(resume_from_checkpoint="latest")
