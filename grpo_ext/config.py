@@ -110,8 +110,9 @@ class GRPOConfig(trl.GRPOConfig):
     # How it is laid out: changes nothing that is learned.
     rollout_threads: int | None = _setting(
         None,
-        "With rollout_lag: CPU threads that sampling computes with, beside those of training (OMP_NUM_THREADS). "
-        "Default: as many. In bitwise mode it belongs to what a run means; there the default is bitwise_threads.",
+        "With rollout_lag on a CPU: threads that sampling computes with; training has the others of torch's "
+        "(OMP_NUM_THREADS), at least one. Default: half. In bitwise mode it belongs to what a run means, training has "
+        "bitwise_threads, and so has sampling by default.",
     )
     rollout_device: str | None = _setting(
         None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."

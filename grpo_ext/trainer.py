@@ -59,7 +59,7 @@ from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order
-from .runtime.determinism import align_memory, pinned
+from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
 from .sampling.ahead import RolloutsAhead, Sampled, StoppedWaiting, Worker
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
@@ -159,6 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._ahead: RolloutsAhead | None = None  # with rollout_lag, while it trains
         self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
+        self._sampling_threads: int | None = None
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
@@ -686,7 +687,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._sampler.steps,
             self.state.max_steps,
             snapshot,
-            Worker(self.args.rollout_threads or self._threads, device),
+            Worker(self._sampling_threads, device),
             sample,
             self._asked_to_stop,
             twin._forms,
@@ -829,7 +830,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._losses, self._waiting = [], []
         checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
         self._announce()
-        with pinned(self._threads), self._keeper.running(checkpoint, lambda: self.state), self._telling_callbacks():
+        training = None
+        if self.args.rollout_lag and self.args.bitwise_invariant:
+            self._sampling_threads = self.args.rollout_threads or self.args.bitwise_threads
+        elif self.args.rollout_lag and self.accelerator.device.type == "cpu":
+            training, self._sampling_threads = divided_threads(self.args.rollout_threads)
+        with (
+            pinned(self._threads),
+            computing_with(training),
+            self._keeper.running(checkpoint, lambda: self.state),
+            self._telling_callbacks(),
+        ):
             result: Any = None
             try:
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)

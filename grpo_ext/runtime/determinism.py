@@ -76,6 +76,25 @@ def _deterministic() -> Any:
     return torch.utils.deterministic  # a module whose attribute is a property of its class, hidden from type checkers
 
 
+def divided_threads(sampling: int | None) -> tuple[int, int]:
+    """The CPU threads of torch, divided for training and for sampling beside it; `sampling` of them, or half."""
+    whole = torch.get_num_threads()
+    own = max(1, whole // 2) if sampling is None else sampling
+    return max(1, whole - own), own
+
+
+@contextmanager
+def computing_with(threads: int | None) -> Iterator[None]:
+    """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def pinned(threads: int | None) -> Iterator[None]:
     """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOConfig, compat
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
@@ -21,6 +21,7 @@ from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
+from grpo_ext.runtime.determinism import computing_with
 from grpo_ext.sampling import turns
 from grpo_ext.sampling.ahead import Worker
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
@@ -339,6 +340,26 @@ def test_a_thread_has_threads_of_its_own():
     assert worker.submit(lambda idle: torch.get_num_threads()).result(10) == before + 1
     assert torch.get_num_threads() == before
     worker.close(10)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, (2, 2)), (1, (3, 1)), (4, (1, 4))])
+def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
+    seen: set[tuple[str, int]] = set()
+
+    class Note(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            seen.add(("training", torch.get_num_threads()))
+
+    def note(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.add(("sampling", torch.get_num_threads()))
+        return letter_reward(prompts, completions)
+
+    trainer = make(tmp_path, reward=note, rollout_lag=1, rollout_threads=given)
+    trainer.add_callback(Note())
+    with computing_with(4):
+        trainer.train()
+        assert torch.get_num_threads() == 4
+    assert seen == {("training", expected[0]), ("sampling", expected[1])}
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------
