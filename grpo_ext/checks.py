@@ -28,6 +28,7 @@ from .forward.lm_head import refuse_unknown_head
 from .forward.positions import covered_length, longest_prompt, settle_rope
 from .forward.quantised import outlier_thresholds
 from .forward.reference import base_model_of
+from .forward.snapshot import refuse_replaced_forward
 from .precision.loss_scaler import half_weights, refuse_half_weights
 from .runtime.collectives import shards_parameters
 from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
@@ -62,6 +63,15 @@ def check_causal_lm(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+def has_forward_of_its_own(model: Any) -> bool:
+    """Whether somebody has put a function in the place of the forward of a model object; this package's head does not
+    count, which an earlier trainer has left."""
+    if not isinstance(model, nn.Module):
+        return False
+    found = [vars(part).get("forward") for part in (model, base_model_of(model))]
+    return any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in found)
 
 
 @contextmanager
@@ -639,6 +649,7 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are trained. Use "
             "rollout_lag=0."
         )
+    refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
     if trainer._sampler.travelling:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "

@@ -473,6 +473,11 @@ class GRPOConfig(trl.GRPOConfig):
             "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
                 self.use_vllm and self.vllm_mode != "server"
             ),
+            "torch_compile (a copy would be compiled anew)": self.torch_compile,
+            "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": (
+                self.ignore_data_skip
+            ),
+            "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": self.cast_lm_head_to_fp32,
             "use_transformers_continuous_batching (it samples with the weights that are trained)": (
                 self.use_transformers_continuous_batching
             ),
@@ -484,6 +489,13 @@ class GRPOConfig(trl.GRPOConfig):
                 torch.device(self.rollout_device)
             except RuntimeError as error:
                 raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
+            kind, index = torch.device(self.rollout_device).type, torch.device(self.rollout_device).index
+            if kind != self.device.type or (index is not None and self.world_size > 1):
+                raise ConfigError(
+                    f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} "
+                    "process(es): use a device of the same kind, and with several processes none with a number, which "
+                    "all of them would share."
+                )
 
     def _check_forward(self) -> None:
         if self.forward != "auto" and not self.packed_forward:

@@ -41,7 +41,7 @@ from .batching.prompt_order import (
 )
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
@@ -140,6 +140,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify()
         if not isinstance(model, str):
             checks.check_causal_lm(model)
+        own_forward = checks.has_forward_of_its_own(model)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
@@ -159,6 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._ahead: RolloutsAhead | None = None  # with rollout_lag, while it trains
         self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
+        self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
@@ -189,6 +191,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if reference is not None:
             self._add_reference(reference, config)
         self._build(config, args, with_images, travelling)
+        if own_forward and config.rollout_lag:
+            raise ModelError(
+                f"the model was given a forward of its own by hand, and a copy of the model would run the weights that "
+                f"are trained; rollout_lag={config.rollout_lag} needs the one of its class. Use rollout_lag=0."
+            )
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
@@ -315,11 +322,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        self._tokens_before = self.state.num_input_tokens_seen
         self._sample_ahead(only_due=self.args.dynamic_sampling)
         completions = self._prepare_inputs(inputs)
         self._sample_ahead()
-        if self._ahead is not None:
-            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._sampled_at)
+        self._tokens_before = None
+        self._log_ahead()
         terms = self._terms(model)
         context, plan = self._step_runner.run(model, completions, terms)
         loss = self._log_step(log_step(context, plan, self._clock.take()))
@@ -520,7 +528,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             with self._sampler.checking(self._reward_funcs, self.reward_func_names):
                 return scoring(inputs)
         if self._ahead is not None and self.model.training and inputs.made is None:
-            self._ahead.further(inputs)
+            self._clock.add(self._ahead.further(inputs).seconds)
         functions, metrics = self._reward_funcs, self._metrics[self._mode]
         calculate = self._calculate_rewards
         return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
@@ -609,12 +617,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._without_prompts():
             for messages in completions:
                 messages[0].pop("tool_calls", None)
-        loop, seen = super()._tool_call_loop, {}
-        if self._timed_tools is not None:
-            now, later = (getattr(self, name) for name in compat.TOOLS)
-            seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
-        rows, call = (prompts, prompt_ids, completion_ids, completions, *args), self._sampler.call
-        run = functools.partial(compat.on_view, loop, seen, *rows, **kwargs)
+        loop, call = super()._tool_call_loop, self._sampler.call
+
+        def run() -> Any:
+            seen = {}
+            if self._timed_tools is not None:
+                now, later = (getattr(self, name) for name in compat.TOOLS)
+                seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
+            return compat.on_view(loop, seen, prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
+
         found = run() if call is None else call.of("tools", run)
         if not self.use_transformers_continuous_batching:
             self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
@@ -655,11 +666,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._ahead is None:
             self._ahead = self._begin_ahead()
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
-        self._ahead.at_step(progress, self._sampler.rollout_name, 0 if only_due else lag)
+        self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
 
     def _begin_ahead(self) -> RolloutsAhead:
         """What samples on a thread: a second trainer, which shares what training does not change."""
         device = torch.device(self.args.rollout_device or self.accelerator.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
         here = copy.copy(self.accelerator)
@@ -675,13 +688,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
         twin = self._twin(snapshot, here)
 
-        def sample(rows: StepRows, weights: Weights, idle: float) -> Sampled:
-            history = [entry for entry in self.state.log_history if entry["step"] <= weights.step]
-            twin.state = copy.copy(self.state)
-            vars(twin.state).update({**weights.progress, "log_history": history})
-            twin._last_loaded_step = weights.step  # the server has them
+        def state(weights: Weights) -> Any:
+            past = copy.copy(self.state)
+            history = [entry for entry in self.state.log_history if entry.get("step", 0) <= weights.step]
+            vars(past).update({**weights.progress, "log_history": history})
+            return past
+
+        def sample(rows: StepRows, state: Any, idle: float) -> Sampled:
+            twin.state, twin._last_loaded_step = state, state.global_step  # a server has the weights
             call = twin._score_alone(rows)
-            return Sampled(call, twin._clock.take(), idle)
+            return Sampled(call, twin._forms(), twin._clock.take(), idle)
 
         ahead = RolloutsAhead(
             self._sampler.steps,
@@ -689,11 +705,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             snapshot,
             Worker(self._sampling_threads, device),
             sample,
+            state,
             self._asked_to_stop,
-            twin._forms,
             self._sender(snapshot) if self.use_vllm else None,
         )
-        ahead.resume(self._waiting)
+        try:
+            ahead.resume(self._waiting)
+        except BaseException:
+            ahead.close()
+            raise
         self._waiting = []
         return ahead
 
@@ -745,8 +765,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         calculate = functools.partial(GRPOTrainer._calculate_rewards, self)
         return self._sampler.score_alone(rows, scoring, self._reward_funcs, names, calculate, self._logs)
 
-    def _forms(self) -> list[str]:
-        return [self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None]
+    def _forms(self) -> tuple[str, ...]:
+        return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)
 
     def _asked_to_stop(self) -> bool:
         return self._keeper.watch.requested
@@ -759,15 +779,22 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _due(self, request: RolloutRequest) -> StepRows:
         """The rows of this process whose rollout batch was sampled ahead, once all processes are done with theirs."""
         assert self._ahead is not None
-        job = self._ahead.take(request)
-        self._metrics["train"]["time/wait_rollout"].append(self._ahead.waited)
-        self._ahead.waited = 0.0
+        job = self._ahead.due(request)
         sampled = job.sampled.result()
         self._metrics["train"]["time/wait_train"].append(sampled.idle)
-        for phase, seconds in sampled.seconds.items():
-            self._clock.seconds[phase] = self._clock.seconds.get(phase, 0.0) + seconds
+        self._clock.add(sampled.seconds)
         self._sampled_at = job.weights.step
         return job.rows
+
+    def _log_ahead(self) -> None:
+        """How far sampling was ahead in this step, and how long it was waited for."""
+        if self._ahead is None:
+            return
+        metrics = self._metrics["train"]
+        metrics["sampling/staleness"].append(self.state.global_step - self._sampled_at)
+        if self._ahead.waited:
+            metrics["time/wait_rollout"].append(self._ahead.waited)
+            self._ahead.waited = 0.0
 
     # ---- What is true of a run ------------------------------------------------------------------------------------
 
@@ -833,7 +860,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         training = None
         if self.args.rollout_lag and self.args.bitwise_invariant:
             self._sampling_threads = self.args.rollout_threads or self.args.bitwise_threads
-        elif self.args.rollout_lag and self.accelerator.device.type == "cpu":
+        elif self.args.rollout_lag and torch.device(self.args.rollout_device or self.accelerator.device).type == "cpu":
             training, self._sampling_threads = divided_threads(self.args.rollout_threads)
         with (
             pinned(self._threads),
@@ -858,6 +885,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _stop_between_steps(self, trial: Any) -> None:
         """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
         self._keeper.watch.stopping = True
+        if self._tokens_before is not None:
+            self.state.num_input_tokens_seen = self._tokens_before
         if self.state.global_step and not from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir):
             self._save_checkpoint(self.model, trial)
         self.callback_handler.on_train_end(self.args, self.state, self.control)

@@ -1,7 +1,8 @@
 """What sampling ahead of training gains (`rollout_lag`): `python -m tests.bench_ahead`, some minutes, one JSON.
 
-Medians of interleaved runs, in seconds per step, from the end of the second step to the end of the last. Sampling on a
-device of its own is simulated: the sampler waits for as long as it is told and returns random tokens.
+Medians of interleaved runs, in seconds per step, from the end of the second step to the end of the last. A device of
+its own is simulated: what runs there waits for as long as it is told and returns random tokens (sampling) or a constant
+(old log-probabilities, which no run without a lag needs here).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.forward.scorer import Scorer
 from grpo_ext.sampling import turns
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -47,8 +49,16 @@ def waiting_sampler(seconds: Iterator[float]) -> Any:
     return sample
 
 
-def seconds_per_step(lag: int, sampling: list[float] | None = None, reward: float = 0.0) -> tuple[float, float]:
-    """Of a run, and of its training alone."""
+def elsewhere(scorer: Any, model: Any, batch: Any, *args: Any, **options: Any) -> Any:
+    """Log-probabilities that another device has computed, and the wait for them is in that for the sampler."""
+    input_ids, _, width, _ = batch
+    return torch.full((len(input_ids), width), -3.0), None, None
+
+
+def seconds_per_step(
+    lag: int, sampling: list[float] | None = None, reward: float = 0.0, scores_here: bool = True
+) -> float:
+    """Of a run."""
 
     def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         time.sleep(reward)
@@ -74,13 +84,14 @@ def seconds_per_step(lag: int, sampling: list[float] | None = None, reward: floa
         trainer = GRPOTrainer(tiny_model(**SHAPE), score, args, prompts(64), processing_class=tiny_tokenizer())
         trainer.add_callback(clock := Clock())
         sampler = turns.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
-        with mock.patch.object(turns, "sample_chunk", sampler), mock.patch("builtins.print"):
+        scorer = Scorer.score_rollout if scores_here else elsewhere
+        with (
+            mock.patch.object(turns, "sample_chunk", sampler),
+            mock.patch.object(Scorer, "score_rollout", scorer),
+            mock.patch("builtins.print"),
+        ):
             trainer.train()
-        lines = [line for line in trainer.state.log_history if "time/window" in line][FIRST:]
-        # what is left of a step once nothing has to be waited for
-        waits = "time/wait_rollout" if lag else "time/rollout"
-        own = [line["step_time"] - line[waits] - (0.0 if lag else reward) for line in lines]
-        return (clock.ends[-1] - clock.ends[FIRST - 1]) / (STEPS - FIRST), statistics.median(own)
+        return (clock.ends[-1] - clock.ends[FIRST - 1]) / (STEPS - FIRST)
 
 
 def endless_buffer(sampling: list[float], training: float) -> float:
@@ -95,28 +106,35 @@ def endless_buffer(sampling: list[float], training: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     instant = [0.0] * (STEPS + 3)
     seconds_per_step(0, instant)  # warm-up
-    training = statistics.median(seconds_per_step(0, instant)[0] for _ in range(3))
+    training = statistics.median(seconds_per_step(0, instant) for _ in range(3))
     equal = [training] * (STEPS + 3)
     draw = random.Random(2)
     ragged = [training * draw.lognormvariate(-0.32, 0.8) for _ in equal]  # a mean of about one training step
-    cases: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        "reward that waits": [(f"lag {lag}", {"lag": lag, "reward": training}) for lag in (0, 1, 2)],
-        "sampler of its own": [(f"lag {lag}", {"lag": lag, "sampling": equal}) for lag in (0, 1, 2)],
-        "ragged sampler": [(f"lag {lag}", {"lag": lag, "sampling": ragged}) for lag in (0, 1, 2)],
-        "same cores": [(f"lag {lag}", {"lag": lag}) for lag in (0, 1)],
+    shapes: dict[str, dict[str, Any]] = {
+        "a reward waits, sampling takes no time": {"sampling": instant, "reward": training, "scores_here": False},
+        "a device of its own": {"sampling": equal, "scores_here": False},
+        "a server, old log-probabilities here": {"sampling": equal},
+        "a device of its own, ragged": {"sampling": ragged, "scores_here": False},
+        "a reward waits, the same cores": {"reward": training},
+        "the same cores": {},
     }
-    found: dict[str, dict[str, list[float]]] = {name: {label: [] for label, _ in runs} for name, runs in cases.items()}
+    cases = {
+        name: [(f"lag {lag}", {"lag": lag, **shape}) for lag in ((0, 1, 2) if "device" in name else (0, 1))]
+        for name, shape in shapes.items()
+    }
+    found: dict[str, dict[str, list[float]]]
+    found = {name: {label: [] for label, _ in runs} for name, runs in cases.items()}
     for _ in range(rounds):
         for name, runs in cases.items():
             for label, settings in runs:
-                found[name][label].append(seconds_per_step(**settings)[0])
+                found[name][label].append(seconds_per_step(**settings))
     table = {name: {label: statistics.median(times) for label, times in rows.items()} for name, rows in found.items()}
-    table["ragged sampler"]["no limit to the lag (computed)"] = endless_buffer(ragged, training)
+    table["a device of its own, ragged"]["no limit to the lag (computed)"] = endless_buffer(ragged, training)
     print(json.dumps({"training": training, "seconds_per_step": table, "all": found}, indent=1))
 
 

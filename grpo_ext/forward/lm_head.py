@@ -227,6 +227,7 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
             return run(wanted, *args, **kwargs)
         return _as_trl(run, experts_per_token(self), labels, shifted, *args, **kwargs)
 
+    forward.of_grpo_ext = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 

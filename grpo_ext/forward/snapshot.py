@@ -17,6 +17,8 @@ from torch import nn
 from ..errors import ModelError
 from .reference import base_model_of
 
+# by TRL, Accelerate and this package, around the forward of a model
+_PUT_AROUND = ("forward", "_original_forward", "_is_accelerate_prepared")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,29 +52,23 @@ class Weights:
 
 
 def _twin(model: nn.Module, moving: set[str], device: torch.device) -> nn.Module:
-    """A second object of a model, whose `moving` parameters can be exchanged; on its device the others are shared.
+    """A second object of a model, whose `moving` parameters can be exchanged; it shares the others' memory.
 
     Its forward is that of its class: what TRL, Accelerate and this package put in its place runs the weights of the
     first.
     """
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        if name in moving:  # of its own once weights are put in place
-            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-        elif parameter.device == device:
-            memo[id(parameter)] = parameter
+        if name not in moving and parameter.device != device:
+            continue
+        # the objects are its own, as PEFT turns gradients on and off; but for weights that bitsandbytes holds
+        plain = type(parameter) is nn.Parameter
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False) if plain else parameter
     twin = copy.deepcopy(model, memo)
     for part in (twin, base_model_of(twin)):
-        for name in ("forward", "_original_forward"):
+        for name in _PUT_AROUND:
             vars(part).pop(name, None)
-    for path, module in twin.named_modules():
-        replaced = vars(module).get("forward")
-        if hasattr(module, "_hf_hook") or (replaced is not None and getattr(replaced, "__self__", None) is not module):
-            raise ModelError(
-                f"the forward of {path or type(module).__name__} was replaced (device_map, or by hand), so a copy of "
-                "the model would run the weights that are trained; rollout_lag needs a model on one device as its "
-                "class has it. Use rollout_lag=0."
-            )
+    refuse_replaced_forward(twin)
     return twin if all(p.device == device for p in twin.parameters()) else _moved(twin, moving, device)
 
 
@@ -83,6 +79,26 @@ def _moved(twin: nn.Module, moving: set[str], device: torch.device) -> nn.Module
     for buffer in twin.buffers():
         buffer.data = buffer.data.to(device)
     return twin
+
+
+def refuse_replaced_forward(model: nn.Module, *but: nn.Module) -> None:
+    """Refuse a model of which a copy would run the weights of the first.
+
+    Args:
+        but: modules whose forward is put back in a copy.
+
+    Raises:
+        ModelError: a function stands in the place of the forward of a module; names it.
+    """
+    for path, module in model.named_modules():
+        found = vars(module).get("forward")
+        replaced = found is not None and getattr(found, "__self__", None) is not module
+        if hasattr(module, "_hf_hook") or (replaced and module not in but):
+            raise ModelError(
+                f"the forward of {path or type(module).__name__} was replaced (device_map, cast_lm_head_to_fp32, or by "
+                "hand), so a copy of the model would run the weights that are trained; rollout_lag needs a model on "
+                "one device as its class has it. Use rollout_lag=0."
+            )
 
 
 class Snapshot:
@@ -106,12 +122,16 @@ class Snapshot:
         trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
         moves = {n for n, _ in reference.named_parameters()} if reference is not None and reference_moves else set()
         self._moving = (trained, moves)
-        self.policy = prepare(_twin(policy, trained, self.device))
-        self.reference = None if reference is None else prepare(_twin(reference, moves, self.device))
+        self._parameters: list[dict[str, nn.Parameter]] = []
         self.abandoned = threading.Event()
-        for model in (self.policy, self.reference):
-            if model is not None:
-                model.register_forward_pre_hook(self._check)
+        self.policy = self._copy(policy, trained, prepare)
+        self.reference = None if reference is None else self._copy(reference, moves, prepare)
+
+    def _copy(self, model: nn.Module, moving: set[str], prepare: Any) -> Any:
+        twin = _twin(model, moving, self.device)
+        self._parameters.append({name: p for name, p in twin.named_parameters() if name in moving})
+        base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
+        return prepare(twin)
 
     def _check(self, *args: Any) -> None:
         if self.abandoned.is_set():
@@ -127,10 +147,10 @@ class Snapshot:
             torch.cuda.current_stream(self.device).synchronize()
         return Weights(progress, *parts)
 
-    def hold(self, weights: Weights) -> None:
-        """Put weights in place."""
-        for model, part in ((self.policy, weights.policy), (self.reference, weights.reference)):
-            if part and model is not None:
-                for name, parameter in model.named_parameters():
-                    if name in part:
-                        parameter.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
+    def put_in_place(self, weights: Weights) -> None:
+        """Let the copies compute with these weights."""
+        for parameters, part in zip(self._parameters, (weights.policy, weights.reference)):
+            if missing := parameters.keys() ^ part.keys():
+                raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
+            for name, parameter in parameters.items():
+                parameter.data = part[name].to(self.device)  # those of a checkpoint come from the CPU

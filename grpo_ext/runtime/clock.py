@@ -29,6 +29,11 @@ class PhaseClock(TrainerCallback):
             if name is not None:
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def add(self, seconds: dict[str, float]) -> None:
+        """Count what another clock has counted."""
+        for name, more in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + more
+
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The gradient is clipped and the optimizer starts."""
         self._start = time.perf_counter()

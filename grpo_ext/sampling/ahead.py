@@ -12,6 +12,7 @@ are run by the main thread alone, in one order.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -41,11 +42,13 @@ class Sampled:
 
     Attributes:
         call: the scoring, with what is kept of it.
+        forms: how the models ran, the same on every process.
         seconds: that its phases took.
         idle: seconds that the thread had waited for work before.
     """
 
     call: ScoringCall
+    forms: tuple[str, ...]
     seconds: dict[str, float]
     idle: float
 
@@ -55,15 +58,20 @@ class Job:
     """A rollout batch that is being made.
 
     Attributes:
-        step: the optimizer step that it is for first, from 0.
+        step: the optimizer step that it is for first, from 0; None for further prompts of one.
         rows: of this process.
         weights: that sample it.
     """
 
-    step: int
+    step: int | None
     rows: StepRows
     weights: Weights
     sampled: Future[Sampled]
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Of the rollout batch: its epoch and its index in the epoch."""
+        return self.rows.request.epoch, self.rows.request.layout.rollout
 
 
 class Worker:
@@ -108,8 +116,9 @@ class Worker:
 
     def close(self, seconds: float) -> None:
         """Do nothing more than what runs now, and wait for that, for some time."""
-        while not self._work.empty():
-            self._work.get()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._work.get_nowait()
         self._work.put(None)
         self._thread.join(seconds)
 
@@ -120,9 +129,9 @@ class RolloutsAhead:
     Args:
         steps: the steps of the training set.
         last: the number of optimizer steps of the run.
-        sample: on the thread: this process's part of a rollout batch, with these weights.
+        sample: on the thread: this process's part of a rollout batch, with what `state` gave.
+        state: the Trainer's state for reward functions, as it was when these weights were taken.
         stopping: whether this process was asked to stop.
-        forms: how the models run, as found out on the thread; the same on every process.
         send: sends the weights of the snapshot to a server that samples, on all processes together; None without one.
             It holds one set of weights at a time, so they are sent once it has answered all requests.
     """
@@ -133,18 +142,17 @@ class RolloutsAhead:
         last: int,
         snapshot: Snapshot,
         worker: Worker,
-        sample: Callable[[StepRows, Weights, float], Sampled],
+        sample: Callable[[StepRows, Any, float], Sampled],
+        state: Callable[[Weights], Any],
         stopping: Callable[[], bool],
-        forms: Callable[[], Sequence[str]],
         send: Callable[[], None] | None = None,
     ) -> None:
         self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
-        self.sample, self.stopping, self.forms, self.send = sample, stopping, forms, send
+        self.sample, self.state, self.stopping, self.send = sample, state, stopping, send
         self.waited = 0.0  # seconds, since it was last set to zero
         self._sent: Weights | None = None
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
         self._next: int | None = None  # the first step of the next rollout batch to begin with
-        self._current: Weights | None = None
 
     def _starts(self, step: int) -> Iterator[int]:
         """The steps from `step` on that begin a rollout batch."""
@@ -158,16 +166,18 @@ class RolloutsAhead:
     @property
     def waiting(self) -> list[tuple[int, Weights]]:
         """What is on its way, for a checkpoint."""
-        return [(job.step, job.weights) for job in self.jobs]
+        return [(job.step, job.weights) for job in self.jobs if job.step is not None]
 
-    def at_step(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
-        """Before an optimizer step: begin with what the weights that are there now have to sample.
+    def begin(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
+        """Begin with what the weights that are there now, before an optimizer step, have to sample.
 
         Args:
             progress: of the run (see `Weights`).
             held: the rollout batch that is there already, by its epoch and its index in the epoch.
             lag: rollout batches after that of this step to begin with, at most.
         """
+        while self.jobs and self.jobs[0].name == held:
+            self.jobs.popleft()
         begin = progress["global_step"]
         while not self.steps.request(begin).layout.starts_rollout:
             begin -= 1
@@ -184,34 +194,36 @@ class RolloutsAhead:
         self.jobs.append(self._submit(step, self.steps.rows(self.steps.request(step)), weights))
         self._next = step + 1
 
-    def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
+    def _submit(self, step: int | None, rows: StepRows, weights: Weights) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
-            self.snapshot.hold(weights)
+            self.snapshot.put_in_place(weights)
             self.send()
             self._sent = weights
+        state = self.state(weights)
 
         def work(idle: float) -> Sampled:
-            self.snapshot.hold(weights)
-            return self.sample(rows, weights, idle)
+            self.snapshot.put_in_place(weights)
+            return self.sample(rows, state, idle)
 
         return Job(step, rows, weights, self.worker.submit(work))
 
-    def take(self, request: RolloutRequest) -> Job:
-        """The rollout batch that is due, once every process has its part; all processes come here together."""
+    def due(self, request: RolloutRequest) -> Job:
+        """The rollout batch of a step, once every process has its part; all processes come here together."""
         job = self.jobs[0]
-        name = job.rows.request
-        assert (name.epoch, name.layout.rollout) == (request.epoch, request.layout.rollout)
-        sampled = self._settled(job)
-        self._current = job.weights
-        self.jobs.popleft()
-        job.rows.made = sampled.call
+        if job.name != (request.epoch, request.layout.rollout):
+            raise RolloutError(
+                f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "
+                f"ahead is for {job.name}; a subclass or a callback has moved one of the two."
+            )
+        job.rows.made = self._settled(job).call
         return job
 
-    def further(self, rows: StepRows) -> None:
-        """More completions for the rollout batch that was taken last (dynamic sampling), by the same weights."""
-        assert self._current is not None
-        rows.made = self._settled(self._submit(-1, rows, self._current)).call
+    def further(self, rows: StepRows) -> Sampled:
+        """More completions for the rollout batch that is due (dynamic sampling), by the same weights."""
+        sampled = self._settled(self._submit(None, rows, self.jobs[0].weights))
+        rows.made = sampled.call
+        return sampled
 
     def drain(self) -> None:
         """Wait until nothing runs on the thread of any process."""
@@ -235,7 +247,8 @@ class RolloutsAhead:
         self.waited += time.perf_counter() - start
         error = job.sampled.exception() if done else None
         said = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = gather_lists([(done, said, tuple(self.forms()))])
+        forms = job.sampled.result().forms if done and error is None else ()
+        everyone = gather_lists([(done, said, forms)])
         if error is not None:
             raise error
         if failed := next((said for _, said, _ in everyone if said is not None), None):
@@ -253,3 +266,5 @@ class RolloutsAhead:
         """End what is on its way."""
         self.snapshot.abandoned.set()
         self.worker.close(seconds=5.0)
+        self.jobs.clear()
+        self._sent = None

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ..errors import RolloutError
+
 T = TypeVar("T")
 
 
@@ -27,12 +29,24 @@ class Recording:
     again: bool = False
     prompts: list[Any] | None = None
     environments: Any = None
+    _making: bool = False
     _kept: dict[str, deque[Any]] = field(default_factory=lambda: defaultdict(deque))
 
     def of(self, part: str, make: Callable[[], T]) -> T:
         """What `make` returns, or returned the first time that the scoring came to this part."""
+        if self._making:  # a later turn: a part of a part
+            return make()
         if self.again:
+            if not self._kept[part]:
+                raise RolloutError(
+                    f"the scoring that ran ahead of training made no {part} for this place; an override has called "
+                    "TRL's methods another number of times than TRL does. Use rollout_lag=0."
+                )
             return self._kept[part].popleft()
-        made = make()
+        self._making = True
+        try:
+            made = make()
+        finally:
+            self._making = False
         self._kept[part].append(copy.deepcopy(made) if part == "turn" else made)  # TRL appends to the lists of a turn
         return made

@@ -77,12 +77,14 @@ AHEAD = {
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4, "max_steps": 5}),
     "hybrid": Case({"loss_type": "grpo", "max_steps": 5}, model="lfm2"),
     "off_policy": Case({"off_policy_mask_threshold": 1e-4, "max_steps": 5}),
+    "bf16": Case({"bf16": True, **ONE_ROLLOUT, "rollout_batch_size": 16}),
     "images": Case({"max_steps": 4}, "llava", rewards=(picture_reward,), prompts=8),
 }
 LAGGED = {
     f"lag{lag}_{name}": dataclasses.replace(case, config={**case.config, "rollout_lag": lag})
     for name, case in AHEAD.items()
     for lag in (1, 2)
+    if lag < case.config.get("max_steps", 3) or name == "epochs"
 }
 
 CASES = {

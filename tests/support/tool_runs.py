@@ -284,7 +284,7 @@ CASES = {
         {"environment_factory": KINDS},
         ["ask", "tell", "count"],
         kinds=[*KINDS],
-        config={"max_steps": 3, "rollout_lag": 1},
+        config={"max_steps": 3, "rollout_lag": 1, "tool_timeout": 5.0, "eval_strategy": "steps", "eval_steps": 1},
     ),
     "ahead_async": Case(
         {"tools": [ask, refuse, count]},
@@ -318,6 +318,8 @@ def parts(name: str) -> dict[str, Any]:
     case = CASES[name]
     tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
     given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
+    if "eval_steps" in case.config:
+        given["eval_dataset"] = rows(case).select(range(5))
     return {**given, **case.parts}
 
 

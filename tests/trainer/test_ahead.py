@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import random
 import signal
@@ -178,15 +180,94 @@ def test_a_run_that_waits_stops_at_once_and_goes_on_as_it_was(tmp_path, after):
     assert torch.equal(parameters(whole), parameters(again))
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
+    """Copies lose what Accelerate has put around the forward of the model, and get it back."""
+    kinds: dict[str, set[torch.dtype]] = {"training": set(), "sampling": set()}
+    trainer = make(tmp_path, rollout_lag=1, bf16=bf16)
+
+    def note(module: Any, args: Any, output: torch.Tensor) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        kinds["training" if main else "sampling"].add(output.dtype)
+
+    trainer.model.model.layers[0].self_attn.q_proj.register_forward_hook(note)
+    inner, formed = turns.sample_chunk, set()
+
+    def sampled(model: Any, *args: Any) -> Any:
+        formed.add(hasattr(model, "_original_forward"))
+        return inner(model, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "sample_chunk", sampled)
+        trainer.train()
+    expected = {torch.bfloat16} if bf16 else {torch.float32}
+    assert kinds == {"training": expected, "sampling": expected}
+    assert formed == {bf16}
+
+
+def dull_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Groups of some prompts have no variance, so that others are sampled in their place."""
+    return [0.0 if p[0] < "e" else r for p, r in zip(prompts, letter_reward(prompts, completions))]
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_that_waits_for_further_prompts_stops_and_goes_on_as_it_was(tmp_path, lag):
+    release, rounds = threading.Event(), list[int]()
+    settings = {"dynamic_sampling": True, "max_steps": 5, "rollout_lag": lag, "global_batch_size": 8}
+
+    def slow(prompts: list[str], completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        step = trainer_state.global_step
+        if step > 0 and step in rounds:  # a second round of one rollout batch
+            os.kill(os.getpid(), signal.SIGTERM)
+            release.wait(60)
+        rounds.append(step)
+        return dull_reward(prompts, completions)
+
+    slow.__name__ = dull_reward.__name__
+    whole = make(tmp_path / "whole", reward=dull_reward, **settings)
+    whole.train()
+    trainer = make(tmp_path / "out", reward=slow, **settings, save_strategy="steps", save_steps=10)
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    release.set()
+    (folder,) = checkpoints(tmp_path / "out")
+    state = RunState.load(folder, 4)
+    assert state is not None
+    assert state.waiting[0][0] == trainer.state.global_step  # what was being made is on its way again
+    again = make(tmp_path / "out", reward=dull_reward, **settings)
+    again.train(resume_from_checkpoint="latest")
+    assert torch.equal(parameters(whole), parameters(again))
+    assert whole.state.num_input_tokens_seen == again.state.num_input_tokens_seen
+
+
+def test_a_trained_adapter_goes_on_beside_its_reference(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    one, two = (
+        other(
+            tmp_path / str(size), model=copy.deepcopy(model), rollout_lag=1, beta=0.1, per_device_train_batch_size=size
+        )
+        for size in (16, 3)
+    )
+    one.train()
+    two.train()
+    assert torch.allclose(parameters(one), parameters(two), atol=1e-6)
+    assert [name for name, p in one.model.named_parameters() if p.requires_grad and ".ref." in name] == []
+
+
 def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
     trainer = other(tmp_path, peft_config=LoraConfig(**LORA), rollout_lag=1, beta=0.1)
     live = trainer.model
     snapshot = Snapshot(live, None, False, "cpu", lambda model: model)
     for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
-        assert (own is copied) == (not own.requires_grad), name
+        assert own is not copied
+        assert own.data_ptr() == copied.data_ptr(), name  # until weights are put in place
+        assert not copied.requires_grad
     weights = snapshot.take({"global_step": 0})
     assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
     assert weights.nbytes < 0.2 * sum(p.nbytes for p in live.parameters())
+    snapshot.put_in_place(weights)
+    for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
+        assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
     trainer.train()
     assert log_of(trainer, "sampling/ratio_max")[-1] > 1.0
     with live.disable_adapter():
@@ -294,9 +375,9 @@ def test_a_snapshot_keeps_its_weights_while_the_model_moves():
         for parameter in model.parameters():
             parameter.add_(1.0)
     ids = torch.tensor([[3, 4, 5]])
-    snapshot.hold(first)
+    snapshot.put_in_place(first)
     assert torch.equal(snapshot.policy(ids).logits, tiny_model()(ids).logits)
-    snapshot.hold(snapshot.take({"global_step": 1}))
+    snapshot.put_in_place(snapshot.take({"global_step": 1}))
     assert torch.equal(snapshot.policy(ids).logits, model(ids).logits)
 
 
@@ -308,11 +389,25 @@ def test_a_forward_that_was_replaced_is_refused():
         Snapshot(model, None, False, "cpu", lambda twin: twin)
 
 
-def test_what_was_abandoned_stops_at_its_next_forward():
-    snapshot = Snapshot(tiny_model(), None, False, "cpu", lambda twin: twin)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_what_was_abandoned_stops_at_its_next_forward(adapter):
+    model = tiny_model()
+    model = get_peft_model(model, LoraConfig(**LORA)) if adapter else model
+    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
+    ids = torch.tensor([[3, 4]])
+    snapshot.policy.generate(input_ids=ids, max_new_tokens=2)
     snapshot.abandoned.set()
-    with pytest.raises(Abandoned):
-        snapshot.policy(torch.tensor([[3, 4]]))
+    for run in (snapshot.policy, snapshot.policy.generate):
+        with pytest.raises(Abandoned):
+            run(input_ids=ids)
+
+
+def test_weights_of_another_model_are_refused():
+    snapshot = Snapshot(tiny_model(), None, False, "cpu", lambda twin: twin)
+    weights = snapshot.take({"global_step": 0})
+    weights.policy.pop("lm_head.weight")
+    with pytest.raises(ModelError, match="lm_head"):
+        snapshot.put_in_place(weights)
 
 
 def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
@@ -375,6 +470,10 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
         ({"rollout_lag": 1, "rollout_threads": 0}, "rollout_threads=0"),
         ({"rollout_lag": 1, "rollout_device": "moon"}, "rollout_device='moon'"),
         ({"rollout_lag": 1, "use_transformers_continuous_batching": True}, "continuous_batching"),
+        ({"rollout_lag": 1, "torch_compile": True}, "torch_compile"),
+        ({"rollout_lag": 1, "ignore_data_skip": True}, "ignore_data_skip"),
+        ({"rollout_lag": 1, "cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
+        ({"rollout_lag": 1, "rollout_device": "meta"}, "a device of the same kind"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
@@ -393,6 +492,17 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
 def test_runs_that_cannot_be_are_refused_before_training(tmp_path, settings, said):
     with pytest.raises(ConfigError, match=said):
         make(tmp_path, **settings)
+
+
+def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
+    model = tiny_model()
+    inner = model.forward
+    model.forward = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+    with pytest.raises(ModelError, match="a forward of its own by hand"):
+        make(tmp_path / "one", kind=model, rollout_lag=1)
+    used = tiny_model()
+    make(tmp_path / "two", kind=used)
+    make(tmp_path / "three", kind=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
 
 
 def test_a_stream_is_refused(tmp_path):
