@@ -456,6 +456,7 @@ BODIES = (
 # fields of trl.GRPOConfig that the configuration reads
 CONFIG_FIELDS: tuple[str, ...] = (
     "beta",
+    "cast_lm_head_to_fp32",
     "delta",
     "epsilon",
     "epsilon_high",

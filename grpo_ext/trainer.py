@@ -9,11 +9,9 @@ through them. What is overridden stands in the contract of `compat`, which is ve
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ from .forward.lm_head import RouterOutput, RouterRequest, install
 from .forward.quantised import keep_4bit_weights
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
-from .forward.snapshot import Snapshot, Weights
+from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .run.fingerprint import check_names, fingerprint_of_run, model_fingerprint, tokenizer_fingerprint
 from .run.interrupts import RunCallback
@@ -60,13 +58,14 @@ from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
-from .sampling.ahead import RolloutsAhead, Sampled, StoppedWaiting, Worker
+from .sampling.ahead import RolloutsAhead, StoppedWaiting
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import RewardSettings, RolloutSampler
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .sampling.turns import Generation, ScoringCall
+from .sampling.twin import begin_ahead
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -664,96 +663,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not (lag := self.args.rollout_lag):
             return
         if self._ahead is None:
-            self._ahead = self._begin_ahead()
+            self._ahead, self._waiting = begin_ahead(self, self._waiting, self._sampling_threads), []
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
         self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
-
-    def _begin_ahead(self) -> RolloutsAhead:
-        """What samples on a thread: a second trainer, which shares what training does not change."""
-        device = torch.device(self.args.rollout_device or self.accelerator.device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
-        policy = self.accelerator.unwrap_model(self.model)
-        here = copy.copy(self.accelerator)
-        alone = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
-        here.state, here._models = compat.View(here.state, {**alone, "device": device}), []
-
-        def prepare(model: Any) -> Any:
-            install(base_model_of(model), self.temperature, self.args.cast_lm_head_to_fp32)
-            return here.prepare_model(model, evaluation_mode=True)
-
-        snapshot = Snapshot(policy, reference, self.args.sync_ref_model, device, prepare)
-        if self.args.bitwise_invariant:
-            align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
-        twin = self._twin(snapshot, here)
-
-        def state(weights: Weights) -> Any:
-            past = copy.copy(self.state)
-            history = [entry for entry in self.state.log_history if entry.get("step", 0) <= weights.step]
-            vars(past).update({**weights.progress, "log_history": history})
-            return past
-
-        def sample(rows: StepRows, state: Any, idle: float) -> Sampled:
-            twin.state, twin._last_loaded_step = state, state.global_step  # a server has the weights
-            call = twin._score_alone(rows)
-            return Sampled(call, twin._forms(), twin._clock.take(), idle)
-
-        ahead = RolloutsAhead(
-            self._sampler.steps,
-            self.state.max_steps,
-            snapshot,
-            Worker(self._sampling_threads, device),
-            sample,
-            state,
-            self._asked_to_stop,
-            self._sender(snapshot) if self.use_vllm else None,
-        )
-        try:
-            ahead.resume(self._waiting)
-        except BaseException:
-            ahead.close()
-            raise
-        self._waiting = []
-        return ahead
-
-    def _twin(self, snapshot: Snapshot, here: Any) -> GRPOTrainer:
-        """This trainer as it runs on a thread: with the models of a snapshot, and records and components of its own."""
-        twin: Any = copy.copy(self)
-        twin.accelerator, twin._clock, twin._ahead = here, PhaseClock(), None
-        twin.model = twin.model_wrapped = snapshot.policy
-        twin.ref_model = snapshot.reference
-        # tokenizers are not to be used by two threads at a time
-        own = copy.deepcopy((self.processing_class, self.reward_processing_classes))
-        twin.processing_class, twin.reward_processing_classes = own
-        twin._tokenizer = getattr(own[0], "tokenizer", own[0])
-        twin._metrics = {mode: defaultdict(list) for mode in self._metrics}
-        twin._logs = {name: copy.copy(record) for name, record in self._logs.items()}
-        twin._pending_extra_logs, twin._pending_metrics = defaultdict(list), defaultdict(list)
-        pools: dict[Any, list[Any]] = {name: [] for name in getattr(self, "_environment_pool", {})}
-        twin._environment_pool = pools
-        if (timed := self._timed_tools) is not None:
-            twin._timed_tools = TimedTools(timed.seconds, pools)
-        if self.use_vllm:
-            generation = twin.vllm_generation = copy.copy(self.vllm_generation)
-            generation.accelerator = compat.View(here, {"is_main_process": True})
-            if not self.accelerator.is_main_process:  # which alone has a client
-                url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
-                timeout = generation.server_timeout
-                generation.vllm_client = compat.VLLMClient(base_url=url, connection_timeout=timeout)
-        twin._sampler, twin._scorer = self._sampler.twin(here, twin.processing_class), self._scorer.twin(here, twin)
-        return twin
-
-    def _sender(self, snapshot: Snapshot) -> Callable[[], None]:
-        """What sends the weights of a snapshot to the vLLM server."""
-        generation = copy.copy(self.vllm_generation)
-        generation.model = snapshot.policy
-
-        def send() -> None:
-            generation.sync_weights()
-            self._last_loaded_step = -1  # an evaluation sends those of its own moment
-
-        return send
 
     def _score_alone(self, rows: StepRows) -> ScoringCall:
         """On the thread: sample, score and reward rows of this process."""
@@ -767,9 +679,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _forms(self) -> tuple[str, ...]:
         return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)
-
-    def _asked_to_stop(self) -> bool:
-        return self._keeper.watch.requested
 
     def _end_ahead(self) -> None:
         if self._ahead is not None:

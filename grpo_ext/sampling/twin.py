@@ -1,0 +1,115 @@
+"""The second trainer, which samples ahead of training on a thread of its own (sampling.ahead).
+
+A shallow copy of the first: it shares what training does not change. Models, accelerator, state, records, tokenizers,
+environments and components are its own, so that TRL's methods and a user's overrides of them run on it as they are.
+Used by the trainer, which hands itself over, at the first step that samples ahead.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..batching.prompt_order import StepRows
+from ..compat import View, VLLMClient
+from ..forward.lm_head import install
+from ..forward.reference import base_model_of
+from ..forward.snapshot import Snapshot, Weights
+from ..runtime.clock import PhaseClock
+from ..runtime.determinism import align_memory
+from .ahead import RolloutsAhead, Sampled, Worker
+from .tool_calls import TimedTools
+
+
+def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
+    """What samples ahead for a trainer.
+
+    Args:
+        waiting: what a checkpoint found on its way.
+        threads: that sampling computes with on a CPU; None: as many as torch has.
+    """
+    device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    here = copy.copy(trainer.accelerator)
+    one = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
+    here.state, here._models = View(here.state, {**one, "device": device}), []
+
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
+        return here.prepare_model(model, evaluation_mode=True)
+
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
+    if trainer.args.bitwise_invariant:
+        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    twin = _twin(trainer, snapshot, here)
+
+    def state(weights: Weights) -> Any:
+        past = copy.copy(trainer.state)
+        history = [entry for entry in past.log_history if entry.get("step", 0) <= weights.step]
+        vars(past).update({**weights.progress, "log_history": history})
+        return past
+
+    def sample(rows: StepRows, state: Any, idle: float) -> Sampled:
+        twin.state, twin._last_loaded_step = state, state.global_step  # a server has the weights
+        call = twin._score_alone(rows)
+        return Sampled(call, twin._forms(), twin._clock.take(), idle)
+
+    def stopping() -> bool:
+        return trainer._keeper.watch.requested
+
+    send = _sender(trainer, snapshot) if trainer.use_vllm else None
+    worker = Worker(threads, device)
+    steps, last = trainer._sampler.steps, trainer.state.max_steps
+    ahead = RolloutsAhead(steps, last, snapshot, worker, sample, state, stopping, send)
+    try:
+        ahead.resume(waiting)
+    except BaseException:
+        ahead.close()
+        raise
+    return ahead
+
+
+def _twin(trainer: Any, snapshot: Snapshot, here: Any) -> Any:
+    twin = copy.copy(trainer)
+    twin.accelerator, twin._clock, twin._ahead = here, PhaseClock(), None
+    twin.model = twin.model_wrapped = snapshot.policy
+    twin.ref_model = snapshot.reference
+    # tokenizers are not to be used by two threads at a time
+    own = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
+    twin.processing_class, twin.reward_processing_classes = own
+    twin._tokenizer = getattr(own[0], "tokenizer", own[0])
+    twin._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
+    twin._logs = {name: copy.copy(record) for name, record in trainer._logs.items()}
+    twin._pending_extra_logs, twin._pending_metrics = defaultdict(list), defaultdict(list)
+    pools: dict[Any, list[Any]] = {name: [] for name in getattr(trainer, "_environment_pool", {})}
+    twin._environment_pool = pools
+    if (timed := trainer._timed_tools) is not None:
+        twin._timed_tools = TimedTools(timed.seconds, pools)
+    if trainer.use_vllm:
+        generation = twin.vllm_generation = copy.copy(trainer.vllm_generation)
+        generation.accelerator = View(here, {"is_main_process": True})
+        if not trainer.accelerator.is_main_process:  # which alone has a client
+            url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
+            generation.vllm_client = VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
+    twin._sampler = trainer._sampler.twin(here, twin.processing_class)
+    twin._scorer = trainer._scorer.twin(here, twin)
+    return twin
+
+
+def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
+    """What sends the weights of a snapshot to the vLLM server."""
+    generation = copy.copy(trainer.vllm_generation)
+    generation.model = snapshot.policy
+
+    def send() -> None:
+        generation.sync_weights()
+        trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
+
+    return send
