@@ -13,7 +13,8 @@ from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
 SIZES = {"global_batch_size", "rollout_batch_size"}  # said in TRL's fields
-ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling"}  # off where they are None or False
+# off where they are None, False or 0
+ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"}
 LAYOUT = {
     *("rollout_chunk_size", "micro_batch_tokens", "recompute_granularity", "packed_forward", "forward"),
     *("score_completions_only", "skip_zero_contribution", "balance_by_cost", "compact_rollouts", "bitwise_invariant"),
@@ -21,6 +22,7 @@ LAYOUT = {
     *("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale"),
     *("reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout", "allow_split_dependent"),
     "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling
+    *("rollout_threads", "rollout_device"),  # nor do these without rollout_lag
 }
 
 

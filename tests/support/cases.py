@@ -168,7 +168,7 @@ FULL = (
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
     *("truncated", "entropy", "moe_reused", "images_tiled", *QUANTISED),
-    *(LAGGED.keys() - {"lag1_grpo", "lag2_gspo", "lag1_kl_synced", "lag2_dynamic"}),
+    *(LAGGED.keys() - {"lag2_gspo", "lag1_kl_synced"}),
 )
 
 SETTINGS = {

@@ -280,7 +280,7 @@ CASES = {
     ),
     # on two processes one has no prompts; it may not go on with what it was lent
     "few": Case({"tools": [count, tell]}, ["count", "tell"], company=True, config={"global_batch_size": 4}),
-    "ahead": Case(
+    "ahead": Case(  # with evaluations, whose turns are among those that were seen
         {"environment_factory": KINDS},
         ["ask", "tell", "count"],
         kinds=[*KINDS],

@@ -210,7 +210,7 @@ def dull_reward(prompts: list[str], completions: list[str], **columns: Any) -> l
     return [0.0 if p[0] < "e" else r for p, r in zip(prompts, letter_reward(prompts, completions))]
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_that_waits_for_further_prompts_stops_and_goes_on_as_it_was(tmp_path, lag):
     release, rounds = threading.Event(), list[int]()
     settings = {"dynamic_sampling": True, "max_steps": 5, "rollout_lag": lag, "global_batch_size": 8}
@@ -337,9 +337,14 @@ def server(monkeypatch) -> Server:
     return kept
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "more", [{}, {"rollout_batch_size": 32, "max_steps": 9}, {"eval_strategy": "steps", "eval_steps": 1}]
+    "more",
+    [
+        {},
+        pytest.param({"rollout_batch_size": 32, "max_steps": 9}, marks=pytest.mark.full),
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
 )
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, lag, more):
     evaluated = {"eval_dataset": prompts(4, seed=1)} if "eval_steps" in more else {}
