@@ -86,9 +86,11 @@ def divided_threads(sampling: int | None) -> tuple[int, int]:
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
     """Inside, this thread computes with `threads` CPU threads; None changes nothing."""
+    if threads is None:
+        yield
+        return
     before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
