@@ -65,13 +65,21 @@ def check_causal_lm(model: Any) -> None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
 
 
-def has_forward_of_its_own(model: Any) -> bool:
-    """Whether somebody has put a function in the place of the forward of a model object; this package's head does not
-    count, which an earlier trainer has left."""
-    if not isinstance(model, nn.Module):
-        return False
-    found = [vars(part).get("forward") for part in (model, base_model_of(model))]
-    return any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in found)
+def refuse_own_forward(model: Any) -> None:
+    """With `rollout_lag`: refuse a model object whose forward somebody has replaced, before TRL puts its own around it.
+
+    This package's head does not count, which an earlier trainer has left.
+
+    Raises:
+        ModelError: a copy of the model would lose it, or run the weights of the first.
+    """
+    parts = (model, base_model_of(model)) if isinstance(model, nn.Module) else ()
+    found = [vars(part).get("forward") for part in parts]
+    if any(forward is not None and not hasattr(forward, "of_grpo_ext") for forward in found):
+        raise ModelError(
+            "the model was given a forward of its own by hand, and a copy of the model would run the weights that are "
+            "trained; rollout_lag needs the one of its class. Use rollout_lag=0."
+        )
 
 
 @contextmanager

@@ -312,6 +312,10 @@ class GRPOConfig(trl.GRPOConfig):
         accelerator.gradient_accumulation_kwargs = given
         self.accelerator_config = accelerator
 
+    def _asks_for_fsdp(self) -> bool:
+        """Whether the launcher or the settings turn FSDP on."""
+        return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
+
     def _asks_for_deepspeed(self) -> bool:
         """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
         return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
@@ -418,9 +422,8 @@ class GRPOConfig(trl.GRPOConfig):
         Raises:
             ConfigError: names all of it.
         """
-        sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
         refused = {
-            "FSDP (gradients are reduced as floating point numbers)": sharded,
+            "FSDP (gradients are reduced as floating point numbers)": self._asks_for_fsdp(),
             "DeepSpeed (gradients are reduced as floating point numbers)": self._asks_for_deepspeed(),
             "use_vllm (its batches, and with them its bits, follow from timing)": self.use_vllm,
             "use_transformers_continuous_batching (batches follow from timing)": (
@@ -466,9 +469,8 @@ class GRPOConfig(trl.GRPOConfig):
             if alone:
                 raise ConfigError(f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; leave it out.")
             return
-        sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
         refused = {
-            "FSDP (a forward is a collective, and two threads would run theirs in different orders)": sharded,
+            "FSDP (a forward is a collective, and threads would run theirs in different orders)": self._asks_for_fsdp(),
             "DeepSpeed (the same)": self._asks_for_deepspeed(),
             "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
                 self.use_vllm and self.vllm_mode != "server"

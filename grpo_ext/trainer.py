@@ -39,7 +39,7 @@ from .batching.prompt_order import (
 )
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
-from .errors import ConfigError, ModelError
+from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
@@ -139,8 +139,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify()
         if not isinstance(model, str):
             checks.check_causal_lm(model)
-        own_forward = checks.has_forward_of_its_own(model)
         config = GRPOConfig.for_model(args, model)
+        if config.rollout_lag:
+            checks.refuse_own_forward(model)
         leave_in_order()
         check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
         if environment_factory is None:
@@ -190,11 +191,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         if reference is not None:
             self._add_reference(reference, config)
         self._build(config, args, with_images, travelling)
-        if own_forward and config.rollout_lag:
-            raise ModelError(
-                f"the model was given a forward of its own by hand, and a copy of the model would run the weights that "
-                f"are trained; rollout_lag={config.rollout_lag} needs the one of its class. Use rollout_lag=0."
-            )
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
@@ -362,7 +358,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not self.model.training:
             if self._ahead is not None and self.use_vllm:  # the evaluation sends its weights
                 self._ahead.drain()
-                self._ahead.forget_sent()
             return self._sample_rollout(generation_batch)
         return self._sampler.completions_of_step(generation_batch, self._sample_rollout)
 

@@ -58,12 +58,12 @@ class Job:
     """A rollout batch that is being made.
 
     Attributes:
-        step: the optimizer step that it is for first, from 0; None for further prompts of one.
+        step: the optimizer step that it is for first, from 0.
         rows: of this process.
         weights: that sample it.
     """
 
-    step: int | None
+    step: int
     rows: StepRows
     weights: Weights
     sampled: Future[Sampled]
@@ -166,7 +166,7 @@ class RolloutsAhead:
     @property
     def waiting(self) -> list[tuple[int, Weights]]:
         """What is on its way, for a checkpoint."""
-        return [(job.step, job.weights) for job in self.jobs if job.step is not None]
+        return [(job.step, job.weights) for job in self.jobs]
 
     def begin(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
         """Begin with what the weights that are there now, before an optimizer step, have to sample.
@@ -194,7 +194,7 @@ class RolloutsAhead:
         self.jobs.append(self._submit(step, self.steps.rows(self.steps.request(step)), weights))
         self._next = step + 1
 
-    def _submit(self, step: int | None, rows: StepRows, weights: Weights) -> Job:
+    def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
             self.snapshot.put_in_place(weights)
@@ -221,17 +221,15 @@ class RolloutsAhead:
 
     def further(self, rows: StepRows) -> Sampled:
         """More completions for the rollout batch that is due (dynamic sampling), by the same weights."""
-        sampled = self._settled(self._submit(None, rows, self.jobs[0].weights))
+        due = self.jobs[0]
+        sampled = self._settled(self._submit(due.step, rows, due.weights))
         rows.made = sampled.call
         return sampled
 
     def drain(self) -> None:
-        """Wait until nothing runs on the thread of any process."""
+        """Wait until nothing runs on the thread of any process; a server may then be sent other weights."""
         for job in self.jobs:
             self._settled(job)
-
-    def forget_sent(self) -> None:
-        """The server has been sent other weights, or will be."""
         self._sent = None
 
     def _settled(self, job: Job) -> Sampled:
