@@ -657,7 +657,15 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are trained. Use "
             "rollout_lag=0."
         )
-    refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
+    if not trainer._scorer.sharded:
+        refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
+    elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise ConfigError(f"rollout_lag={lag} and FSDP 1: use FSDP 2 (fsdp_version: 2), or rollout_lag=0.")
+    elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer._reward_funcs):
+        raise ConfigError(
+            f"rollout_lag={lag} and a reward model under ZeRO-3, which processes share: it would run its collectives "
+            "beside those of training. Use ZeRO-2, FSDP2, a function that asks a server, or rollout_lag=0."
+        )
     if trainer._sampler.travelling:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "

@@ -470,8 +470,10 @@ class GRPOConfig(trl.GRPOConfig):
                 raise ConfigError(f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; leave it out.")
             return
         refused = {
-            "FSDP (a forward is a collective, and threads would run theirs in different orders)": self._asks_for_fsdp(),
-            "DeepSpeed (the same)": self._asks_for_deepspeed(),
+            "FSDP or DeepSpeed without a vLLM server (a forward is a collective, and threads would run theirs in "
+            "different orders: set use_vllm=True, vllm_mode='server')": (
+                (self._asks_for_fsdp() or self._asks_for_deepspeed()) and not self.use_vllm
+            ),
             "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
                 self.use_vllm and self.vllm_mode != "server"
             ),

@@ -507,7 +507,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         tokens, score = self._step_runner.limits.tokens, self._scorer.score_rollout
         make = functools.partial(score, model, batch, batch_size, tokens, self._group_size, **options)
         with self._clock.phase("logps"):
-            scores = call.of("logps", make)
+            if self._scorer.sharded and self._ahead is not None and call.recording is not None:
+                with self._ahead.weights_of_due():
+                    scores = make()
+            else:
+                scores = call.of("logps", make)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling -------------------------------------------------------------------------------------------------
@@ -813,7 +817,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         ahead, lag = None, self.args.rollout_lag
         if lag:
             mebibytes = (lag + 1) * sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / 2**20
-            ahead = f"{lag} rollout batch(es); up to {lag + 1} copies of the trained weights, {mebibytes:,.0f} MiB"
+            size = "this process's part of" if self._scorer.sharded else f"{mebibytes:,.0f} MiB,"
+            ahead = f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
         plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
@@ -893,7 +898,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
+        if self._ahead is not None:
+            self._waiting = self._ahead.waiting
         self._keeper.save(save, push, self.state, final, model, trial)
+        if self._ahead is not None:
+            self._waiting = []
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._keeper.push_later()
@@ -920,14 +929,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             "scoring": self._scorer.memory.limit,
             "generation": self._sampler.memory.limit,
         }
-        waiting = self._waiting if self._ahead is None else self._ahead.waiting
         return RunState(
             rollout=self._sampler.rollout,
             rollout_name=self._sampler.rollout_name,
             step=self._step,
             losses=self._losses,
             limits=limits,
-            waiting=waiting,
+            waiting=self._waiting,
             sampled_at=self._sampled_at,
             **loop_sums(self),
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +53,15 @@ class Weights:
         return sum(tensor.nbytes for part in (self.policy, self.reference) for tensor in part.values())
 
 
-def _twin(model: nn.Module, moving: set[str], device: torch.device) -> nn.Module:
+def moving_parameters(
+    policy: nn.Module, reference: nn.Module | None, reference_moves: bool
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """The parameters that training changes, of the policy and of its reference (`sync_ref_model`), by name."""
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return trained, dict(reference.named_parameters()) if reference is not None and reference_moves else {}
+
+
+def _twin(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A second object of a model, whose `moving` parameters can be exchanged; it shares the others' memory.
 
     Its forward is that of its class: what TRL, Accelerate and this package put in its place runs the weights of the
@@ -72,7 +82,7 @@ def _twin(model: nn.Module, moving: set[str], device: torch.device) -> nn.Module
     return twin if all(p.device == device for p in twin.parameters()) else _moved(twin, moving, device)
 
 
-def _moved(twin: nn.Module, moving: set[str], device: torch.device) -> nn.Module:
+def _moved(twin: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     for name, parameter in twin.named_parameters():
         if name not in moving and parameter.device != device:  # a copy already
             parameter.data = parameter.data.to(device)
@@ -118,16 +128,14 @@ class Snapshot:
     def __init__(
         self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
     ) -> None:
-        self._live, self.device = (policy, reference), torch.device(device)
-        trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-        moves = {n for n, _ in reference.named_parameters()} if reference is not None and reference_moves else set()
-        self._moving = (trained, moves)
+        self.device = torch.device(device)
+        self._live = trained, moves = moving_parameters(policy, reference, reference_moves)
         self._parameters: list[dict[str, nn.Parameter]] = []
         self.abandoned = threading.Event()
-        self.policy = self._copy(policy, trained, prepare)
-        self.reference = None if reference is None else self._copy(reference, moves, prepare)
+        self.policy = self._copy(policy, trained.keys(), prepare)
+        self.reference = None if reference is None else self._copy(reference, moves.keys(), prepare)
 
-    def _copy(self, model: nn.Module, moving: set[str], prepare: Any) -> Any:
+    def _copy(self, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
         twin = _twin(model, moving, self.device)
         self._parameters.append({name: p for name, p in twin.named_parameters() if name in moving})
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
@@ -139,10 +147,7 @@ class Snapshot:
 
     def take(self, progress: dict[str, Any]) -> Weights:
         """The weights of the models as they are now, copied."""
-        parts: list[Tensors] = []
-        for model, moving in zip(self._live, self._moving):
-            named = () if model is None else model.named_parameters()
-            parts.append({n: p.detach().to(self.device, copy=True) for n, p in named if n in moving})
+        parts = [{n: p.detach().to(self.device, copy=True) for n, p in moving.items()} for moving in self._live]
         if self.device.type == "cuda":  # another stream reads them
             torch.cuda.current_stream(self.device).synchronize()
         return Weights(progress, *parts)
@@ -154,3 +159,17 @@ class Snapshot:
                 raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
             for name, parameter in parameters.items():
                 parameter.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
+
+    @contextmanager
+    def in_place(self, weights: Weights) -> Iterator[None]:
+        """Inside, and until others are, they are in place."""
+        self.put_in_place(weights)
+        yield
+
+    def whole(self, weights: Weights) -> Weights:
+        """The weights as a checkpoint holds them."""
+        return weights
+
+    def own(self, weights: Weights) -> Weights:
+        """Those that a checkpoint held."""
+        return weights

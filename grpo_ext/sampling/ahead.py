@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 
 from ..batching.prompt_order import RolloutRequest, StepDataset, StepRows
 from ..errors import ConfigError, RolloutError
+from ..forward.shards import SharedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
 from .turns import ScoringCall
@@ -129,20 +131,20 @@ class RolloutsAhead:
     Args:
         steps: the steps of the training set.
         last: the number of optimizer steps of the run.
-        sample: on the thread: this process's part of a rollout batch, with what `state` gave.
+        sample: on the thread: this process's part of a rollout batch by these weights, with what `state` gave.
         state: the Trainer's state for reward functions, as it was when these weights were taken.
         stopping: whether this process was asked to stop.
-        send: sends the weights of the snapshot to a server that samples, on all processes together; None without one.
-            It holds one set of weights at a time, so they are sent once it has answered all requests.
+        send: sends the weights that are in place to a server that samples, on all processes together; None without
+            one. It holds one set of weights at a time, so they are sent once it has answered all requests.
     """
 
     def __init__(
         self,
         steps: StepDataset,
         last: int,
-        snapshot: Snapshot,
+        snapshot: Snapshot | SharedSnapshot,
         worker: Worker,
-        sample: Callable[[StepRows, Any, float], Sampled],
+        sample: Callable[[StepRows, Weights, Any, float], Sampled],
         state: Callable[[Weights], Any],
         stopping: Callable[[], bool],
         send: Callable[[], None] | None = None,
@@ -161,12 +163,13 @@ class RolloutsAhead:
     def resume(self, waiting: Sequence[tuple[int, Weights]]) -> None:
         """Begin again what a checkpoint found on its way: the first steps of rollout batches, and their weights."""
         for step, weights in waiting:
-            self._begin(step, weights)
+            self._begin(step, self.snapshot.own(weights))
 
     @property
     def waiting(self) -> list[tuple[int, Weights]]:
-        """What is on its way, for a checkpoint."""
-        return [(job.step, job.weights) for job in self.jobs]
+        """What is on its way, for a checkpoint; all processes ask together."""
+        whole = {id(job.weights): self.snapshot.whole(job.weights) for job in self.jobs}
+        return [(job.step, whole[id(job.weights)]) for job in self.jobs]
 
     def begin(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
         """Begin with what the weights that are there now, before an optimizer step, have to sample.
@@ -197,14 +200,13 @@ class RolloutsAhead:
     def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
-            self.snapshot.put_in_place(weights)
-            self.send()
+            with self.snapshot.in_place(weights):
+                self.send()
             self._sent = weights
         state = self.state(weights)
 
         def work(idle: float) -> Sampled:
-            self.snapshot.put_in_place(weights)
-            return self.sample(rows, state, idle)
+            return self.sample(rows, weights, state, idle)
 
         return Job(step, rows, weights, self.worker.submit(work))
 
@@ -225,6 +227,10 @@ class RolloutsAhead:
         sampled = self._settled(self._submit(due.step, rows, due.weights))
         rows.made = sampled.call
         return sampled
+
+    def weights_of_due(self) -> AbstractContextManager[None]:
+        """Inside, models whose weights processes share compute with those that have sampled what is due."""
+        return self.snapshot.in_place(self.jobs[0].weights)
 
     def drain(self) -> None:
         """Wait until nothing runs on the thread of any process; a server may then be sent other weights."""

@@ -326,6 +326,9 @@ class RolloutSampler(TurnSampler):
         if (kept := call.recording) is not None:
             # TRL leaves old log-probabilities out where a step begins with the weights that have sampled it
             seen["args"] = View(self.args, {"steps_per_generation": 2})
+            if self.sharded and call.alone:  # a forward is a collective: the second time has the log-probabilities
+                seen["args"] = View(self.args, {"gradient_accumulation_steps": 0})
+                seen |= {"beta": 0.0, "vllm_importance_sampling_correction": False}
             if kept.prompts is not None and kept.again:
                 inputs = [{**row, "prompt": prompt} for row, prompt in zip(rows, kept.prompts)]
                 seen |= {"environment_factories": None, "environments": None}

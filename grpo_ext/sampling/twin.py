@@ -18,6 +18,7 @@ from ..batching.prompt_order import StepRows
 from ..compat import View, VLLMClient
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
+from ..forward.shards import SharedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
 from ..runtime.determinism import align_memory
@@ -39,15 +40,7 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     one = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
     here.state, here._models = View(here.state, {**one, "device": device}), []
 
-    def prepare(model: Any) -> Any:
-        install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
-        return here.prepare_model(model, evaluation_mode=True)
-
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
-    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
-    if trainer.args.bitwise_invariant:
-        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    snapshot = _snapshot(trainer, here, device)
     twin = _twin(trainer, snapshot, here)
 
     def state(weights: Weights) -> Any:
@@ -56,10 +49,13 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
         vars(past).update({**weights.progress, "log_history": history})
         return past
 
-    def sample(rows: StepRows, state: Any, idle: float) -> Sampled:
+    def sample(rows: StepRows, weights: Weights, state: Any, idle: float) -> Sampled:
+        if isinstance(snapshot, Snapshot):
+            snapshot.put_in_place(weights)
         twin.state, twin._last_loaded_step = state, state.global_step  # a server has the weights
         call = twin._score_alone(rows)
-        return Sampled(call, twin._forms(), twin._clock.take(), idle)
+        forms = twin._forms() if isinstance(snapshot, Snapshot) else ()
+        return Sampled(call, forms, twin._clock.take(), idle)
 
     def stopping() -> bool:
         return trainer._keeper.watch.requested
@@ -76,11 +72,32 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     return ahead
 
 
-def _twin(trainer: Any, snapshot: Snapshot, here: Any) -> Any:
+def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | SharedSnapshot:
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+    if trainer._scorer.sharded:
+        return SharedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
+
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
+        return here.prepare_model(model, evaluation_mode=True)
+
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
+    if trainer.args.bitwise_invariant:
+        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    return snapshot
+
+
+def _twin(trainer: Any, snapshot: Snapshot | SharedSnapshot, here: Any) -> Any:
     twin = copy.copy(trainer)
     twin.accelerator, twin._clock, twin._ahead = here, PhaseClock(), None
-    twin.model = twin.model_wrapped = snapshot.policy
-    twin.ref_model = snapshot.reference
+    if isinstance(snapshot, Snapshot):
+        twin.model = twin.model_wrapped = snapshot.policy
+        twin.ref_model = snapshot.reference
+    else:  # nothing of it runs on the thread; training switches these meanwhile
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        still = {"training": True, "is_gradient_checkpointing": False, "config": copy.deepcopy(model.config)}
+        twin.model = twin.model_wrapped = View(model, still)
     # tokenizers are not to be used by two threads at a time
     own = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
     twin.processing_class, twin.reward_processing_classes = own
@@ -103,13 +120,15 @@ def _twin(trainer: Any, snapshot: Snapshot, here: Any) -> Any:
     return twin
 
 
-def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
-    """What sends the weights of a snapshot to the vLLM server."""
+def _sender(trainer: Any, snapshot: Snapshot | SharedSnapshot) -> Callable[[], None]:
+    """What sends the weights that are in place to the vLLM server."""
     generation = copy.copy(trainer.vllm_generation)
-    generation.model = snapshot.policy
+    if isinstance(snapshot, Snapshot):
+        generation.model = snapshot.policy
 
     def send() -> None:
         generation.sync_weights()
+        trainer.accelerator.wait_for_everyone()  # the main process sends, and every process asks
         trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
 
     return send

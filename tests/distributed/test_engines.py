@@ -76,6 +76,10 @@ MODELS = {
 TOOLS = {**FEW_ROWS, "global_batch_size": 8, "rollout_batch_size": 8, "rollout_chunk_size": 4}
 TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_steps": 3}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
+# sampled by a server, of which every process asks as much
+SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 1e-2, "max_steps": 5}
+SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
+AHEAD = {**SERVER, "rollout_lag": 2, "save_strategy": "steps", "save_steps": 1}
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -92,6 +96,14 @@ JOBS = [
     Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
+    Job("ahead_saved", AHEAD),
+    Job("ahead_resumed", AHEAD, resume="ahead_saved/checkpoint-2"),
+    Job("ahead_lora", {**SERVER, "rollout_lag": 1, "beta": 0.1}, lora=True),
+    Job(
+        "ahead_kl",
+        {**SERVER, "rollout_lag": 1, "beta": 0.1, "num_iterations": 2, "max_steps": 8}
+        | {"sync_ref_model": True, "ref_model_sync_steps": 1},
+    ),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
@@ -103,7 +115,20 @@ JOBS = [
 FEW = [
     job
     for job in JOBS
-    if job.name in ("saved", "kl", "hybrid", "few", "images_saved", "images_resumed", "seed", "resumed", "shards")
+    if job.name
+    in (
+        "ahead_saved",
+        "ahead_resumed",
+        "saved",
+        "kl",
+        "hybrid",
+        "few",
+        "images_saved",
+        "images_resumed",
+        "seed",
+        "resumed",
+        "shards",
+    )
 ]
 
 
@@ -259,12 +284,24 @@ def test_the_log_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
-    models = {"": "model", "lora_": "model", "images_": "llava"}
+    models = {"": "model", "lora_": "model", "images_": "llava", "ahead_": "model"}
     for name in [name for name in models if f"{name}saved" in several]:
         saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
-        assert gap(saved, resumed, models[name]) <= 1e-6, name  # two steps of three are trained again
-        assert resumed.log[-2]["step"] == 3
+        assert gap(saved, resumed, models[name]) <= 1e-6, name  # but the first step or two are trained again
+        assert resumed.log[-2]["step"] == saved.log[-2]["step"] >= 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_what_a_server_sampled_ahead_is_scored_by_the_weights_that_sampled(launches, engine, processes):
+    several = launches(engine, processes)
+    for name in [name for name in several if name.startswith("ahead_")]:
+        lines = [line for line in several[name].log if "sampling/ratio_max" in line]
+        for line in lines:  # of the trainer's probabilities to the server's
+            for end in ("min", "max"):
+                assert line[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1.0, abs=1e-4), (name, line)
+        assert max(line["sampling/ratio_max"] for line in lines) > 1.1, name
+        assert max(line["sampling/staleness"] for line in lines) >= 1
 
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}

@@ -17,7 +17,7 @@ from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from grpo_ext import GRPOConfig, compat
+from grpo_ext import GRPOConfig, checks
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.run.checkpoint import checkpoints, why_broken
@@ -26,6 +26,7 @@ from grpo_ext.run.state import RunState
 from grpo_ext.runtime.determinism import computing_with
 from grpo_ext.sampling import turns
 from grpo_ext.sampling.ahead import Worker
+from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
 
@@ -279,62 +280,9 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
 # ---- A server that samples ------------------------------------------------------------------------------------------
 
 
-class Server:
-    """Stands in for vLLM's: one set of weights at a time, requests that run together, a seed for each."""
-
-    def __init__(self) -> None:
-        self.model, self.lock = tiny_model(), threading.Lock()
-        self.open, self.sent = 0, 0
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def generate(self, prompts: Any, n: int, max_tokens: int, generation_kwargs: Any, **rest: Any) -> dict[str, Any]:
-        with self.lock:
-            self.open += 1
-        try:
-            answers = [
-                self.sample(ids, generation_kwargs["seed"] + place, max_tokens) for ids in prompts for place in range(n)
-            ]
-            time.sleep(random.SystemRandom().uniform(0, 0.02))
-        finally:
-            with self.lock:
-                self.open -= 1
-        return {
-            "prompt_ids": prompts,
-            "completion_ids": [ids for ids, _ in answers],
-            "logprobs": [[[value] for value in values] for _, values in answers],
-            "logprob_token_ids": [[[token] for token in ids] for ids, _ in answers],
-        }
-
-    def sample(self, prompt: list[int], seed: int, length: int) -> tuple[list[int], list[float]]:
-        generator, ids, found = torch.Generator().manual_seed(seed), [], []
-        while len(ids) < length and (not ids or ids[-1] != 1):
-            with torch.no_grad():
-                logps = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
-            found.append(float(logps[ids[-1]]))
-        return ids, found
-
-    def take(self, weights: dict[str, torch.Tensor]) -> None:
-        assert self.open == 0, "weights were sent while requests were open"
-        self.model.load_state_dict(weights)
-        self.sent += 1
-
-
 @pytest.fixture
-def server(monkeypatch) -> Server:
-    kept = Server()
-
-    class Generation(compat.vllm_module.VLLMGeneration):
-        def _init_vllm(self) -> None:
-            self.vllm_client = kept
-
-        def sync_weights(self) -> None:
-            kept.take({name: value.clone() for name, value in self.model.state_dict().items()})
-
-    monkeypatch.setattr(compat.trl_module, "VLLMGeneration", Generation)
-    return kept
+def server(tmp_path, monkeypatch) -> StandIn:
+    return stand_in(tmp_path / "server", monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
@@ -508,6 +456,28 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
     used = tiny_model()
     make(tmp_path / "two", kind=used)
     make(tmp_path / "three", kind=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
+
+
+def test_fsdp_and_deepspeed_need_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="FSDP or DeepSpeed without a vLLM server"):
+        GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1))
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    assert GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, **server)).rollout_lag == 1
+
+
+def test_what_shares_weights_in_other_ways_is_refused(tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    config = copy.copy(trainer.args)
+    config.rollout_lag = 1
+    trainer._scorer.sharded = trainer.is_fsdp_enabled = True
+    with pytest.raises(ConfigError, match="use FSDP 2"):
+        checks._check_ahead(trainer, config)
+    trainer.is_fsdp_enabled = False
+    trainer._reward_funcs = [tiny_model()]
+    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ConfigError, match="a reward model under ZeRO-3"):
+        checks._check_ahead(trainer, config)
 
 
 def test_a_stream_is_refused(tmp_path):

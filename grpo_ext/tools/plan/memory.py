@@ -102,6 +102,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     # one layer in use and the next one being gathered
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
     casts = plain * model.compute_bytes if half and not deepspeed else 0
+    copies = (layout.lag + 1) * width * model.trained if layout.lag and layout.beside else 0
     tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {
         "weights": whole / layout.processes + gathered if shards_weights else whole,
@@ -114,7 +115,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         # float32 values and what becomes of them; in half precision the products too
         "logits": tile * (2 * 4 + (model.compute_bytes if model.compute_bytes < 4 else 0)),
         # of those that are due later, and of the one that is late
-        "weights that sample": (layout.lag + 1) * width * model.trained if layout.lag and layout.beside else 0,
+        "weights that sample": copies / (layout.processes if shards_weights else 1),
         "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
     }
     held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))

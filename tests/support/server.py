@@ -1,0 +1,100 @@
+"""Stands in for a vLLM server and its clients: one set of weights at a time, a seed for each request.
+
+Processes share it through a folder. Weights come in by TRL's own `VLLMGeneration.sync_weights`, and slowly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import grpo_ext.sampling.twin
+from grpo_ext import compat
+from tests.support.tiny import tiny_model
+
+
+class StandIn:
+    """A process's client, and the server itself: it loads what was sent last before it samples."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        self.model, self.folder, self.numbers = model, folder, itertools.count()
+        self.loaded, self.loading = 0, threading.Lock()
+
+    @property
+    def sent(self) -> int:
+        """How often weights were sent."""
+        return len(list(self.folder.glob("*.safetensors")))
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def update_named_params(self, described: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        found = {name: value.detach().cpu().contiguous().clone() for name, value in parameters}
+        assert found.keys() <= self.model.state_dict().keys()
+        assert not list(self.folder.glob("open_*")), "weights were sent while requests were open"
+        time.sleep(0.05)
+        number = self.sent + 1
+        save_file(found, self.folder / "writing")
+        os.replace(self.folder / "writing", self.folder / f"{number}.safetensors")
+
+    def generate(self, prompts: Any, n: int, max_tokens: int, generation_kwargs: Any, **rest: Any) -> dict[str, Any]:
+        is_open = self.folder / f"open_{os.getpid()}_{next(self.numbers)}"
+        is_open.touch()
+        try:
+            with self.loading:  # requests come together
+                if self.sent > self.loaded:
+                    self.loaded = self.sent
+                    self.model.load_state_dict(load_file(self.folder / f"{self.loaded}.safetensors"), strict=False)
+            seed = generation_kwargs["seed"]
+            answers = [self.sample(ids, seed + place, max_tokens) for ids in prompts for place in range(n)]
+            time.sleep(random.SystemRandom().uniform(0, 0.02))
+        finally:
+            is_open.unlink()
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": [ids for ids, _ in answers],
+            "logprobs": [[[value] for value in values] for _, values in answers],
+            "logprob_token_ids": [[[token] for token in ids] for ids, _ in answers],
+        }
+
+    def sample(self, prompt: list[int], seed: int, length: int) -> tuple[list[int], list[float]]:
+        generator, ids, found = torch.Generator().manual_seed(seed), [], []
+        while len(ids) < length and (not ids or ids[-1] != 1):
+            with torch.no_grad():
+                logps = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(torch.multinomial(logps.exp(), 1, generator=generator)))
+            found.append(float(logps[ids[-1]]))
+        return ids, found
+
+
+def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, model: Any = None) -> StandIn:
+    """Let trainers of this process ask a stand-in.
+
+    Args:
+        folder: shared by the processes of a run, and of no other run.
+        put: sets an attribute (`monkeypatch.setattr`).
+        model: that samples (ZeRO-3 cuts one that is made while it is on); the tiny one by default.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    client = StandIn(folder, tiny_model() if model is None else model)
+
+    class Generation(compat.vllm_module.VLLMGeneration):
+        def _init_vllm(self) -> None:
+            if self.accelerator.is_main_process:
+                self.vllm_client = client
+
+    put(compat.trl_module, "VLLMGeneration", Generation)
+    put(grpo_ext.sampling.twin, "VLLMClient", lambda **settings: client)
+    return client
