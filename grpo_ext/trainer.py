@@ -62,7 +62,7 @@ from .sampling.ahead import RolloutsAhead, StoppedWaiting
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
-from .sampling.sampler import RewardSettings, RolloutSampler
+from .sampling.sampler import RewardSettings, RolloutSampler, TrlScoring
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .sampling.turns import Generation, ScoringCall
 from .sampling.twin import begin_ahead
@@ -521,15 +521,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
         """
-        scoring = super()._generate_and_score_completions
+        run = super()._generate_and_score_completions
         if not isinstance(inputs, StepRows):
             with self._sampler.checking(self._reward_funcs, self.reward_func_names):
-                return scoring(inputs)
+                return run(inputs)
         if self._ahead is not None and self.model.training and inputs.made is None:
             self._clock.add(self._ahead.further(inputs).seconds)
-        functions, metrics = self._reward_funcs, self._metrics[self._mode]
-        calculate = self._calculate_rewards
-        return self._sampler.score_with_trl(inputs, scoring, functions, calculate, metrics, self._logs, self._rewards)
+        scoring = TrlScoring(run, self._reward_funcs, self.reward_func_names, self._calculate_rewards, self._logs)
+        return self._sampler.score_with_trl(inputs, scoring, self._metrics[self._mode], self._rewards)
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's, after which it is known what images its rows show."""
@@ -671,10 +670,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         records: list[Any] = [*self._logs.values(), *self._metrics.values()]
         for kept in records:
             kept.clear()
-        scoring, names = super()._generate_and_score_completions, self.reward_func_names
         # a subclass shapes the rewards of all processes, where they are gathered
         calculate = functools.partial(GRPOTrainer._calculate_rewards, self)
-        return self._sampler.score_alone(rows, scoring, self._reward_funcs, names, calculate, self._logs)
+        run, names = super()._generate_and_score_completions, self.reward_func_names
+        return self._sampler.score_alone(rows, TrlScoring(run, self._reward_funcs, names, calculate, self._logs))
 
     def _forms(self) -> tuple[str, ...]:
         return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,24 @@ class RewardSettings:
     names: list[str]
     weights_F: torch.Tensor
     rule: AdvantageRule
+
+
+@dataclass(frozen=True)
+class TrlScoring:
+    """TRL's scoring of a process's rows.
+
+    Attributes:
+        run: its `_generate_and_score_completions`, bound to the trainer.
+        functions, names: the reward functions.
+        calculate_rewards: the trainer's, with a user's overrides: a subclass may shape the rewards there.
+        logs: TRL's record, which it writes to.
+    """
+
+    run: Any
+    functions: list[Any]
+    names: list[str]
+    calculate_rewards: Callable[..., torch.Tensor]
+    logs: dict[str, Any]
 
 
 class RolloutSampler(TurnSampler):
@@ -245,28 +263,23 @@ class RolloutSampler(TurnSampler):
     def score_with_trl(
         self,
         rows: StepRows,
-        trl_scoring: Any,
-        functions: list[Any],
-        calculate_rewards: Callable[..., torch.Tensor],
+        scoring: TrlScoring,
         metrics: Metrics,
-        logs: dict[str, Any],
         rewards: RewardSettings,
     ) -> dict[str, Any]:
         """TRL's scoring of this process's rows, with their part of the advantages of the whole rollout batch.
 
         Args:
             rows: where their scoring ran beside training, it goes through the same parts again.
-            trl_scoring: TRL's `_generate_and_score_completions`, bound to the trainer.
-            functions: the reward functions.
-            calculate_rewards: the trainer's, with a user's overrides: a subclass may shape the rewards there.
-            metrics, logs: TRL's records, which it writes to.
+            metrics: TRL's record, which it writes to.
         """
         group, first = rows.request.num_generations, rows.request.prompts.start * rows.request.num_generations
         self._refuse_missing_images(rows)
         call = self._begin(rows) if rows.made is None else rows.made
         # TRL computes advantages within a process's rows, and cuts them as if all processes had as many
+        logs = scoring.logs
         own_logs = {**logs, "advantages": deque(), "extra": defaultdict(list)}
-        scored = self._run(call, rows, trl_scoring, functions, rewards.names, calculate_rewards, own_logs)
+        scored = self._run(call, rows, replace(scoring, logs=own_logs))
         assert call.rewards_BF is not None
         self.last_call = call
         self._log_calls(call, own_logs["extra"], len(call.rewards_BF), metrics, logs)
@@ -277,19 +290,11 @@ class RolloutSampler(TurnSampler):
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
 
-    def score_alone(
-        self,
-        rows: StepRows,
-        trl_scoring: Any,
-        functions: list[Any],
-        names: list[str],
-        calculate_rewards: Callable[..., torch.Tensor],
-        logs: dict[str, Any],
-    ) -> ScoringCall:
+    def score_alone(self, rows: StepRows, scoring: TrlScoring) -> ScoringCall:
         """TRL's scoring of this process's rows beside training, which `score_with_trl` goes through again."""
         call = self._begin(rows)
         call.recording = Recording()
-        self._run(call, rows, trl_scoring, functions, names, calculate_rewards, logs)
+        self._run(call, rows, scoring)
         call.recording.again = True
         return call
 
@@ -305,21 +310,12 @@ class RolloutSampler(TurnSampler):
             call.read = RowImages(rows.numbers, lambda number: prepare(prompts[number]))
         return call
 
-    def _run(
-        self,
-        call: ScoringCall,
-        rows: StepRows,
-        trl_scoring: Any,
-        functions: list[Any],
-        names: list[str],
-        calculate_rewards: Callable[..., torch.Tensor],
-        logs: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _run(self, call: ScoringCall, rows: StepRows, scoring: TrlScoring) -> dict[str, Any]:
         def remember(*args: Any) -> torch.Tensor:
-            call.rewards_BF = calculate_rewards(*args)
+            call.rewards_BF = scoring.calculate_rewards(*args)
             return call.rewards_BF
 
-        seen: dict[str, Any] = {"_calculate_rewards": remember, "_logs": logs}
+        seen: dict[str, Any] = {"_calculate_rewards": remember, "_logs": scoring.logs}
         inputs = list(rows)
         if self.prepare is not None:
             seen["processing_class"] = WithoutImages(self.prepare.processor, {})
@@ -336,9 +332,9 @@ class RolloutSampler(TurnSampler):
         try:
             with (
                 ragged_scoring(self.accelerator, call.request.empty and not call.alone),
-                self.checking(functions, names, call.calls),
+                self.checking(scoring.functions, scoring.names, call.calls),
             ):
-                return on_view(trl_scoring, seen, inputs)
+                return on_view(scoring.run, seen, inputs)
         finally:
             self.call = None
 

@@ -38,11 +38,11 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("vllm")
 
     @functools.cache
-    def launch(processes: int, control: str = "") -> list[dict[str, Any]]:
+    def launch(processes: int, control: str = "", url: str = "", lag: int = 0) -> list[dict[str, Any]]:
         """What every process saw."""
-        folder = root / f"{processes}{control}"
+        folder = root / f"{processes}{control}{lag if url else ''}"
         save_model(folder / "model")
-        command = [sys.executable, str(SCRIPT), str(folder), control]
+        command = [sys.executable, str(SCRIPT), str(folder), control, *([url, str(lag)] if url else [])]
         if processes > 1:
             config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
             launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
@@ -56,11 +56,11 @@ def run(tmp_path_factory):
     return launch
 
 
-def completions(seen: list[dict[str, Any]], step: int) -> list[Any]:
+def completions(seen: list[dict[str, Any]], step: int, steps: int = STEPS) -> list[Any]:
     """Prompt and token ids of one step, in global order."""
     found = []
     for process in seen:
-        rows = len(process["sampled"]) // STEPS
+        rows = len(process["sampled"]) // steps
         found += process["sampled"][step * rows : (step + 1) * rows]
     return found
 
@@ -116,8 +116,9 @@ def server(tmp_path_factory):
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
     command += ["--dtype", "float32", "--port", str(port), "--max-model-len", "128", "--enforce-eager"]
-    command += ["--logprobs-mode", "processed_logprobs"]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "tests.vllm.from_file.FileWeights"]
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    quiet |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT)}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **quiet}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -146,3 +147,16 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     assert len({tuple(ids) for ids in together}) > 8
     unseeded = server.generate(prompts=prompts, n=4, max_tokens=12)["completion_ids"]
     assert unseeded != together
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_server_that_samples_ahead_has_the_weights_that_are_named(run, server, lag):
+    url, steps = server.base_url, 5
+    one, two = run(1, "", url, lag), run(2, "", url, lag)
+    for step in range(steps):
+        assert completions(one, step, steps) == completions(two, step, steps), step
+    synced, stale = differences(one), differences(run(1, "sync", url, lag))
+    print(f"lag {lag}, log-probability difference by step: {synced}; without new weights: {stale}")
+    assert max(synced) < 2e-3
+    assert max(stale) > 20 * max(synced)
+    assert max(line.get("sampling/ratio_max", 0.0) for line in one[0]["log"]) > 1.2

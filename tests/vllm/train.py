@@ -13,13 +13,23 @@ import torch
 import grpo_ext.sampling.turns as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.vllm.from_file import send_by_file
 from tests.vllm.on_the_cpu import in_float32, keep_weights
 
 
-def main(folder: Path, control: str) -> None:
-    """Train; `control` leaves something out: "" nothing, "seeds" the seeds, "sync" the new weights."""
+def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
+    """Train.
+
+    Args:
+        control: leaves something out: "" nothing, "seeds" the seeds, "sync" the new weights.
+        server: that samples, instead of an engine of this process; lag: `rollout_lag`.
+    """
     keep_weights()
     in_float32()
+    engine: dict[str, Any] = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 128}
+    if server:
+        send_by_file(folder)
+        engine = {"vllm_mode": "server", "vllm_server_base_url": server, "rollout_lag": lag, "max_steps": 5}
     if control == "seeds":
         sampling.seeded = lambda generation, *args: generation
     sampled: list[tuple[str, list[int]]] = []
@@ -33,15 +43,11 @@ def main(folder: Path, control: str) -> None:
     args = GRPOConfig(
         str(folder / "out"),
         use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=128,
         num_generations=4,
         global_batch_size=16,
         max_completion_length=16,
         per_device_train_batch_size=3,
         learning_rate=1e-2,
-        max_steps=3,
         seed=3,
         bf16=False,
         gradient_checkpointing=False,
@@ -50,6 +56,7 @@ def main(folder: Path, control: str) -> None:
         logging_steps=1,
         disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"},
+        **{"max_steps": 3, **engine},
     )
     trainer = GRPOTrainer(
         model=str(model),
@@ -59,7 +66,7 @@ def main(folder: Path, control: str) -> None:
         processing_class=tiny_tokenizer(),
     )
     if control == "sync":
-        trainer.vllm_generation.sync_weights = lambda: None
+        type(trainer.vllm_generation).sync_weights = lambda self: None
     before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     trainer.train()
     after = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
@@ -77,4 +84,5 @@ def save_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+    folder, control, *server = sys.argv[1:]
+    main(Path(folder), control, *server[:1], *map(int, server[1:]))
