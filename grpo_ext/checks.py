@@ -28,7 +28,7 @@ from .forward.lm_head import refuse_unknown_head
 from .forward.positions import covered_length, longest_prompt, settle_rope
 from .forward.quantised import outlier_thresholds
 from .forward.reference import base_model_of
-from .forward.snapshot import refuse_replaced_forward
+from .forward.snapshot import refuse_no_copy, refuse_replaced_forward
 from .precision.loss_scaler import half_weights, refuse_half_weights
 from .runtime.collectives import shards_parameters
 from .runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
@@ -653,12 +653,13 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     own = trainer._own_sampling() or own_generate(trainer.model)
     if own is not None or not (trainer.use_vllm or trainer._samples_by_key()):
         raise ConfigError(
-            f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False and a "
-            f"generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are trained. Use "
-            "rollout_lag=0."
+            f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False, a paged "
+            f"cache and a generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are "
+            "trained. Use rollout_lag=0."
         )
     if not trainer._scorer.sharded:
         refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
+        refuse_no_copy(trainer.model)
     elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise ConfigError(f"rollout_lag={lag} and FSDP 1: use FSDP 2 (fsdp_version: 2), or rollout_lag=0.")
     elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer._reward_funcs):
@@ -683,7 +684,8 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
     if lag >= batches:
         raise ConfigError(
             f"rollout_lag={lag}, and the run has {batches} rollout batch(es), so all of them would be sampled with the "
-            f"weights of the start; use a rollout_lag below {batches}, or train for longer."
+            f"weights of the start; use rollout_lag={'0' if batches == 1 else f'{batches - 1} or less'}, or train for "
+            "longer."
         )
 
 

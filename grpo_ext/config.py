@@ -461,23 +461,24 @@ class GRPOConfig(trl.GRPOConfig):
         Raises:
             ConfigError: names all of it.
         """
-        _require_whole("rollout_lag", self.rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
+        check_lag(self.rollout_lag, self._asks_for_fsdp() or self._asks_for_deepspeed(), self.use_vllm)
         if self.rollout_threads is not None:
-            _require_whole("rollout_threads", self.rollout_threads, "1 or more")
+            _require_whole("rollout_threads", self.rollout_threads, "a whole number, 1 or more")
         alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
         if not self.rollout_lag:
             if alone:
-                raise ConfigError(f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; leave it out.")
+                raise ConfigError(
+                    f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it "
+                    "out."
+                )
             return
         refused = {
-            "FSDP or DeepSpeed without a vLLM server (a forward is a collective, and threads would run theirs in "
-            "different orders: set use_vllm=True, vllm_mode='server')": (
-                (self._asks_for_fsdp() or self._asks_for_deepspeed()) and not self.use_vllm
-            ),
             "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
                 self.use_vllm and self.vllm_mode != "server"
             ),
             "torch_compile (a copy would be compiled anew)": self.torch_compile,
+            "allow_split_dependent=True (dropout of two threads draws from one stream of random numbers, so speed "
+            "decides)": self.allow_split_dependent,
             "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": (
                 self.ignore_data_skip
             ),
@@ -487,19 +488,24 @@ class GRPOConfig(trl.GRPOConfig):
             ),
         }
         if found := [name for name, is_set in refused.items() if is_set]:
-            raise ConfigError(f"rollout_lag={self.rollout_lag} does not go with {'; '.join(found)}. Use rollout_lag=0.")
+            raise ConfigError(
+                f"rollout_lag={self.rollout_lag} does not go with {'; '.join(found)}. Change that, or use "
+                "rollout_lag=0."
+            )
         if self.rollout_device is not None:
             try:
                 torch.device(self.rollout_device)
             except RuntimeError as error:
                 raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
             kind, index = torch.device(self.rollout_device).type, torch.device(self.rollout_device).index
-            if kind != self.device.type or (index is not None and self.world_size > 1):
-                raise ConfigError(
-                    f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} "
-                    "process(es): use a device of the same kind, and with several processes none with a number, which "
-                    "all of them would share."
-                )
+            said = (
+                f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} process(es)"
+            )
+            if kind != self.device.type:
+                raise ConfigError(f"{said}: use a device of the same kind, or leave it out.")
+            if index is not None and (kind == "cpu" or self.world_size > 1):
+                shared = "there is one CPU" if kind == "cpu" else "all processes would share it"
+                raise ConfigError(f"{said}: {shared}; use {kind!r}, or leave it out.")
 
     def _check_forward(self) -> None:
         if self.forward != "auto" and not self.packed_forward:
@@ -612,9 +618,26 @@ for _name, _text in _HELP.items():
     GRPOConfig.__dataclass_fields__[_name] = _spec
 
 
+def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
+    """Refuse what is no lag, or none for this engine.
+
+    Args:
+        shares_weights: FSDP or DeepSpeed.
+
+    Raises:
+        ConfigError: says what to use.
+    """
+    _require_whole("rollout_lag", rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
+    if rollout_lag and shares_weights and not use_vllm:
+        raise ConfigError(
+            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm=True, vllm_mode='server'): "
+            "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
+        )
+
+
 def _require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
     """Refuse what is no whole number from `least` to `most`; `use` is the remedy."""
-    if not isinstance(value, int) or not least <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name}={value!r}: use {use}.")
 
 

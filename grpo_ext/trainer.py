@@ -9,6 +9,7 @@ through them. What is overridden stands in the contract of `compat`, which is ve
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import time
@@ -39,7 +40,7 @@ from .batching.prompt_order import (
 )
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
-from .errors import ConfigError
+from .errors import ConfigError, RolloutError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
@@ -160,6 +161,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._ahead: RolloutsAhead | None = None  # with rollout_lag, while it trains
         self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
+        self._is_twin = False  # the trainer that samples ahead, on a thread
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
@@ -525,9 +527,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not isinstance(inputs, StepRows):
             with self._sampler.checking(self._reward_funcs, self.reward_func_names):
                 return run(inputs)
+        scoring = TrlScoring(run, self._reward_funcs, self.reward_func_names, self._calculate_rewards, self._logs)
+        if self._is_twin:
+            return self._sampler.score_alone(inputs, scoring)
         if self._ahead is not None and self.model.training and inputs.made is None:
             self._clock.add(self._ahead.further(inputs).seconds)
-        scoring = TrlScoring(run, self._reward_funcs, self.reward_func_names, self._calculate_rewards, self._logs)
         return self._sampler.score_with_trl(inputs, scoring, self._metrics[self._mode], self._rewards)
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -574,7 +578,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         def make() -> torch.Tensor:
             if none:
                 return torch.zeros(len(prompts), len(self.reward_funcs), device=device)
-            return calculate(inputs, prompts, completions, completion_ids_list)
+            with self._clock.phase("rewards"):
+                return calculate(inputs, prompts, completions, completion_ids_list)
 
         if call is None or (call.recording is None and not none):  # gathers by itself
             return make()
@@ -661,6 +666,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if not (lag := self.args.rollout_lag):
             return
         if self._ahead is None:
+            if number := len(self._waiting):
+                which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
+                self._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
             self._ahead, self._waiting = begin_ahead(self, self._waiting, self._sampling_threads), []
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
         self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
@@ -670,10 +678,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         records: list[Any] = [*self._logs.values(), *self._metrics.values()]
         for kept in records:
             kept.clear()
-        # a subclass shapes the rewards of all processes, where they are gathered
-        calculate = functools.partial(GRPOTrainer._calculate_rewards, self)
-        run, names = super()._generate_and_score_completions, self.reward_func_names
-        return self._sampler.score_alone(rows, TrlScoring(run, self._reward_funcs, names, calculate, self._logs))
+        own = self._overrides("_generate_and_score_completions")  # which may change the rows, and does so twice
+        self._sampler.last_call = None
+        self._generate_and_score_completions(copy.deepcopy(rows) if own else rows)
+        if (call := self._sampler.last_call) is None:
+            raise RolloutError(
+                f"{type(self).__name__}._generate_and_score_completions did not hand the rows it was given to TRL's, "
+                "which rollout_lag needs. Use rollout_lag=0."
+            )
+        return call
 
     def _forms(self) -> tuple[str, ...]:
         return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)
@@ -775,11 +788,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._keeper.running(checkpoint, lambda: self.state),
             self._telling_callbacks(),
         ):
-            result: Any = None
             try:
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            except StoppedWaiting:
-                self._stop_between_steps(trial)
             finally:
                 self._end_ahead()
         limits = self._step_runner.limits
@@ -796,7 +806,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.state.num_input_tokens_seen = self._tokens_before
         if self.state.global_step and not from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir):
             self._save_checkpoint(self.model, trial)
-        self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.callback_handler.on_save(self.args, self.state, self.control)
+        self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self.control.should_training_stop = True
 
     def _announce(self) -> None:
         if (untested := compat.untested()) is not None:
@@ -853,9 +865,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which would train one step more than `max_steps` where a run that is finished is resumed."""
+        """transformers', which would train one step more than `max_steps` where a run that is finished is resumed.
+
+        A run that is asked to stop while it waits for a rollout batch ends here.
+        """
         if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
+            try:
+                super()._run_epoch(*args, **kwargs)
+            except StoppedWaiting:
+                self._stop_between_steps(kwargs.get("trial"))
             return
         self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
         self.control.should_training_stop = True

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ModelError
 from .lm_head import gathered
-from .snapshot import Tensors, Weights, moving_parameters
+from .snapshot import Tensors, Weights, moving_tensors
 
 
 class SharedSnapshot:
@@ -37,7 +37,7 @@ class SharedSnapshot:
     ) -> None:
         self._models = [model for model in (policy, reference) if model is not None]
         self._cut_again()
-        self._moving = moving_parameters(policy, reference, reference_moves)
+        self._moving = moving_tensors(policy, reference, reference_moves)
         self._keeps_whole = keeps_whole
         self.abandoned = threading.Event()
 

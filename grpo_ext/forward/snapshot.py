@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,8 @@ class Weights:
 
     Attributes:
         progress: of the run, by the names of the Trainer's state.
-        policy: of its trained parameters.
-        reference: of the reference model, where it moves (`sync_ref_model`); otherwise empty.
+        policy: its trained parameters, and its buffers.
+        reference: the parameters of the reference model, where it moves (`sync_ref_model`), and its buffers.
     """
 
     progress: dict[str, Any]
@@ -53,12 +53,30 @@ class Weights:
         return sum(tensor.nbytes for part in (self.policy, self.reference) for tensor in part.values())
 
 
-def moving_parameters(
-    policy: nn.Module, reference: nn.Module | None, reference_moves: bool
-) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The parameters that training changes, of the policy and of its reference (`sync_ref_model`), by name."""
-    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    return trained, dict(reference.named_parameters()) if reference is not None and reference_moves else {}
+def moving_tensors(policy: nn.Module, reference: nn.Module | None, reference_moves: bool) -> tuple[Tensors, Tensors]:
+    """What changes during training, by name: trained parameters, those of a reference that moves, and buffers.
+
+    Of the buffers those that are saved with a model: a router's bias, for example, is moved by a callback.
+    """
+    trained: Tensors = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    moved: Tensors = dict(reference.named_parameters()) if reference is not None and reference_moves else {}
+    return trained | _saved_buffers(policy), moved | ({} if reference is None else _saved_buffers(reference))
+
+
+def _saved_buffers(model: nn.Module) -> Tensors:
+    parts = dict(model.named_modules())
+    owned = [(name, buffer, name.rpartition(".")) for name, buffer in model.named_buffers()]
+    return {name: b for name, b, (path, _, own) in owned if own not in parts[path]._non_persistent_buffers_set}
+
+
+def _tensors(model: nn.Module) -> Tensors:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _some_elements(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A few of each, evenly spread."""
+    flat = [tensor.detach().flatten() for tensor in tensors]
+    return [values[:: max(1, values.numel() // 8)].clone() for values in flat]
 
 
 def _twin(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
@@ -74,7 +92,13 @@ def _twin(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module
         # the objects are its own, as PEFT turns gradients on and off; but for weights that bitsandbytes holds
         plain = type(parameter) is nn.Parameter
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False) if plain else parameter
-    twin = copy.deepcopy(model, memo)
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(
+            f"rollout_lag samples with a copy of the model, and {type(model).__name__} cannot be copied ({error}). Use "
+            "rollout_lag=0."
+        ) from None
     for part in (twin, base_model_of(twin)):
         for name in _PUT_AROUND:
             vars(part).pop(name, None)
@@ -111,6 +135,15 @@ def refuse_replaced_forward(model: nn.Module, *but: nn.Module) -> None:
             )
 
 
+def refuse_no_copy(model: nn.Module) -> None:
+    """Refuse a model that cannot be copied, before anything trains; its tensors take no memory for it.
+
+    Raises:
+        ModelError: names what Python says.
+    """
+    _twin(model, set(), next(model.parameters()).device)
+
+
 class Snapshot:
     """The policy and its reference as objects of their own, holding the weights of one moment at a time.
 
@@ -129,15 +162,19 @@ class Snapshot:
         self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
     ) -> None:
         self.device = torch.device(device)
-        self._live = trained, moves = moving_parameters(policy, reference, reference_moves)
-        self._parameters: list[dict[str, nn.Parameter]] = []
+        self._live = trained, moves = moving_tensors(policy, reference, reference_moves)
+        self._in_copies: list[Tensors] = []
+        self._shared: Tensors = {}
         self.abandoned = threading.Event()
-        self.policy = self._copy(policy, trained.keys(), prepare)
-        self.reference = None if reference is None else self._copy(reference, moves.keys(), prepare)
+        self.policy = self._copy("policy", policy, trained.keys(), prepare)
+        self.reference = None if reference is None else self._copy("reference", reference, moves.keys(), prepare)
+        self._as_shared = _some_elements(self._shared.values())
 
-    def _copy(self, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
+    def _copy(self, role: str, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
         twin = _twin(model, moving, self.device)
-        self._parameters.append({name: p for name, p in twin.named_parameters() if name in moving})
+        self._in_copies.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
+        still = [(n, p) for n, p in model.named_parameters() if n not in moving and type(p) is nn.Parameter]
+        self._shared |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
         return prepare(twin)
 
@@ -146,7 +183,18 @@ class Snapshot:
             raise Abandoned
 
     def take(self, progress: dict[str, Any]) -> Weights:
-        """The weights of the models as they are now, copied."""
+        """The weights of the models as they are now, copied.
+
+        Raises:
+            ModelError: weights that are not trained have changed, which the copies share.
+        """
+        for name, now, before in zip(self._shared, _some_elements(self._shared.values()), self._as_shared):
+            if not torch.equal(now, before):
+                raise ModelError(
+                    f"{name} is not trained and has changed all the same (by a callback?); with rollout_lag it is "
+                    "shared with the model that samples beside training, so speed would decide what samples. Use "
+                    "rollout_lag=0, or sync_ref_model for a reference that follows."
+                )
         parts = [{n: p.detach().to(self.device, copy=True) for n, p in moving.items()} for moving in self._live]
         if self.device.type == "cuda":  # another stream reads them
             torch.cuda.current_stream(self.device).synchronize()
@@ -154,11 +202,11 @@ class Snapshot:
 
     def put_in_place(self, weights: Weights) -> None:
         """Let the copies compute with these weights."""
-        for parameters, part in zip(self._parameters, (weights.policy, weights.reference)):
-            if missing := parameters.keys() ^ part.keys():
+        for tensors, part in zip(self._in_copies, (weights.policy, weights.reference)):
+            if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
-            for name, parameter in parameters.items():
-                parameter.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
+            for name, tensor in tensors.items():
+                tensor.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
 
     @contextmanager
     def in_place(self, weights: Weights) -> Iterator[None]:

@@ -90,7 +90,12 @@ SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iter
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):  # JSON takes no tuples as keys
         return {str(name): _plain(part) for name, part in value.items()}
-    return json.loads(json.dumps(value, default=str))
+    return json.loads(json.dumps(value, default=_in_json))
+
+
+def _in_json(value: Any) -> Any:
+    # the modules of an adapter are a set, whose order is another in every process
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
@@ -235,6 +240,14 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
 
 
+def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """The parts in which two values differ, for people: name, old, new."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [(name, old, new)]
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [part for key in keys for part in differences(f"{name}.{key}", old.get(key), new.get(key))]
+
+
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Refuse to go on with what would be another run.
 
@@ -256,8 +269,9 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if refused:
         advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
-            f"  {name}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
-            for name, (old, new) in refused.items()
+            f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
+            for name, values in refused.items()
+            for part, old, new in differences(name, *values)
         )
         names = sorted({*refused, *allowed})
         raise CheckpointError(

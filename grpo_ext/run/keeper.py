@@ -43,7 +43,7 @@ from .checkpoint import (
     write_listing,
     writing_folder,
 )
-from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, save_fingerprint
+from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, differences, save_fingerprint
 from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
 from .manifest import closing, opening, read_manifest, write_manifest
@@ -281,8 +281,8 @@ class RunKeeper(TrainerCallback):
         allowed, refusal = from_main_process(self.accelerator, compare)
         if refusal is not None:
             raise CheckpointError(refusal)
-        for name, (old, new) in allowed.items():
-            logger.warning(f"{name} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        for part, old, new in (part for name, values in allowed.items() for part in differences(name, *values)):
+            logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
         if advice := batch_advice(allowed, rate):
             logger.warning(f"{advice} {self._where_it_goes_on(checkpoint, allowed['global_batch_size'][0])}")
@@ -294,7 +294,8 @@ class RunKeeper(TrainerCallback):
         if state is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
         elif others := sorted(allowed.keys() - KEEPS_ROLLOUT):
-            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint is not used.")
+            ahead = " and what was being sampled ahead are" if state.waiting else " is"
+            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
             state.rollout = state.rollout_name = None
             state.waiting = []
         if (reference := self.parts().reference) is not None:

@@ -77,8 +77,17 @@ def _deterministic() -> Any:
 
 
 def divided_threads(sampling: int | None) -> tuple[int, int]:
-    """The CPU threads of torch, divided for training and for sampling beside it; `sampling` of them, or half."""
+    """The CPU threads of torch, divided for training and for sampling beside it; `sampling` of them, or half.
+
+    Raises:
+        ConfigError: torch has fewer.
+    """
     whole = torch.get_num_threads()
+    if sampling is not None and sampling > whole:
+        raise ConfigError(
+            f"rollout_threads={sampling}, and torch has {whole} thread(s) in this process: use {whole} or less, or set "
+            "OMP_NUM_THREADS."
+        )
     own = max(1, whole // 2) if sampling is None else sampling
     return max(1, whole - own), own
 

@@ -12,7 +12,9 @@ are run by the main thread alone, in one order.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import contextvars
 import itertools
 import queue
 import threading
@@ -32,6 +34,8 @@ from ..forward.shards import SharedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
 from .turns import ScoringCall
+
+_AT_EXIT_S = 60.0  # a reward that hangs may not keep the program for longer
 
 
 class StoppedWaiting(Exception):
@@ -86,8 +90,11 @@ class Worker:
 
     def __init__(self, threads: int | None, device: torch.device) -> None:
         self._threads, self._device = threads, device
+        kinds = sorted({"cpu", device.type})  # for which the caller may have turned autocast on
+        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[float], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rollouts")
+        inside = contextvars.copy_context()  # what the caller has set is set for rewards and tools
+        self._thread = threading.Thread(target=inside.run, args=(self._run,), daemon=True, name="rollouts")
         self._thread.start()
 
     def submit(self, work: Callable[[float], Any]) -> Future[Any]:
@@ -102,7 +109,9 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         since = time.perf_counter()
-        with alone():
+        with alone(), contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             while (item := self._work.get()) is not None:
                 future, work = item
                 idle = time.perf_counter() - since
@@ -117,12 +126,17 @@ class Worker:
                 since = time.perf_counter()
 
     def close(self, seconds: float) -> None:
-        """Do nothing more than what runs now, and wait for that, for some time."""
+        """Do nothing more than what runs now, and wait for that, for some time; longer where the program ends.
+
+        A thread that comes back from torch to an interpreter that is being torn down aborts the process.
+        """
         with contextlib.suppress(queue.Empty):
             while True:
                 self._work.get_nowait()
         self._work.put(None)
         self._thread.join(seconds)
+        if self._thread.is_alive():
+            atexit.register(self._thread.join, _AT_EXIT_S)
 
 
 class RolloutsAhead:
@@ -132,7 +146,8 @@ class RolloutsAhead:
         steps: the steps of the training set.
         last: the number of optimizer steps of the run.
         sample: on the thread: this process's part of a rollout batch by these weights, with what `state` gave.
-        state: the Trainer's state for reward functions, as it was when these weights were taken.
+        state: what callbacks change of the trainer, as it is when a rollout batch is begun: its state, as it was when
+            these weights were taken, its reward functions, its settings of generation.
         stopping: whether this process was asked to stop.
         send: sends the weights that are in place to a server that samples, on all processes together; None without
             one. It holds one set of weights at a time, so they are sent once it has answered all requests.

@@ -290,13 +290,13 @@ class RolloutSampler(TurnSampler):
         scored["advantages"] = advantages[first : first + len(rows)]
         return scored
 
-    def score_alone(self, rows: StepRows, scoring: TrlScoring) -> ScoringCall:
+    def score_alone(self, rows: StepRows, scoring: TrlScoring) -> dict[str, Any]:
         """TRL's scoring of this process's rows beside training, which `score_with_trl` goes through again."""
         call = self._begin(rows)
         call.recording = Recording()
-        self._run(call, rows, scoring)
-        call.recording.again = True
-        return call
+        scored = self._run(call, rows, scoring)
+        call.recording.again, self.last_call = True, call
+        return scored
 
     def _begin(self, rows: StepRows) -> ScoringCall:
         request, group = rows.request, rows.request.num_generations

@@ -43,16 +43,18 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     snapshot = _snapshot(trainer, here, device)
     twin = _twin(trainer, snapshot, here)
 
-    def state(weights: Weights) -> Any:
+    def state(weights: Weights) -> dict[str, Any]:
         past = copy.copy(trainer.state)
         history = [entry for entry in past.log_history if entry.get("step", 0) <= weights.step]
         vars(past).update({**weights.progress, "log_history": history})
-        return past
+        changeable = {"generation_config": copy.deepcopy(getattr(trainer, "generation_config", None))}
+        return {**changeable, "state": past, "_reward_funcs": list(trainer._reward_funcs)}
 
-    def sample(rows: StepRows, weights: Weights, state: Any, idle: float) -> Sampled:
+    def sample(rows: StepRows, weights: Weights, state: dict[str, Any], idle: float) -> Sampled:
         if isinstance(snapshot, Snapshot):
             snapshot.put_in_place(weights)
-        twin.state, twin._last_loaded_step = state, state.global_step  # a server has the weights
+        vars(twin).update(state)
+        twin._last_loaded_step = twin.state.global_step  # a server has the weights
         call = twin._score_alone(rows)
         forms = twin._forms() if isinstance(snapshot, Snapshot) else ()
         return Sampled(call, forms, twin._clock.take(), idle)
@@ -90,7 +92,7 @@ def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | Share
 
 def _twin(trainer: Any, snapshot: Snapshot | SharedSnapshot, here: Any) -> Any:
     twin = copy.copy(trainer)
-    twin.accelerator, twin._clock, twin._ahead = here, PhaseClock(), None
+    twin.accelerator, twin._clock, twin._ahead, twin._is_twin = here, PhaseClock(), None, True
     if isinstance(snapshot, Snapshot):
         twin.model = twin.model_wrapped = snapshot.policy
         twin.ref_model = snapshot.reference

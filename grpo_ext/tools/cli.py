@@ -100,6 +100,7 @@ def plan(
     The model is that of the run: an id, a folder, or a config.json.
     """
     from ..batching.sizes import describe_plan, geometry_of
+    from ..config import check_lag
 
     given = settings_of(context, config)
     parts = [given, context.params]
@@ -111,7 +112,8 @@ def plan(
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
-    tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag")
+    tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
+    check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:

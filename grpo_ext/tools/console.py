@@ -47,6 +47,7 @@ _FIELDS = (
     ("cispo_clip_ratio", 9, "clipped", "{:.1%}"),
     ("grad_norm", 8, "grad", "{:.2g}"),
     ("step_time", 3, "s/step", "{:.2f}"),
+    ("time/wait_rollout", 4, "waited", "{:.2f}"),  # seconds of it, for what is sampled ahead
     ("layout/useful_tokens_per_second", 10, "tokens/s", "{:,.0f}"),  # forward and backward
 )
 _GAP = "  "

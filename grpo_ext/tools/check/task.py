@@ -87,6 +87,7 @@ def load_task(given: Mapping[str, Any]) -> Task:
     half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
     about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
     ignored = sorted(left_out | {*given, *(training.model_init_kwargs or {})} & {"dtype"})
+    about += f", rollout_lag={lag}" if (lag := settings.get("rollout_lag")) else ""
     about += f"; without {', '.join(ignored)}" if ignored else ""
     if not half and not demo and given.get("bf16") is None:
         about += ". The run itself trains in bfloat16, TRL's default: --bf16 True checks that"
