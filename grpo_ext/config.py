@@ -630,7 +630,7 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
     _require_whole("rollout_lag", rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
     if rollout_lag and shares_weights and not use_vllm:
         raise ConfigError(
-            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm=True, vllm_mode='server'): "
+            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
             "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
         )
 

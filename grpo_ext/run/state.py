@@ -87,7 +87,7 @@ class RunState:
                 stored = load_file(Path(folder) / WEIGHTS)
                 state.waiting = [(part["step"], _weights(stored, part["progress"])) for part in waiting]
         except Exception as error:  # whatever the parsers raise
-            raise CheckpointError(f"{path} or {TENSORS} beside it is broken: {error}.") from None
+            raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
         if state.rollout_name is not None:
             state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
             names = sorted({key.rsplit("/", 1)[0] for key in tensors})

@@ -320,7 +320,13 @@ def check(
     if not chosen:
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in chosen:
-        geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+        geometry = geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+        batches = -(-steps // (geometry.steps_per_rollout * geometry.num_iterations))
+        if (lag := base.get("rollout_lag", 0)) >= max(batches, 1):
+            raise ConfigError(
+                f"rollout_lag={lag}, and {steps} steps are {batches} rollout batch(es), all sampled with the weights "
+                "of the start: check more steps (--steps)."
+            )
     functions = tuple(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else (reward_funcs,)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
         data_path = str(Path(name) / "data")

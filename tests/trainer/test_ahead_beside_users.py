@@ -1,0 +1,303 @@
+"""Sampling ahead of training beside what users do: subclasses, callbacks, contexts around `train()`, exits."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.run.interrupts import TrainingInterrupted
+from grpo_ext.run.state import RunState
+from tests.support.launch import ROOT
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import BASE, LORA, SAVE, log_of, make, other, parameters
+
+
+def of_class(kind: type[GRPOTrainer], folder: Any, reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
+    args = GRPOConfig(str(folder), **{**BASE, **settings})
+    return kind(
+        model=tiny_model(), reward_funcs=reward, args=args, train_dataset=prompts(12), processing_class=tiny_tokenizer()
+    )
+
+
+# ---- Subclasses -----------------------------------------------------------------------------------------------------
+
+
+class Shaped(GRPOTrainer):
+    """Changes what is rewarded, and the rewards."""
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        given = ["shaped" + completion for completion in completions]
+        return 2.0 * super()._calculate_rewards(inputs, prompts, given, completion_ids_list)
+
+
+class Prompted(GRPOTrainer):
+    """Changes the rows."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        for row in inputs:
+            row["prompt"] = "b" + row["prompt"]
+        return super()._generate_and_score_completions(inputs)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_subclass_shapes_what_is_rewarded_and_the_rewards(tmp_path, lag):
+    seen: list[str] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.extend(completions)
+        return [1.0] * len(completions)
+
+    trainer = of_class(Shaped, tmp_path, reward, rollout_lag=lag)
+    trainer.train()
+    assert len(seen) == 3 * 16
+    assert all(completion.startswith("shaped") for completion in seen)
+    assert log_of(trainer, "reward") == [2.0] * 3
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_subclass_changes_the_rows(tmp_path, lag):
+    seen: list[str] = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.extend(prompts)
+        return letter_reward(prompts, completions)
+
+    of_class(Prompted, tmp_path, reward, rollout_lag=lag, **SAVE).train()
+    given = {row["prompt"] for row in prompts(12)}
+    assert {prompt[1:] for prompt in seen} <= given
+    state = RunState.load(tmp_path / "checkpoint-3", 4)
+    assert state is not None
+    assert state.rollout is not None
+    trained = {tiny_tokenizer().decode(ids) for ids in state.rollout.fields["prompt_ids"]}
+    assert {prompt.replace(" ", "")[1:] for prompt in trained} <= {prompt.replace(" ", "") for prompt in given}
+
+
+# ---- Callbacks ------------------------------------------------------------------------------------------------------
+
+
+def routed_model() -> Any:
+    """A DeepSeek-V3, whose router has a bias that is a buffer."""
+    config = AutoConfig.for_model(
+        "deepseek_v3",
+        **{
+            "vocab_size": len(tiny_tokenizer()),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+        },
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4},
+        **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "kv_lora_rank": 8},
+        **{"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "pad_token_id": 0},
+        **{"max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.2},
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+class Balance(TrainerCallback):
+    """Moves the router's bias after every step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        generator = torch.Generator().manual_seed(state.global_step)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+
+
+def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
+    def balanced(folder: Any) -> GRPOTrainer:
+        trainer = other(folder, model=routed_model(), rollout_lag=1, max_steps=5)
+        trainer.add_callback(Balance())
+        return trainer
+
+    whole = balanced(tmp_path)
+    whole.train()
+    state = RunState.load(tmp_path / "checkpoint-5", 4)
+    assert state is not None
+    assert state.rollout is not None
+    assert state.sampled_at == 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
+    for row in range(len(state.rollout)):
+        prompt, ids = (state.rollout.fields[name][row] for name in ("prompt_ids", "completion_ids"))
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids]
+        assert torch.allclose(state.rollout.fields["old_per_token_logps"][row], expected, atol=2e-5)
+    again = balanced(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert torch.equal(parameters(whole), parameters(again))
+
+
+class Longer(TrainerCallback):
+    """Lets completions grow; and takes its time."""
+
+    def __init__(self, trainer: GRPOTrainer, seconds: float) -> None:
+        self.trainer, self.seconds = trainer, seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.generation_config.max_new_tokens = 4 + 2 * state.global_step
+        if state.global_step == 2:
+            self.trainer.reward_funcs[0] = lambda prompts, completions, **columns: [
+                float(len(completion)) for completion in completions
+            ]
+        time.sleep(self.seconds)
+
+
+def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
+    runs = []
+    for training, rewards in ((0.3, 0.0), (0.0, 0.3)):
+
+        def reward(prompts: list[str], completions: list[str], slow: float = rewards, **columns: Any) -> list[float]:
+            time.sleep(slow)
+            return letter_reward(prompts, completions)
+
+        folder = tmp_path / str(training)
+        trainer = make(folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4)
+        trainer.add_callback(Longer(trainer, training))
+        trainer.train()
+        runs.append(trainer)
+    assert torch.equal(parameters(runs[0]), parameters(runs[1]))
+    assert log_of(runs[0], "completions/max_length") == log_of(runs[1], "completions/max_length")
+    assert log_of(runs[0], "completions/max_length")[-1] > 4
+    assert log_of(runs[0], "reward")[-1] > 2.0  # no share of letters
+
+
+class Touch(TrainerCallback):
+    """Changes weights that nothing trains."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.weight.data.mul_(1.01)
+
+
+@pytest.mark.parametrize("part", ["base", "reference"])
+def test_weights_that_are_shared_may_not_change(tmp_path, part):
+    settings = {"peft_config": LoraConfig(**LORA)} if part == "base" else {"beta": 0.1}
+    trainer = other(tmp_path, rollout_lag=1, max_steps=4, **settings)
+    model = trainer.model.get_base_model() if part == "base" else trainer.ref_model
+    trainer.add_callback(Touch(model.model.embed_tokens.weight))
+    with pytest.raises(
+        ModelError, match=r"embed_tokens.weight of the (policy|reference) is not trained and has changed"
+    ):
+        trainer.train()
+
+
+class Events(TrainerCallback):
+    """What callbacks are told at the end, and a stop while the third rollout batch is made."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append("save")
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append("epoch_end")
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag):
+    calls = []
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 3:
+            os.kill(os.getpid(), 15)
+            time.sleep(1.0 if lag else 0.0)
+        return letter_reward(prompts, completions)
+
+    trainer = other(tmp_path, reward_funcs=reward, rollout_lag=lag, save_strategy="no", max_steps=6)
+    trainer.add_callback(events := Events())
+    with pytest.raises(TrainingInterrupted):
+        trainer.train()
+    assert events.seen[-3:] == ["save", "epoch_end", "end"]
+    assert "train_runtime" in trainer.state.log_history[-1]
+
+
+# ---- Around train() -------------------------------------------------------------------------------------------------
+
+request: contextvars.ContextVar[str] = contextvars.ContextVar("request")
+
+
+def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
+    seen: set[tuple[str, str]] = set()
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.add((threading.current_thread().name, request.get()))
+        return letter_reward(prompts, completions)
+
+    token = request.set("seven")
+    try:
+        trainer = make(tmp_path, reward=reward, rollout_lag=1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            trainer.train()
+    finally:
+        request.reset(token)
+    assert seen == {("rollouts", "seven")}
+    # nothing has been trained yet: old log-probabilities are those of the policy only in the same precision
+    assert log_of(trainer, "sampling/ratio_max")[0] == pytest.approx(1.0, abs=1e-4)
+
+
+# ---- Refusals, and the end ------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
+    model = tiny_model()
+    model.lock = threading.Lock()
+    with pytest.raises(ModelError, match="cannot be copied"):
+        make(tmp_path / "one", kind=model, rollout_lag=1)
+    make(tmp_path / "two", kind=model)
+
+
+def test_noise_that_speed_would_order_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="allow_split_dependent=True"):
+        GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, allow_split_dependent=True))
+
+
+def test_more_threads_than_there_are_is_refused(tmp_path):
+    trainer = make(tmp_path, rollout_lag=1, rollout_threads=torch.get_num_threads() + 1)
+    with pytest.raises(ConfigError, match=r"rollout_threads=\d+, and torch has \d+ thread"):
+        trainer.train()
+
+
+JUDGE = """
+import os, signal, sys, time
+import torch
+from tests.support.tiny import letter_reward
+from tests.support.trainers import make
+calls = []
+def judge(prompts, completions, **columns):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.time() + 8  # longer than a run waits for its thread
+        while time.time() < end:
+            torch.randn(300, 300) @ torch.randn(300, 300)
+    return letter_reward(prompts, completions)
+make(sys.argv[1], reward=judge, rollout_lag=1, max_steps=6).train()
+"""
+
+
+@pytest.mark.full
+def test_the_exit_status_of_an_interrupted_run_holds_while_a_judge_computes(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", JUDGE, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 75, done.stderr[-2000:]
