@@ -116,6 +116,7 @@ def main() -> None:
     draw = random.Random(2)
     ragged = [training * draw.lognormvariate(-0.32, 0.8) for _ in equal]  # a mean of about one training step
     shapes: dict[str, dict[str, Any]] = {
+        "sampling takes no time": {"sampling": instant, "scores_here": False},
         "a reward waits, sampling takes no time": {"sampling": instant, "reward": training, "scores_here": False},
         "a device of its own": {"sampling": equal, "scores_here": False},
         "a server, old log-probabilities here": {"sampling": equal},
@@ -127,6 +128,7 @@ def main() -> None:
         name: [(f"lag {lag}", {"lag": lag, **shape}) for lag in ((0, 1, 2) if "device" in name else (0, 1))]
         for name, shape in shapes.items()
     }
+    cases["sampling takes no time"] = cases["sampling takes no time"][:1]  # what training takes, in every round anew
     found: dict[str, dict[str, list[float]]]
     found = {name: {label: [] for label, _ in runs} for name, runs in cases.items()}
     for _ in range(rounds):
@@ -134,8 +136,13 @@ def main() -> None:
             for label, settings in runs:
                 found[name][label].append(seconds_per_step(**settings))
     table = {name: {label: statistics.median(times) for label, times in rows.items()} for name, rows in found.items()}
+    alone = found["sampling takes no time"]["lag 0"]
+    ideal = {  # of each round: the longer of what waits and of what trained in that round
+        label: statistics.median(max(training, now) / took for now, took in zip(alone, times))
+        for label, times in found["a device of its own"].items()
+    }
     table["a device of its own, ragged"]["no limit to the lag (computed)"] = endless_buffer(ragged, training)
-    print(json.dumps({"training": training, "seconds_per_step": table, "all": found}, indent=1))
+    print(json.dumps({"waits": training, "seconds_per_step": table, "share_of_ideal": ideal, "all": found}, indent=1))
 
 
 if __name__ == "__main__":
