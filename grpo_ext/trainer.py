@@ -689,6 +689,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         return call
 
     def _forms(self) -> tuple[str, ...]:
+        if self._scorer.sharded:  # and compared where all processes score together
+            return ()
         return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)
 
     def _end_ahead(self) -> None:
@@ -916,7 +918,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
         if self._ahead is not None:
-            self._waiting = self._ahead.waiting
+            self._waiting = self._ahead.for_checkpoint()
         self._keeper.save(save, push, self.state, final, model, trial)
         if self._ahead is not None:
             self._waiting = []

@@ -6,6 +6,7 @@ would compute nothing beside training. What is kept of a moment is each process'
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,35 +17,41 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..compat import View
 from ..errors import ModelError
 from .lm_head import gathered
 from .snapshot import Tensors, Weights, moving_tensors
 
 
-class SharedSnapshot:
-    """As `Snapshot`, of models whose weights processes share. All of it is for the main thread, of all processes.
+class ShardedSnapshot:
+    """As `Snapshot`, of models whose weights processes share; for the main thread of all processes together.
 
     Args:
         policy, reference, reference_moves: as those of a `Snapshot`.
         keeps_whole: this process wants weights as a checkpoint holds them.
 
     Attributes:
+        policy, reference: what the thread sees of them, which runs no forward: settings that training does not switch.
+        sent: whose weights a server is sent, while they are `in_place`.
         abandoned: the run has ended.
     """
 
-    def __init__(
-        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, keeps_whole: bool
-    ) -> None:
+    def __init__(self, policy: Any, reference: Any, reference_moves: bool, keeps_whole: bool) -> None:
         self._models = [model for model in (policy, reference) if model is not None]
         self._cut_again()
         self._moving = moving_tensors(policy, reference, reference_moves)
         self._keeps_whole = keeps_whole
+        still = {"training": True, "is_gradient_checkpointing": False, "config": copy.deepcopy(policy.config)}
+        self.policy, self.reference, self.sent = View(policy, still), None, policy
         self.abandoned = threading.Event()
 
     def take(self, progress: dict[str, Any]) -> Weights:
         """This process's parts of the weights as they are now, copied."""
         self._cut_again()
         return Weights(progress, *({name: part.clone() for name, part in parts.items()} for parts in self._parts()))
+
+    def put_in_place(self, weights: Weights) -> None:
+        """Nothing: the thread runs no forward."""
 
     @contextmanager
     def in_place(self, weights: Weights) -> Iterator[None]:

@@ -154,7 +154,7 @@ class Snapshot:
         prepare: gives a copy what the run has put around the forward of its model.
 
     Attributes:
-        policy, reference: the copies; device: where they are.
+        policy, reference: the copies; device: where they are; sent: whose weights a server is sent.
         abandoned: once it is set, their next forward raises.
     """
 
@@ -164,17 +164,17 @@ class Snapshot:
         self.device = torch.device(device)
         self._live = trained, moves = moving_tensors(policy, reference, reference_moves)
         self._in_copies: list[Tensors] = []
-        self._shared: Tensors = {}
+        self._unmoved: Tensors = {}
         self.abandoned = threading.Event()
-        self.policy = self._copy("policy", policy, trained.keys(), prepare)
+        self.policy = self.sent = self._copy("policy", policy, trained.keys(), prepare)
         self.reference = None if reference is None else self._copy("reference", reference, moves.keys(), prepare)
-        self._as_shared = _some_elements(self._shared.values())
+        self._as_taken = _some_elements(self._unmoved.values())
 
     def _copy(self, role: str, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
         twin = _twin(model, moving, self.device)
         self._in_copies.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
         still = [(n, p) for n, p in model.named_parameters() if n not in moving and type(p) is nn.Parameter]
-        self._shared |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
+        self._unmoved |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
         return prepare(twin)
 
@@ -188,7 +188,7 @@ class Snapshot:
         Raises:
             ModelError: weights that are not trained have changed, which the copies share.
         """
-        for name, now, before in zip(self._shared, _some_elements(self._shared.values()), self._as_shared):
+        for name, now, before in zip(self._unmoved, _some_elements(self._unmoved.values()), self._as_taken):
             if not torch.equal(now, before):
                 raise ModelError(
                     f"{name} is not trained and has changed all the same (by a callback?); with rollout_lag it is "

@@ -30,7 +30,7 @@ import torch
 
 from ..batching.prompt_order import RolloutRequest, StepDataset, StepRows
 from ..errors import ConfigError, RolloutError
-from ..forward.shards import SharedSnapshot
+from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
 from .turns import ScoringCall
@@ -157,7 +157,7 @@ class RolloutsAhead:
         self,
         steps: StepDataset,
         last: int,
-        snapshot: Snapshot | SharedSnapshot,
+        snapshot: Snapshot | ShardedSnapshot,
         worker: Worker,
         sample: Callable[[StepRows, Weights, Any, float], Sampled],
         state: Callable[[Weights], Any],
@@ -180,9 +180,8 @@ class RolloutsAhead:
         for step, weights in waiting:
             self._begin(step, self.snapshot.own(weights))
 
-    @property
-    def waiting(self) -> list[tuple[int, Weights]]:
-        """What is on its way, for a checkpoint; all processes ask together."""
+    def for_checkpoint(self) -> list[tuple[int, Weights]]:
+        """What is on its way, with whole weights; all processes ask together."""
         whole = {id(job.weights): self.snapshot.whole(job.weights) for job in self.jobs}
         return [(job.step, whole[id(job.weights)]) for job in self.jobs]
 

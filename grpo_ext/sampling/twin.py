@@ -18,7 +18,7 @@ from ..batching.prompt_order import StepRows
 from ..compat import View, VLLMClient
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
-from ..forward.shards import SharedSnapshot
+from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
 from ..runtime.determinism import align_memory
@@ -51,13 +51,11 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
         return {**changeable, "state": past, "_reward_funcs": list(trainer._reward_funcs)}
 
     def sample(rows: StepRows, weights: Weights, state: dict[str, Any], idle: float) -> Sampled:
-        if isinstance(snapshot, Snapshot):
-            snapshot.put_in_place(weights)
+        snapshot.put_in_place(weights)
         vars(twin).update(state)
         twin._last_loaded_step = twin.state.global_step  # a server has the weights
         call = twin._score_alone(rows)
-        forms = twin._forms() if isinstance(snapshot, Snapshot) else ()
-        return Sampled(call, forms, twin._clock.take(), idle)
+        return Sampled(call, twin._forms(), twin._clock.take(), idle)
 
     def stopping() -> bool:
         return trainer._keeper.watch.requested
@@ -74,11 +72,11 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     return ahead
 
 
-def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | SharedSnapshot:
+def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | ShardedSnapshot:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
     if trainer._scorer.sharded:
-        return SharedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
+        return ShardedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
 
     def prepare(model: Any) -> Any:
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
@@ -90,16 +88,11 @@ def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | Share
     return snapshot
 
 
-def _twin(trainer: Any, snapshot: Snapshot | SharedSnapshot, here: Any) -> Any:
+def _twin(trainer: Any, snapshot: Snapshot | ShardedSnapshot, here: Any) -> Any:
     twin = copy.copy(trainer)
     twin.accelerator, twin._clock, twin._ahead, twin._is_twin = here, PhaseClock(), None, True
-    if isinstance(snapshot, Snapshot):
-        twin.model = twin.model_wrapped = snapshot.policy
-        twin.ref_model = snapshot.reference
-    else:  # nothing of it runs on the thread; training switches these meanwhile
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        still = {"training": True, "is_gradient_checkpointing": False, "config": copy.deepcopy(model.config)}
-        twin.model = twin.model_wrapped = View(model, still)
+    twin.model = twin.model_wrapped = snapshot.policy
+    twin.ref_model = snapshot.reference
     # tokenizers are not to be used by two threads at a time
     own = copy.deepcopy((trainer.processing_class, trainer.reward_processing_classes))
     twin.processing_class, twin.reward_processing_classes = own
@@ -122,11 +115,10 @@ def _twin(trainer: Any, snapshot: Snapshot | SharedSnapshot, here: Any) -> Any:
     return twin
 
 
-def _sender(trainer: Any, snapshot: Snapshot | SharedSnapshot) -> Callable[[], None]:
+def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], None]:
     """What sends the weights that are in place to the vLLM server."""
     generation = copy.copy(trainer.vllm_generation)
-    if isinstance(snapshot, Snapshot):
-        generation.model = snapshot.policy
+    generation.model = snapshot.sent
 
     def send() -> None:
         generation.sync_weights()
