@@ -152,6 +152,8 @@ class Snapshot:
         reference_moves: the reference is trained along (`sync_ref_model`).
         device: where the copies run.
         prepare: gives a copy what the run has put around the forward of its model.
+        watches: refuse changes of weights that are not trained. (For a server TRL merges adapters into them and takes
+            them out again, by rounding others than before, between two steps and while nothing samples.)
 
     Attributes:
         policy, reference: the copies; device: where they are; sent: whose weights a server is sent.
@@ -159,9 +161,15 @@ class Snapshot:
     """
 
     def __init__(
-        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
+        self,
+        policy: nn.Module,
+        reference: nn.Module | None,
+        reference_moves: bool,
+        device: Any,
+        prepare: Any,
+        watches: bool = True,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, self._watches = torch.device(device), watches
         self._live = trained, moves = moving_tensors(policy, reference, reference_moves)
         self._in_copies: list[Tensors] = []
         self._unmoved: Tensors = {}
@@ -174,7 +182,8 @@ class Snapshot:
         twin = _twin(model, moving, self.device)
         self._in_copies.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
         still = [(n, p) for n, p in model.named_parameters() if n not in moving and type(p) is nn.Parameter]
-        self._unmoved |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
+        if self._watches:
+            self._unmoved |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
         return prepare(twin)
 

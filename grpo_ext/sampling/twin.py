@@ -82,7 +82,8 @@ def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | Shard
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
         return here.prepare_model(model, evaluation_mode=True)
 
-    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
+    watches = not trainer.use_vllm
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare, watches)
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
     return snapshot
