@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -657,6 +658,18 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"cache and a generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are "
             "trained. Use rollout_lag=0."
         )
+    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    if noise:
+        raise ConfigError(
+            f"rollout_lag={lag} and {noise[0]}: two threads draw from one stream of random numbers, so speed would "
+            "decide who gets which. Use disable_dropout=True, no NEFTune, or rollout_lag=0."
+        )
+    if outlier_thresholds(trainer.model):
+        raise ConfigError(
+            f"rollout_lag={lag} and weights in 8 bits: bitsandbytes hands their scales to the layer that runs first, "
+            "so a copy and the model cannot share them. Use load_in_4bit, or rollout_lag=0."
+        )
+    _refuse_server_elsewhere(trainer, lag)
     if not trainer._scorer.sharded:
         refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
         refuse_no_copy(trainer.model)
@@ -667,6 +680,8 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"rollout_lag={lag} and a reward model under ZeRO-3, which processes share: it would run its collectives "
             "beside those of training. Use ZeRO-2, FSDP2, a function that asks a server, or rollout_lag=0."
         )
+    elif trainer.is_deepspeed_enabled and (parts := _other_parts(trainer.accelerator)):
+        raise ConfigError(f"rollout_lag={lag} and {parts} of DeepSpeed: not built; leave it out, or use rollout_lag=0.")
     if trainer._sampler.travelling:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
@@ -687,6 +702,24 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"weights of the start; use rollout_lag={'0' if batches == 1 else f'{batches - 1} or less'}, or train for "
             "longer."
         )
+
+
+def _refuse_server_elsewhere(trainer: Any, lag: int) -> None:
+    machines = trainer.args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", trainer.args.world_size))
+    here = trainer.args.vllm_server_host in ("0.0.0.0", "localhost", "127.0.0.1")
+    if trainer.use_vllm and machines > 1 and here and not trainer.args.vllm_server_base_url:
+        raise ConfigError(
+            f"rollout_lag={lag} on {machines} machines: every process asks the vLLM server, and on most of them "
+            f"vllm_server_host={trainer.args.vllm_server_host!r} is another machine; set vllm_server_base_url."
+        )
+
+
+def _other_parts(accelerator: Any) -> str:
+    """Settings of ZeRO-3 by which weights lie elsewhere, too, than in a process's part of them."""
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+    nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+    found = {"zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1, "offload_param to NVMe": nvme}
+    return " and ".join(name for name, is_set in found.items() if is_set)
 
 
 def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:

@@ -477,8 +477,6 @@ class GRPOConfig(trl.GRPOConfig):
                 self.use_vllm and self.vllm_mode != "server"
             ),
             "torch_compile (a copy would be compiled anew)": self.torch_compile,
-            "allow_split_dependent=True (dropout of two threads draws from one stream of random numbers, so speed "
-            "decides)": self.allow_split_dependent,
             "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": (
                 self.ignore_data_skip
             ),

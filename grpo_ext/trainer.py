@@ -808,7 +808,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.state.num_input_tokens_seen = self._tokens_before
         if self.state.global_step and not from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir):
             self._save_checkpoint(self.model, trial)
+            self._end_ahead()  # callbacks may evaluate
             self.callback_handler.on_save(self.args, self.state, self.control)
+        self._end_ahead()
         self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self.control.should_training_stop = True
 
@@ -829,7 +831,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             precision = f"bfloat16 (TRL's default){slower}"
         ahead, lag = None, self.args.rollout_lag
         if lag:
-            mebibytes = (lag + 1) * sum(p.nbytes for p in self.model.parameters() if p.requires_grad) / 2**20
+            moved = self.ref_model.parameters() if self.ref_model is not None and self.args.sync_ref_model else ()
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
             size = "this process's part of" if self._scorer.sharded else f"{mebibytes:,.0f} MiB,"
             ahead = f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
         plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead)
@@ -917,10 +921,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
-        if self._ahead is not None:
-            self._waiting = self._ahead.for_checkpoint()
-        self._keeper.save(save, push, self.state, final, model, trial)
-        if self._ahead is not None:
+        if self._ahead is None:
+            self._keeper.save(save, push, self.state, final, model, trial)
+            return
+        self._waiting = self._ahead.for_checkpoint()
+        try:
+            self._keeper.save(save, push, self.state, final, model, trial)
+        finally:
             self._waiting = []
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

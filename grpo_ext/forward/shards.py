@@ -55,7 +55,7 @@ class ShardedSnapshot:
 
     @contextmanager
     def in_place(self, weights: Weights) -> Iterator[None]:
-        """Inside, the models compute with these weights."""
+        """Inside, the models compute with these weights, and afterwards with their own again."""
         now = self.take(weights.progress)
         self._put(weights)
         try:

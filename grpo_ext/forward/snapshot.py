@@ -56,7 +56,8 @@ class Weights:
 def moving_tensors(policy: nn.Module, reference: nn.Module | None, reference_moves: bool) -> tuple[Tensors, Tensors]:
     """What changes during training, by name: trained parameters, those of a reference that moves, and buffers.
 
-    Of the buffers those that are saved with a model: a router's bias, for example, is moved by a callback.
+    Of the buffers floating point numbers that are saved with a model: a router's bias, for example, which a callback
+    moves. Quantised weights of some libraries are buffers too, of integers.
     """
     trained: Tensors = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     moved: Tensors = dict(reference.named_parameters()) if reference is not None and reference_moves else {}
@@ -66,7 +67,8 @@ def moving_tensors(policy: nn.Module, reference: nn.Module | None, reference_mov
 def _saved_buffers(model: nn.Module) -> Tensors:
     parts = dict(model.named_modules())
     owned = [(name, buffer, name.rpartition(".")) for name, buffer in model.named_buffers()]
-    return {name: b for name, b, (path, _, own) in owned if own not in parts[path]._non_persistent_buffers_set}
+    kept = [(n, b) for n, b, (path, _, own) in owned if own not in parts[path]._non_persistent_buffers_set]
+    return {name: buffer for name, buffer in kept if buffer.is_floating_point()}
 
 
 def _tensors(model: nn.Module) -> Tensors:
@@ -79,7 +81,7 @@ def _some_elements(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [values[:: max(1, values.numel() // 8)].clone() for values in flat]
 
 
-def _twin(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
+def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A second object of a model, whose `moving` parameters can be exchanged; it shares the others' memory.
 
     Its forward is that of its class: what TRL, Accelerate and this package put in its place runs the weights of the
@@ -136,12 +138,12 @@ def refuse_replaced_forward(model: nn.Module, *but: nn.Module) -> None:
 
 
 def refuse_no_copy(model: nn.Module) -> None:
-    """Refuse a model that cannot be copied, before anything trains; its tensors take no memory for it.
+    """Refuse a model that cannot be copied, before anything trains; its parameters take no memory for it.
 
     Raises:
         ModelError: names what Python says.
     """
-    _twin(model, set(), next(model.parameters()).device)
+    _copy_of(model, set(), next(model.parameters()).device)
 
 
 class Snapshot:
@@ -179,7 +181,7 @@ class Snapshot:
         self._as_taken = _some_elements(self._unmoved.values())
 
     def _copy(self, role: str, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
-        twin = _twin(model, moving, self.device)
+        twin = _copy_of(model, moving, self.device)
         self._in_copies.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
         still = [(n, p) for n, p in model.named_parameters() if n not in moving and type(p) is nn.Parameter]
         if self._watches:
@@ -198,7 +200,7 @@ class Snapshot:
             ModelError: weights that are not trained have changed, which the copies share.
         """
         for name, now, before in zip(self._unmoved, _some_elements(self._unmoved.values()), self._as_taken):
-            if not torch.equal(now, before):
+            if not torch.equal(now.nan_to_num(), before.nan_to_num()):
                 raise ModelError(
                     f"{name} is not trained and has changed all the same (by a callback?); with rollout_lag it is "
                     "shared with the model that samples beside training, so speed would decide what samples. Use "
@@ -219,7 +221,7 @@ class Snapshot:
 
     @contextmanager
     def in_place(self, weights: Weights) -> Iterator[None]:
-        """Inside, and until others are, they are in place."""
+        """Inside, what is `sent` computes with these weights; afterwards too, until others are put in place."""
         self.put_in_place(weights)
         yield
 

@@ -66,12 +66,13 @@ class Job:
     Attributes:
         step: the optimizer step that it is for first, from 0.
         rows: of this process.
-        weights: that sample it.
+        weights: that sample it; state: what else does (see `RolloutsAhead`).
     """
 
     step: int
     rows: StepRows
     weights: Weights
+    state: Any
     sampled: Future[Sampled]
 
     @property
@@ -90,8 +91,8 @@ class Worker:
 
     def __init__(self, threads: int | None, device: torch.device) -> None:
         self._threads, self._device = threads, device
-        kinds = sorted({"cpu", device.type})  # for which the caller may have turned autocast on
-        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+        kinds = sorted({"cpu", device.type})
+        self._autocast = {k: torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[float], Any]] | None] = queue.SimpleQueue()
         inside = contextvars.copy_context()  # what the caller has set is set for rewards and tools
         self._thread = threading.Thread(target=inside.run, args=(self._run,), daemon=True, name="rollouts")
@@ -110,8 +111,8 @@ class Worker:
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         since = time.perf_counter()
         with alone(), contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            for kind, dtype in self._autocast.items():  # without a cache, as weights change inside
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             while (item := self._work.get()) is not None:
                 future, work = item
                 idle = time.perf_counter() - since
@@ -208,21 +209,21 @@ class RolloutsAhead:
                 self._begin(start, weights)
 
     def _begin(self, step: int, weights: Weights) -> None:
-        self.jobs.append(self._submit(step, self.steps.rows(self.steps.request(step)), weights))
+        rows = self.steps.rows(self.steps.request(step))
+        self.jobs.append(self._submit(step, rows, weights, self.state(weights)))
         self._next = step + 1
 
-    def _submit(self, step: int, rows: StepRows, weights: Weights) -> Job:
+    def _submit(self, step: int, rows: StepRows, weights: Weights, state: Any) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
             with self.snapshot.in_place(weights):
                 self.send()
             self._sent = weights
-        state = self.state(weights)
 
         def work(idle: float) -> Sampled:
             return self.sample(rows, weights, state, idle)
 
-        return Job(step, rows, weights, self.worker.submit(work))
+        return Job(step, rows, weights, state, self.worker.submit(work))
 
     def due(self, request: RolloutRequest) -> Job:
         """The rollout batch of a step, once every process has its part; all processes come here together."""
@@ -238,7 +239,7 @@ class RolloutsAhead:
     def further(self, rows: StepRows) -> Sampled:
         """More completions for the rollout batch that is due (dynamic sampling), by the same weights."""
         due = self.jobs[0]
-        sampled = self._settled(self._submit(due.step, rows, due.weights))
+        sampled = self._settled(self._submit(due.step, rows, due.weights, due.state))
         rows.made = sampled.call
         return sampled
 

@@ -25,6 +25,8 @@ from ..runtime.determinism import align_memory
 from .ahead import RolloutsAhead, Sampled, Worker
 from .tool_calls import TimedTools
 
+_COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+
 
 def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
     """What samples ahead for a trainer.
@@ -39,6 +41,8 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     here = copy.copy(trainer.accelerator)
     one = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
     here.state, here._models = View(here.state, {**one, "device": device}), []
+    for name in _COLLECTIVES:  # of an override, which runs on the thread too
+        setattr(here, name, lambda value=None, *args, **kwargs: value)
 
     snapshot = _snapshot(trainer, here, device)
     twin = _twin(trainer, snapshot, here)

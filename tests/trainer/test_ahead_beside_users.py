@@ -20,7 +20,7 @@ from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
 from tests.support.launch import ROOT
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import BASE, LORA, SAVE, log_of, make, other, parameters
 
 
@@ -267,8 +267,35 @@ def test_what_cannot_be_copied_is_refused_before_training(tmp_path):
 
 
 def test_noise_that_speed_would_order_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="allow_split_dependent=True"):
-        GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, allow_split_dependent=True))
+    settings = {"allow_split_dependent": True, "disable_dropout": False}
+    noisy = tiny_model()
+    noisy.config.attention_dropout = 0.1
+    for layer in noisy.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match=r"attention_dropout=0.1: two threads draw from one stream"):
+        make(tmp_path / "one", kind=noisy, rollout_lag=1, **settings)
+    make(tmp_path / "two", rollout_lag=1, **settings)
+
+
+class Gathering(GRPOTrainer):
+    """An override that gathers, as TRL's methods do."""
+
+    gathered: list[Any]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        scored = super()._generate_and_score_completions(inputs)
+        self.gathered.append((threading.current_thread().name, self.accelerator.gather))
+        return scored
+
+
+def test_the_collectives_of_an_override_gather_nothing_on_the_thread(tmp_path):
+    Gathering.gathered = []
+    trainer = of_class(Gathering, tmp_path, rollout_lag=1)
+    trainer.train()
+    calls = dict(Gathering.gathered)
+    assert calls.keys() == {"rollouts", "MainThread"}
+    assert calls["MainThread"] == trainer.accelerator.gather
+    assert torch.equal(calls["rollouts"](torch.ones(2)), torch.ones(2))
 
 
 def test_more_threads_than_there_are_is_refused(tmp_path):

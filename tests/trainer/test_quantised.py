@@ -216,3 +216,15 @@ def test_a_gguf_file_of_an_unknown_architecture_is_one_sentence(tmp_path, base):
         ModelError, match="architecture strange is not supported yet by transformers; pass the original"
     ):
         make(tmp_path, base, model_init_kwargs={"gguf_file": "strange.gguf"})
+
+
+def test_weights_that_sample_ahead(tmp_path, base):
+    """Of 4 bits they are shared; the scales of 8 bits cannot be."""
+    ahead = {"rollout_lag": 1, "max_steps": 3}
+    with pytest.raises(ConfigError, match="rollout_lag=1 and weights in 8 bits"):
+        make(tmp_path / "eight", loaded(base, 8), lora(), **ahead)
+    trainer = make(tmp_path / "four", loaded(base, 4), lora(), **ahead)
+    trainer.train()
+    ratios = [line["sampling/ratio_max"] for line in trainer.state.log_history if "sampling/ratio_max" in line]
+    assert ratios[0] == pytest.approx(1.0, abs=2e-2)  # the weights that sampled are those that are trained
+    assert max(ratios) > 1.02
