@@ -96,13 +96,14 @@ JOBS = [
     Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
-    Job("ahead_saved", AHEAD),
-    Job("ahead_resumed", AHEAD, resume="ahead_saved/checkpoint-2"),
-    Job("ahead_lora", {**SERVER, "rollout_lag": 1, "beta": 0.1}, lora=True),
+    Job("ahead_saved", AHEAD, prompts=24),
+    Job("ahead_resumed", AHEAD, prompts=24, resume="ahead_saved/checkpoint-2"),
+    Job("ahead_lora", {**SERVER, "rollout_lag": 1, "beta": 0.1}, prompts=24, lora=True),
     Job(
         "ahead_kl",
         {**SERVER, "rollout_lag": 1, "beta": 0.1, "num_iterations": 2, "max_steps": 8}
         | {"sync_ref_model": True, "ref_model_sync_steps": 1},
+        prompts=24,
     ),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
