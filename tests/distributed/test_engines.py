@@ -298,9 +298,12 @@ def test_what_a_server_sampled_ahead_is_scored_by_the_weights_that_sampled(launc
     several = launches(engine, processes)
     for name in [name for name in several if name.startswith("ahead_")]:
         lines = [line for line in several[name].log if "sampling/ratio_max" in line]
-        for line in lines:  # of the trainer's probabilities to the server's
-            for end in ("min", "max"):
-                assert line[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1.0, abs=1e-4), (name, line)
+        ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
+        found = [
+            line[end] for line in lines for end in ends if end in line
+        ]  # the trainer's probabilities to the server's
+        assert len(found) >= 8, name
+        assert found == pytest.approx([1.0] * len(found), abs=1e-4), name
         assert max(line["sampling/ratio_max"] for line in lines) > 1.1, name
         assert max(line["sampling/staleness"] for line in lines) >= 1
 
