@@ -22,7 +22,7 @@ from . import compat
 from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, ceil_div, geometry_of
+from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
@@ -614,23 +614,6 @@ for _name, _text in _HELP.items():
     _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
     _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
     GRPOConfig.__dataclass_fields__[_name] = _spec
-
-
-def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
-    """Refuse what is no lag, or none for this engine.
-
-    Args:
-        shares_weights: FSDP or DeepSpeed.
-
-    Raises:
-        ConfigError: says what to use.
-    """
-    _require_whole("rollout_lag", rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
-    if rollout_lag and shares_weights and not use_vllm:
-        raise ConfigError(
-            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
-            "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
-        )
 
 
 def _require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:

@@ -338,6 +338,24 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
     return StepLayout(rollout, iteration, step, prompts, range(step * size, min((step + 1) * size, rows)))
 
 
+def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
+    """Refuse what is no lag, or none for this engine.
+
+    Args:
+        shares_weights: FSDP or DeepSpeed.
+
+    Raises:
+        ConfigError: says what to use.
+    """
+    if not isinstance(rollout_lag, int) or isinstance(rollout_lag, bool) or rollout_lag < 0:
+        raise ConfigError(f"rollout_lag={rollout_lag!r}: use a whole number of rollout batches, 0 or more.")
+    if rollout_lag and shares_weights and not use_vllm:
+        raise ConfigError(
+            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
+            "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
+        )
+
+
 def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
     """Prompts of a rollout batch that process `rank` samples: whole chunks, cut by global order.
 

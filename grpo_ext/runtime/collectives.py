@@ -41,6 +41,18 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
+def gather_nothing(accelerator: Accelerator) -> None:
+    """Let the collectives of an accelerator give back what they are given, for work beside training."""
+    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
+        setattr(accelerator, name, lambda value=None, *args, **kwargs: value)
+
+
+def wait_for_all(accelerator: Accelerator) -> None:
+    """Go on once every process is here."""
+    _refuse_alone()
+    accelerator.wait_for_everyone()
+
+
 def _refuse_alone() -> None:
     if _alone.get():
         raise RuntimeError("a collective beside training: processes could run them in different orders, and hang.")

@@ -21,11 +21,10 @@ from ..forward.reference import base_model_of
 from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.clock import PhaseClock
+from ..runtime.collectives import gather_nothing, wait_for_all
 from ..runtime.determinism import align_memory
 from .ahead import RolloutsAhead, Sampled, Worker
 from .tool_calls import TimedTools
-
-_COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
 
 
 def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
@@ -41,8 +40,7 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
     here = copy.copy(trainer.accelerator)
     one = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "is_main_process": False}
     here.state, here._models = View(here.state, {**one, "device": device}), []
-    for name in _COLLECTIVES:  # of an override, which runs on the thread too
-        setattr(here, name, lambda value=None, *args, **kwargs: value)
+    gather_nothing(here)  # of an override, which runs on the thread too
 
     snapshot = _snapshot(trainer, here, device)
     twin = _twin(trainer, snapshot, here)
@@ -127,7 +125,7 @@ def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], 
 
     def send() -> None:
         generation.sync_weights()
-        trainer.accelerator.wait_for_everyone()  # the main process sends, and every process asks
+        wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
         trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
 
     return send

@@ -99,8 +99,7 @@ def plan(
 
     The model is that of the run: an id, a folder, or a config.json.
     """
-    from ..batching.sizes import describe_plan, geometry_of
-    from ..config import check_lag
+    from ..batching.sizes import check_lag, describe_plan, geometry_of
 
     given = settings_of(context, config)
     parts = [given, context.params]
