@@ -658,30 +658,8 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"cache and a generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are "
             "trained. Use rollout_lag=0."
         )
-    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
-    if noise:
-        raise ConfigError(
-            f"rollout_lag={lag} and {noise[0]}: two threads draw from one stream of random numbers, so speed would "
-            "decide who gets which. Use disable_dropout=True, no NEFTune, or rollout_lag=0."
-        )
-    if outlier_thresholds(trainer.model):
-        raise ConfigError(
-            f"rollout_lag={lag} and weights in 8 bits: bitsandbytes hands their scales to the layer that runs first, "
-            "so a copy and the model cannot share them. Use load_in_4bit, or rollout_lag=0."
-        )
+    _check_model_ahead(trainer, config)
     _refuse_server_elsewhere(trainer, lag)
-    if not trainer._scorer.sharded:
-        refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
-        refuse_no_copy(trainer.model)
-    elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        raise ConfigError(f"rollout_lag={lag} and FSDP 1: use FSDP 2 (fsdp_version: 2), or rollout_lag=0.")
-    elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer._reward_funcs):
-        raise ConfigError(
-            f"rollout_lag={lag} and a reward model under ZeRO-3, which processes share: it would run its collectives "
-            "beside those of training. Use ZeRO-2, FSDP2, a function that asks a server, or rollout_lag=0."
-        )
-    elif trainer.is_deepspeed_enabled and (parts := _other_parts(trainer.accelerator)):
-        raise ConfigError(f"rollout_lag={lag} and {parts} of DeepSpeed: not built; leave it out, or use rollout_lag=0.")
     if trainer._sampler.travelling:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
@@ -702,6 +680,34 @@ def _check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"weights of the start; use rollout_lag={'0' if batches == 1 else f'{batches - 1} or less'}, or train for "
             "longer."
         )
+
+
+def _check_model_ahead(trainer: Any, config: GRPOConfig) -> None:
+    """Refuse models that cannot sample beside training, in a copy or by the weights that processes share."""
+    lag = config.rollout_lag
+    noise = list(random_parts(trainer.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
+    if noise:
+        raise ConfigError(
+            f"rollout_lag={lag} and {noise[0]}: two threads draw from one stream of random numbers, so speed would "
+            "decide who gets which. Use disable_dropout=True, no NEFTune, or rollout_lag=0."
+        )
+    if outlier_thresholds(trainer.model):
+        raise ConfigError(
+            f"rollout_lag={lag} and weights in 8 bits: bitsandbytes hands their scales to the layer that runs first, "
+            "so a copy and the model cannot share them. Use load_in_4bit, or rollout_lag=0."
+        )
+    if not trainer._scorer.sharded:
+        refuse_replaced_forward(trainer.model, trainer.model, base_model_of(trainer.model))
+        refuse_no_copy(trainer.model)
+    elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise ConfigError(f"rollout_lag={lag} and FSDP 1: use FSDP 2 (fsdp_version: 2), or rollout_lag=0.")
+    elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer._reward_funcs):
+        raise ConfigError(
+            f"rollout_lag={lag} and a reward model under ZeRO-3, which processes share: it would run its collectives "
+            "beside those of training. Use ZeRO-2, FSDP2, a function that asks a server, or rollout_lag=0."
+        )
+    elif trainer.is_deepspeed_enabled and (parts := _other_parts(trainer.accelerator)):
+        raise ConfigError(f"rollout_lag={lag} and {parts} of DeepSpeed: not built; leave it out, or use rollout_lag=0.")
 
 
 def _refuse_server_elsewhere(trainer: Any, lag: int) -> None:

@@ -806,11 +806,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._keeper.watch.stopping = True
         if self._tokens_before is not None:
             self.state.num_input_tokens_seen = self._tokens_before
-        if self.state.global_step and not from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir):
+        there = from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir)
+        if saves := self.state.global_step and not there:
             self._save_checkpoint(self.model, trial)
-            self._end_ahead()  # callbacks may evaluate
+        self._end_ahead()  # callbacks may evaluate
+        if saves:
             self.callback_handler.on_save(self.args, self.state, self.control)
-        self._end_ahead()
         self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self.control.should_training_stop = True
 

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compat import View
-from ..errors import ModelError
 from .lm_head import gathered
-from .snapshot import Tensors, Weights, moving_tensors
+from .snapshot import Tensors, Weights, moving_tensors, refuse_other_names
 
 
 class ShardedSnapshot:
@@ -81,8 +80,7 @@ class ShardedSnapshot:
         """This process's parts of weights that a checkpoint held."""
         parts = []
         for parameters, whole in zip(self._moving, (weights.policy, weights.reference)):
-            if missing := parameters.keys() ^ whole.keys():
-                raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
+            refuse_other_names(parameters, whole)
             parts.append({name: _cut(parameter, whole[name]) for name, parameter in parameters.items()})
         return Weights(weights.progress, *parts)
 

@@ -64,6 +64,16 @@ def moving_tensors(policy: nn.Module, reference: nn.Module | None, reference_mov
     return trained | _saved_buffers(policy), moved | ({} if reference is None else _saved_buffers(reference))
 
 
+def refuse_other_names(tensors: Tensors, weights: Tensors) -> None:
+    """Refuse weights that are not those of a model.
+
+    Raises:
+        ModelError: names what only one of the two has.
+    """
+    if missing := tensors.keys() ^ weights.keys():
+        raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
+
+
 def _saved_buffers(model: nn.Module) -> Tensors:
     parts = dict(model.named_modules())
     owned = [(name, buffer, name.rpartition(".")) for name, buffer in model.named_buffers()]
@@ -214,8 +224,7 @@ class Snapshot:
     def put_in_place(self, weights: Weights) -> None:
         """Let the copies compute with these weights."""
         for tensors, part in zip(self._in_copies, (weights.policy, weights.reference)):
-            if missing := tensors.keys() ^ part.keys():
-                raise ModelError(f"the weights to sample with and the model have other parameters: {sorted(missing)}")
+            refuse_other_names(tensors, part)
             for name, tensor in tensors.items():
                 tensor.data = part[name].to(self.device)  # those of a checkpoint come from the CPU
 

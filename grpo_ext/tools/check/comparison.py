@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 from safetensors import safe_open
 
-from ...batching.sizes import geometry_of
+from ...batching.sizes import ceil_div, geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
 from .runs import Run, RunResult, run_all
@@ -321,7 +321,7 @@ def check(
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in chosen:
         geometry = geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-        batches = -(-steps // (geometry.steps_per_rollout * geometry.num_iterations))
+        batches = ceil_div(steps, geometry.steps_per_rollout * geometry.num_iterations)
         if (lag := base.get("rollout_lag", 0)) >= max(batches, 1):
             raise ConfigError(
                 f"rollout_lag={lag}, and {steps} steps are {batches} rollout batch(es), all sampled with the weights "
