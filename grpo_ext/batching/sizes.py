@@ -7,6 +7,7 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -353,6 +354,25 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
         raise ConfigError(
             f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
             "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
+        )
+
+
+def check_lag_of_run(rollout_lag: int, layout: EpochLayout, steps: int) -> None:
+    """Refuse a lag by which the weights of the start sample all of a run.
+
+    Args:
+        steps: optimizer steps of the run, over as many epochs as they take.
+
+    Raises:
+        ConfigError: says how many rollout batches there are.
+    """
+    inside = itertools.islice(itertools.cycle(range(len(layout))), steps)
+    starts = (step for step in inside if layout[step].starts_rollout)
+    batches = sum(1 for _ in itertools.islice(starts, rollout_lag + 1))
+    if rollout_lag >= max(batches, 1):
+        raise ConfigError(
+            f"rollout_lag={rollout_lag}, and a run of {steps} step(s) has {batches} rollout batch(es), so the weights "
+            f"of the start would sample all of it; use rollout_lag={max(batches - 1, 0)} or less, or train longer."
         )
 
 

@@ -439,9 +439,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
     [
         (
             {"rollout_lag": 3, "max_steps": 3},
-            r"rollout_lag=3, and the run has 3 rollout batch.* use rollout_lag=2 or less",
+            r"rollout_lag=3, and a run of \d+ step\(s\) has 3 rollout batch.* use rollout_lag=2 or less",
         ),
-        ({"rollout_lag": 2, "max_steps": 3, "rollout_batch_size": 32}, r"the run has 2 rollout batch"),
+        ({"rollout_lag": 2, "max_steps": 3, "rollout_batch_size": 32}, r"has 2 rollout batch"),
         ({"rollout_lag": 1, "generation_kwargs": {"do_sample": False}}, "needs this trainer's own sampling"),
     ],
 )
@@ -475,12 +475,12 @@ def test_what_shares_weights_in_other_ways_is_refused(tmp_path, monkeypatch):
     config.rollout_lag = 1
     trainer._scorer.sharded = trainer.is_fsdp_enabled = True
     with pytest.raises(ConfigError, match="use FSDP 2"):
-        checks._check_ahead(trainer, config)
+        checks.ahead.check_ahead(trainer, config)
     trainer.is_fsdp_enabled = False
     trainer._reward_funcs = [tiny_model()]
-    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(checks.ahead, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match="a reward model under ZeRO-3"):
-        checks._check_ahead(trainer, config)
+        checks.ahead.check_ahead(trainer, config)
 
 
 def test_a_stream_is_refused(tmp_path):

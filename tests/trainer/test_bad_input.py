@@ -226,6 +226,6 @@ def test_the_help_of_a_field_says_what_it_means_here():
 
 def test_selective_recomputation_is_refused_under_zero_3(tmp_path, monkeypatch):
     trainer = build(tmp_path, gradient_checkpointing=True, recompute_granularity="selective")
-    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(checks.trainer, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match=r"under ZeRO-3.* Use 'full', ZeRO-2 or FSDP2"):
         checks.check_trainer(trainer, trainer.args, GRPOTrainer)

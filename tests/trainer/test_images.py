@@ -286,7 +286,7 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
 
 
 def test_under_zero3_a_layer_that_runs_once_per_image_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(checks.trainer, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ModelError, match="Lfm2VlForConditionalGeneration runs a layer once for each image"):
         make(tmp_path, "lfm2_vl")
     make(tmp_path, "idefics3")
@@ -398,7 +398,7 @@ def test_images_are_packed_without_loss():
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
+    monkeypatch.setattr(checks.trainer, "shards_parameters", lambda accelerator: True)
     with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
         with_tools(tmp_path)
 

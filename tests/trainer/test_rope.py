@@ -9,8 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import grpo_ext.checks
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOConfig, GRPOTrainer, checks
 from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import covered_length, depends_on_length, longest_prompt
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
@@ -109,7 +108,7 @@ def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_left_alone_the_update_would_depend_on_it(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(grpo_ext.checks, "settle_rope", lambda models, longest: (None, None))
+    monkeypatch.setattr(checks.trainer, "settle_rope", lambda models, longest: (None, None))
     # padded: before its first pack a model is compared in both forms, which notices some of these
     layout = {"packed_forward": False}
     whole, rows = (update(tmp_path, KINDS[kind], per_device_train_batch_size=size, **layout) for size in (16, 1))

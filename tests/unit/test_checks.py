@@ -13,17 +13,9 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen2Config
 
-from grpo_ext.checks import (
-    check_causal_lm,
-    check_parallelism,
-    check_prompt_lengths,
-    check_prompts,
-    disable_random_parts,
-    model_length_limit,
-    random_parts,
-    refuse,
-    split_dependence,
-)
+from grpo_ext.checks.data import check_prompt_lengths, check_prompts, model_length_limit
+from grpo_ext.checks.model import check_causal_lm, disable_random_parts, random_parts, refuse, split_dependence
+from grpo_ext.checks.trainer import check_parallelism
 from grpo_ext.errors import ConfigError, DataError, ModelError, SplitDependentError
 from grpo_ext.forward.positions import accepts_positions, position_ids
 

@@ -178,7 +178,7 @@ def reads(tree: ast.AST, context: type = ast.Load, owner: str = "self") -> set[s
 def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     trees = [ast.parse(inspect.getsource(inspect.getmodule(c))) for c in own_classes()]
     read, own = set().union(*map(reads, trees)), set().union(*(reads(tree, ast.Store) for tree in trees))
-    for module in (checks, compat, reference, twin):  # they are handed the trainer
+    for module in (checks.trainer, checks.ahead, compat, reference, twin):  # they are handed the trainer
         read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
     theirs = read - own - set(dir(GRPOTrainer))
     assert theirs == set(compat.ATTRIBUTES).union(*compat.SAMPLING_ATTRIBUTES.values())

@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 from safetensors import safe_open
 
-from ...batching.sizes import ceil_div, geometry_of
+from ...batching.sizes import EpochLayout, check_lag_of_run, geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
 from .runs import Run, RunResult, run_all
@@ -321,12 +321,8 @@ def check(
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in chosen:
         geometry = geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-        batches = ceil_div(steps, geometry.steps_per_rollout * geometry.num_iterations)
-        if (lag := base.get("rollout_lag", 0)) >= max(batches, 1):
-            raise ConfigError(
-                f"rollout_lag={lag}, and {steps} steps are {batches} rollout batch(es), all sampled with the weights "
-                "of the start: check more steps (--steps)."
-            )
+        layout = EpochLayout(geometry, len(train_dataset), base.get("dataloader_drop_last", False))
+        check_lag_of_run(base.get("rollout_lag", 0), layout, steps)
     functions = tuple(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else (reward_funcs,)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
         data_path = str(Path(name) / "data")

@@ -1,0 +1,225 @@
+"""What is refused of data before training: prompts that are missing, empty or too long, and images that change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, DataError
+from ..forward.images import images_of
+from ..forward.positions import covered_length
+
+
+def check_data_sets(train: Any, evaluation: Any) -> None:
+    """`check_prompts` for the training set and every evaluation set.
+
+    Raises:
+        DataError: names the set.
+    """
+    for split, dataset in _named(train, evaluation).items():
+        check_prompts(dataset, split)
+
+
+def with_rows(train: Any, evaluation: Any) -> list[Any]:
+    """Those of the data sets that have rows to look at: no streams, and none that is empty."""
+    found = _named(train, evaluation).values()
+    return [data for data in found if hasattr(data, "select_columns") and hasattr(data, "__len__") and len(data)]
+
+
+def first_rows(train: Any, evaluation: Any) -> list[Any]:
+    """The first row of every data set, of a stream too."""
+    return [row for data in _named(train, evaluation).values() for row in itertools.islice(data, 1)]
+
+
+def _named(train: Any, evaluation: Any) -> dict[str, Any]:
+    named = {"training": train}
+    if isinstance(evaluation, dict):
+        named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}
+    else:
+        named["evaluation"] = evaluation
+    return {split: dataset for split, dataset in named.items() if dataset is not None}
+
+
+def check_prompts(dataset: Any, split: str) -> None:
+    """Refuse an empty set, a missing prompt column and empty prompts; a stream is checked when it is read.
+
+    Raises:
+        DataError: names the split, and the row where there is one.
+    """
+    if not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
+        return
+    if len(dataset) == 0:
+        raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
+    if _is_transformed(dataset):  # the columns come into being row by row
+        if "prompt" not in dataset[0]:
+            raise DataError(
+                f"the transform of the {split} data set gives no 'prompt'; it gives {', '.join(dataset[0])}."
+            )
+        return
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise DataError(
+            f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds"
+            " the prompt, for example dataset.rename_column('question', 'prompt')."
+        )
+    for row, prompt in enumerate(iterate_prompts(dataset)):
+        if not _has_text(prompt):
+            raise DataError(
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
+                "complete; filter such rows out."
+            )
+
+
+def _is_transformed(dataset: Any) -> bool:
+    return getattr(dataset, "format", {}).get("type") == "custom"
+
+
+def has_readable_prompts(dataset: Any) -> bool:
+    """Whether all prompts of a data set can be read before training: no stream, and no transform that makes them."""
+    return hasattr(dataset, "select_columns") and hasattr(dataset, "__len__") and not _is_transformed(dataset)
+
+
+def iterate_prompts(dataset: Any) -> Iterator[Any]:
+    """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
+    if _is_transformed(dataset):
+        return
+    for block in dataset.select_columns("prompt").iter(batch_size=1000):
+        yield from block["prompt"]
+
+
+def _has_text(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return isinstance(prompt, list) and len(prompt) > 0
+
+
+def model_length_limit(config: Any) -> tuple[int | None, bool]:
+    """The longest input of a model in tokens, and whether it is absolute (learned position table).
+
+    Rotary positions are taken as far as their scaling covers them.
+    """
+    text = config.get_text_config()
+    rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
+    return covered_length(config), not rotary
+
+
+def check_chat_template(dataset: Any, tokenizer: Any) -> None:
+    """Refuse conversational prompts for a tokenizer that cannot write them as text.
+
+    Raises:
+        DataError: names the remedy.
+    """
+    first = next(iter(iterate_prompts(dataset)), None)
+    if isinstance(first, list) and getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            "the prompts are messages, and the tokenizer has no chat template to write them with; use an instruct "
+            "model, set chat_template_path, or give prompts as plain text (recipe: leave --conversational out)."
+        )
+
+
+def check_prompt_lengths(
+    prompts: Iterable[Any],
+    lengths_of: Any,
+    config: Any,
+    max_completion_length: int,
+    micro_batch_tokens: int | None = None,
+    batch: int = 256,
+) -> None:
+    """Refuse prompts that the model has no positions for, or the token budget no room.
+
+    Only prompts long enough (in bytes) to be able to break the limit are tokenised.
+
+    Args:
+        lengths_of: function from a list of prompts to their lengths in tokens.
+
+    Raises:
+        DataError: names the row, its length and the limit.
+    """
+    limit, absolute = model_length_limit(config)
+    positions = None if limit is None else limit - (max_completion_length if absolute else 0)
+    budget = None if micro_batch_tokens is None else micro_batch_tokens - 1
+    if positions is None and budget is None:
+        return
+    room = min(n for n in (positions, budget) if n is not None)
+    suspects: list[tuple[int, Any]] = []
+
+    def check() -> None:
+        for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
+            if positions is not None and length > positions:
+                less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                    f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
+                    + (", or lower max_completion_length." if absolute else ".")
+                )
+            if budget is not None and length > budget:
+                raise DataError(
+                    f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to "
+                    f"hold a prompt and at least one token of its completion; set it to {length + 1} or more (prompt "
+                    "plus max_completion_length holds every completion), or filter long prompts."
+                )
+        suspects.clear()
+
+    for row, prompt in enumerate(prompts):
+        # a token is at least one byte; the margin stands for what a chat template adds
+        if len(str(prompt).encode()) + 512 > room:
+            suspects.append((row, prompt))
+        if len(suspects) == batch:
+            check()
+    check()
+
+
+def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
+    """Refuse a stream where rows are read that are not the next ones.
+
+    Raises:
+        ConfigError, DataError: names the remedy.
+    """
+    if train is None or hasattr(train, "__len__"):
+        return
+    if dynamic_sampling:
+        raise ConfigError(
+            "dynamic_sampling=True draws further prompts from the whole training set, and this one is a stream; "
+            "use a data set with a length."
+        )
+    if with_images:
+        raise DataError(
+            "the data set is a stream, and a model that takes images reads the images of a row again when the row is "
+            "trained on; use a data set with a length, or, where it has no images, pass the model's tokenizer as "
+            "processing_class."
+        )
+
+
+def check_images(dataset: Any, prepare: Any) -> None:
+    """Refuse a data set whose images cannot be read, or are others when a row is read again, as it is where it is run.
+
+    A few rows are looked at.
+
+    Raises:
+        DataError: names the row.
+    """
+    for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
+        try:
+            reads = [dataset[number] for _ in range(2)]
+            is_text = isinstance(reads[0]["prompt"], str) and bool(images_of(reads[0]))
+            one, other = ({} if is_text else prepare(row).tensors for row in reads)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the processor cannot read the images of row {number} ({error}); the prompt has to be messages, and "
+                "`images` a list of images (or `image` one), as many as the prompt has places for, if it has any; "
+                "dataset.cast_column('images', Sequence(Image())) decodes files and bytes."
+            ) from error
+        if is_text:
+            raise DataError(
+                f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
+                "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
+            )
+        if any(not torch.equal(one[name], other[name]) for name in one):
+            raise DataError(
+                f"row {number} of the data set gives other images when it is read again (a transform that draws random "
+                "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "
+                "dataset.map."
+            )

@@ -1,0 +1,209 @@
+"""What is refused of a model, its adapter and its optimizer before training: above all what depends on the split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PretrainedConfig
+
+from ..errors import ConfigError, ModelError, SplitDependentError
+from ..forward.quantised import outlier_thresholds
+from ..precision.loss_scaler import half_weights
+
+_RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
+
+# what these kinds of PEFT adapters do in a forward pass
+_SPLIT_DEPENDENT_ADAPTERS = {
+    "LILY": "averages its router over the micro-batch",
+    "PVERA": "draws noise for each micro-batch",
+}
+
+
+def check_causal_lm(model: Any) -> None:
+    """Refuse what cannot generate and score text.
+
+    Raises:
+        ModelError: the object is no module, cannot `generate`, or has no language-model head.
+    """
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is a {name}; pass a model id, a path, or a transformers causal language model.")
+    remedy = "load it with AutoModelForCausalLM (a bare AutoModel has no language-model head)"
+    if not callable(getattr(model, "generate", None)):
+        raise ModelError(f"{name} has no `generate` method, so it cannot sample completions; {remedy}.")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Refuse to train a model of which no parameter is trained.
+
+    Raises:
+        ModelError: an adapter that was loaded for inference, as a rule.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "no parameter of the model is trained (requires_grad is False for all of them); an adapter to go on with "
+            "is loaded by PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attributes of a module that are rates of random noise, and above zero; PEFT keeps some in a dict per adapter."""
+    is_dropout = "dropout" in type(module).__name__.lower()
+    for attribute, value in vars(module).items():
+        if not any(word in attribute for word in _RANDOM_ATTRIBUTES) and not (is_dropout and attribute == "p"):
+            continue
+        values = value.values() if isinstance(value, dict) else (value,)
+        if any(_is_rate(v) for v in values):
+            yield attribute, value
+
+
+def random_parts(model: nn.Module) -> Iterator[str]:
+    """Names of the parts of a model that draw random numbers in training, with their rates."""
+    for path, module in model.named_modules():
+        for attribute, value in _rates(module):
+            yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
+
+
+def disable_random_parts(model: nn.Module) -> None:
+    """Set every rate that `random_parts` finds to zero; TRL's `disable_dropout` reaches only `nn.Dropout` modules.
+
+    Some models read a rate from their configuration in every forward, so it is set to zero there too.
+    """
+    for module in model.modules():
+        for attribute, value in list(_rates(module)):
+            setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            for attribute, value in list(vars(config).items()):
+                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and _is_rate(value):
+                    setattr(config, attribute, 0.0)
+
+
+def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
+    """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
+    found = []
+    parts = list(random_parts(model))
+    if parts:
+        shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
+        found.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")
+    norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if norms:
+        found.append(
+            f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
+            " model with layer or group normalisation"
+        )
+    for adapter, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in _SPLIT_DEPENDENT_ADAPTERS:
+            found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+    outliers = {path: size for path, size in outlier_thresholds(model).items() if size}
+    if outliers:
+        path, size = next(iter(outliers.items()))
+        found.append(
+            f"8-bit layers ({path}, {len(outliers)} in all; llm_int8_threshold={size:g}) pick outlier columns over the "
+            "rows of a forward; load the model with quantization_config={'load_in_8bit': True, 'llm_int8_threshold': "
+            "0.0} in model_init_kwargs (BitsAndBytesConfig takes the same), or in 4 bits"
+        )
+    if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
+        found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
+    if neftune_noise_alpha:
+        found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
+    return found
+
+
+def refuse(found: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it as it is where that is allowed.
+
+    Raises:
+        SplitDependentError: there is something and `allow` is false.
+    """
+    if found and not allow:
+        raise SplitDependentError(
+            "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
+            "allow_split_dependent=True."
+        )
+    return found
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
+
+    Args:
+        optimizer: as the user gave it, or None.
+
+    Raises:
+        ConfigError: names the optimizer, or the parameter that steps by itself.
+    """
+    reason = None
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer" or hasattr(optimizer, "fused_backward"):
+        reason = f"the optimizer {type(optimizer).__name__} updates"
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
+            reason = f"a hook on the gradient of {name} (of a layerwise optimizer, for example) works on"
+            break
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} the model during the backward pass, before the step's gradient is complete; use an optimizer "
+            "that acts in its step(), for example optim='adamw_torch', and remove such hooks."
+        )
+
+
+def said_of_half_weights(model: Any) -> str | None:
+    """What it means that trained weights are in half precision, as a sentence; None where they are not."""
+    if getattr(model, "is_quantized", False):  # TRL makes the adapters of a quantised model bfloat16
+        return None
+    half, trained = half_weights(model), sum(p.requires_grad for p in model.parameters())
+    if not half:
+        return None
+    kind = str(next(iter(half.values()))).removeprefix("torch.")
+    return (
+        f"{len(half)} of {trained} trained tensors are {kind}, which rounds small updates away, and rounds them "
+        "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
+        "same."
+    )
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Inside, what transformers says of quantised weights and of GGUF files of an unknown kind is one of our errors.
+
+    Raises:
+        ConfigError, ModelError: in place of transformers' ImportError and ValueError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if "quantiz" not in str(error) and "GGUF" not in str(error):
+            raise
+        raise ConfigError(f"the weights cannot be read without another library: {error}") from error
+    except ValueError as error:
+        if "fine-tuning on purely quantized models" in str(error):
+            raise ConfigError(
+                "weights in 4 or 8 bits are not trained themselves; train an adapter on them: --use_peft True, or "
+                "peft_config=LoraConfig(...)."
+            ) from error
+        if not str(error).startswith("GGUF model with architecture"):
+            raise
+        raise ModelError(
+            f"{str(error).rstrip('.')} by transformers; pass the original model's folder in place of the GGUF file."
+        ) from error
+
+
+def refuse_dora_in_8_bits(policy: nn.Module) -> None:
+    configs = getattr(policy, "peft_config", None) or {}
+    if outlier_thresholds(policy) and any(getattr(config, "use_dora", False) for config in configs.values()):
+        raise ConfigError(
+            "use_dora=True on 8-bit weights, which PEFT reads before bitsandbytes has put them in place: the second "
+            "forward fails; load the model in 4 bits, or set use_dora=False."
+        )

@@ -1,0 +1,269 @@
+"""What is checked of a trainer that TRL's constructor has built, and what the promise does not cover of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from ..batching.sizes import check_equal_slices
+from ..config import GRPOConfig
+from ..errors import ConfigError, DataError, ModelError
+from ..forward.images import images_of
+from ..forward.lm_head import refuse_unknown_head
+from ..forward.positions import longest_prompt, settle_rope
+from ..forward.reference import base_model_of
+from ..precision.loss_scaler import refuse_half_weights
+from ..runtime.collectives import shards_parameters
+from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
+from ..runtime.recompute import check_recompute
+from ..sampling.decoding import own_generate
+from .ahead import check_ahead
+from .data import (
+    check_chat_template,
+    check_images,
+    check_prompt_lengths,
+    has_readable_prompts,
+    iterate_prompts,
+)
+from .model import (
+    check_optimizer,
+    disable_random_parts,
+    refuse,
+    refuse_dora_in_8_bits,
+    said_of_half_weights,
+    split_dependence,
+)
+
+logger = get_logger(__name__)
+
+_ONCE_PER_IMAGE = ("lfm2_vl",)  # models with a layer that they run for each image apart
+
+_UNUSED_HOOKS = (
+    "_get_train_sampler",
+    "_get_eval_sampler",
+    "get_high_entropy_mask",
+    "get_gamma_weights",
+    "get_off_policy_mask",
+)
+
+
+def check_overrides(cls: type, ours: type) -> None:
+    """Warn of methods a subclass overrides that TRL calls and this trainer does not."""
+    unused = [name for name in _UNUSED_HOOKS if getattr(cls, name) is not getattr(ours, name)]
+    if unused:
+        logger.warning(
+            f"{cls.__name__} overrides {', '.join(unused)}, which stock TRL calls and grpo_ext does not; the override"
+            " has no effect here. Loaders and losses are built in batching.prompt_order and algorithms.losses."
+        )
+
+
+def check_parallelism(tensor_parallel_size: int) -> None:
+    """Refuse tensor parallelism, whose ranks would be given different rows.
+
+    Raises:
+        ConfigError: more than one rank holds parts of one layer.
+    """
+    if tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor parallel size {tensor_parallel_size}: this trainer assigns rows to every process, and the ranks "
+            "of one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
+        )
+
+
+def why_logprobs(config: GRPOConfig) -> str | None:
+    """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
+    if not (config.use_vllm and config.vllm_importance_sampling_correction):
+        return None
+    return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
+
+
+def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
+    """Everything that is refused of a trainer; what the promise does not cover of it, as sentences.
+
+    Args:
+        config: as the user gave it.
+        ours: this package's trainer, which the class of `trainer` may be a subclass of.
+
+    Raises:
+        ConfigError, DataError, ModelError, SplitDependentError: before anything is trained.
+    """
+    policy, accelerator = trainer.model, trainer.accelerator
+    if config.disable_dropout:
+        for module in (policy, trainer.ref_model):
+            if module is not None:
+                disable_random_parts(module)
+    _check_images_and_tools(trainer)
+    refuse_unknown_head(base_model_of(policy))
+    refuse_dora_in_8_bits(policy)
+    check_overrides(type(trainer), ours)
+    check_parallelism(trainer.get_tp_size())
+    check_optimizer(trainer.optimizer, policy)
+    if trainer.use_vllm:
+        dataset = trainer.train_dataset
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        check_equal_slices(trainer.geometry, length, config.dataloader_drop_last)
+    uncovered = refuse(split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
+    if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise ConfigError(
+            "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
+            "once, after the last. Leave it out of gradient_accumulation_kwargs."
+        )
+    check_recompute(vars(config), is_deepspeed_zero3_enabled())
+    if config.bitwise_invariant:
+        check_bitwise(trainer)
+    if not trainer.is_deepspeed_enabled:  # which trains float32 copies
+        if config.fp16:
+            refuse_half_weights(policy)
+        elif (sentence := said_of_half_weights(policy)) is not None:
+            logger.warning(sentence)
+    if config.dynamic_sampling:
+        _check_dynamic_sampling(trainer, ours)
+    if config.rollout_lag:
+        check_ahead(trainer, config)
+    return uncovered + _check_lengths(trainer, config)
+
+
+def _check_images_and_tools(trainer: Any) -> None:
+    """Refuse images that nothing can be made of, and what cannot show or answer alike on every process."""
+    policy, accelerator = trainer.model, trainer.accelerator
+    with_images = trainer._sampler.prepare is not None
+    if trainer._sampler.travelling and shards_parameters(accelerator):
+        raise ConfigError(
+            "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
+            "every forward or none, and tools may show an image to one alone; train with DDP."
+        )
+    if trainer._sampler.travelling and trainer.rollout_func is not None:
+        raise ConfigError(
+            "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
+            "images of prompts there; take the tools into rollout_func, or leave it out."
+        )
+    if trainer.tools and accelerator.num_processes > 1 and (why := trainer._sampler.why_vllm_equal) is not None:
+        raise ConfigError(
+            f"tools or an environment on {accelerator.num_processes} processes: {why}, and in later turns they have "
+            "not; use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
+        )
+    if with_images and not trainer._sampler.travelling:
+        for data in _data_sets(trainer):
+            check_images(data, trainer._sampler.prepare)
+    if not with_images:
+        _refuse_images(trainer)
+    if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
+        raise ModelError(
+            f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
+            "layer's weights from all processes each time, and they do not have equally many images, so the run would "
+            "hang; train it with ZeRO-2, FSDP2 or DDP."
+        )
+
+
+def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
+    """Refuse prompts that do not fit; what depends on the length of a forward and is allowed, as sentences."""
+    policy, dataset = trainer.model, trainer.train_dataset
+    with_images = trainer._sampler.prepare is not None
+    lengths = functools.partial(_prompt_lengths, trainer)
+    # tokens of a prompt with images are known once the images are prepared
+    if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
+        longest = trainer.max_completion_length or 0  # None: as long as the model allows
+        check_chat_template(dataset, trainer._tokenizer)
+        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest, config.micro_batch_tokens)
+    models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
+    done, dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
+    if done is not None:
+        logger.warning(done)
+    return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
+
+
+def check_bitwise(trainer: Any) -> None:
+    """Refuse what the same bits cannot be promised for.
+
+    Raises:
+        ConfigError, ModelError: names it.
+    """
+    accelerator = trainer.accelerator
+    refuse_sharding(shards_parameters(accelerator), accelerator.num_processes, accelerator.distributed_type.value)
+    refuse_batch_dependent_rewards(trainer.reward_funcs)
+    own = trainer._own_sampling()
+    if own is not None or not trainer._samples_by_key():
+        own = own or own_generate(accelerator.unwrap_model(trainer.model))
+        raise ConfigError(
+            "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
+            f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "
+            "off."
+        )
+
+
+def uncovered_sampling(trainer: Any) -> list[str]:
+    """What the promise does not cover of how completions are sampled, as sentences."""
+    if trainer._own_sampling() is None and trainer._samples_by_key():
+        return []
+    if (own := trainer._own_sampling()) is not None:
+        sentence = f"{own} may sample in its own way; only the update is covered"
+        if own == "rollout_func":
+            sentence += (
+                ". A resumed run goes on with the completions of its checkpoint, and with the random numbers of "
+                "Python, NumPy and torch where it has as many processes; what else rollout_func draws from is its own"
+            )
+        return [sentence]
+    if trainer.use_vllm:
+        return [
+            "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
+            "completion differs"
+        ]
+    own = own_generate(trainer.accelerator.unwrap_model(trainer.model))
+    if own is not None and not trainer.use_transformers_continuous_batching:
+        return [f"{own} samples, and not by key; only the update is covered"]
+    return ["this way of generating does not sample by key; only the update is covered"]
+
+
+def _check_dynamic_sampling(trainer: Any, ours: Any) -> None:
+    """Refuse dynamic sampling where there is nothing to draw from, or where it would undo a subclass's work."""
+    rows, prompts = len(trainer.train_dataset), trainer.geometry.prompts_per_rollout
+    if rows <= prompts:
+        raise ConfigError(
+            f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
+            f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
+        )
+    own = type(trainer)._generate_and_score_completions is not ours._generate_and_score_completions
+    if own and trainer._rewards.rule.depends_on_the_batch:
+        raise ConfigError(
+            f"dynamic_sampling=True computes advantages over the batch once it is full, and {type(trainer).__name__} "
+            "overrides _generate_and_score_completions, whose advantages would be lost; use an estimator that "
+            "looks at one group at a time (the default does)."
+        )
+
+
+def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:
+    return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+
+
+def _data_sets(trainer: Any) -> list[Any]:
+    """The training set and those for evaluation, as far as they can be read before training."""
+    evaluation = trainer.eval_dataset
+    others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
+    return [data for data in (trainer.train_dataset, *others) if hasattr(data, "__len__") and len(data)]
+
+
+def _refuse_images(trainer: Any) -> None:
+    for data in _data_sets(trainer):
+        if images_of(data[0]):
+            raise DataError(
+                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
+                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
+                "the columns image and images."
+            )
+
+
+def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+    train = trainer.train_dataset
+    known = [data for data in _data_sets(trainer) if has_readable_prompts(data)]
+    unread = all(data is not train for data in known) or trainer.environment_factories is not None
+    unread = unread or trainer._sampler.prepare is not None
+    if unread or not trainer.max_completion_length:
+        return None
+    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)
+    return longest_prompt(prompts, lengths) + trainer.max_completion_length
