@@ -543,8 +543,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             else:
                 kept.prompts, kept.environments = prompts, self._batch_environments
         found: Any = super()._generate(prompts)
-        if call is not None and call.shown is not None:
-            _, completions, *_, images, _ = found
+        if call is None:
+            return found
+        _, completions, *_, images, _ = found
+        call.pictures = images
+        if call.shown is not None:
             if images is not None:
                 call.shown.so_far(images, range(len(images)))
             if self.args.mask_truncated_completions:

@@ -37,6 +37,7 @@ from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, 
 from ..rewards.guard import Faults, check_reward_functions
 from ..runtime.collectives import (
     any_process,
+    gather_lists,
     ragged_gather,
     ragged_scoring,
 )
@@ -283,6 +284,7 @@ class RolloutSampler(TurnSampler):
         assert call.rewards_BF is not None
         self.last_call = call
         self._log_calls(call, own_logs["extra"], len(call.rewards_BF), metrics, logs)
+        self._log_images(call, rows, logs)
         weights_F = rewards.weights_F.to(call.rewards_BF.device)
         advantages = rewards.rule.advantages(call.rewards_BF, weights_F, group)
         shown = advantages if rewards.rule.estimator is not None else own_logs["advantages"]
@@ -319,6 +321,7 @@ class RolloutSampler(TurnSampler):
         inputs = list(rows)
         if self.prepare is not None:
             seen["processing_class"] = WithoutImages(self.prepare.processor, {})
+            seen["log_multimodal"] = False  # it gathers on those processes alone whose rows have images
         if (kept := call.recording) is not None:
             # TRL leaves old log-probabilities out where a step begins with the weights that have sampled it
             seen["args"] = View(self.args, {"steps_per_generation": 2})
@@ -364,6 +367,15 @@ class RolloutSampler(TurnSampler):
         for name, values in call.logged.items():
             metrics[name].append(exact_mean(values))
         add_columns(logs["extra"], columns | columns_of(made, rows, self._said_columns), rows, len(logs["prompt"]))
+
+    def _log_images(self, call: ScoringCall, rows: StepRows, logs: dict[str, Any]) -> None:
+        """Keep the images of all rows for the table of completions, as TRL does."""
+        if self.prepare is None or not self.args.log_multimodal:
+            return
+        own = call.pictures or [images_of(row) or None for row in rows]
+        images = gather_lists([] if call.request.empty else own)
+        if any(images) or logs["images"]:
+            logs["images"].extend(images)
 
     @contextlib.contextmanager
     def checking(self, functions: list[Any], names: list[str], calls: RewardCalls | None = None) -> Iterator[None]:

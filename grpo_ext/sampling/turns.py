@@ -67,6 +67,7 @@ class ScoringCall:
         calls: how reward functions are called, and what they log.
         read: images of its rows, where they are read from the data set; shown: where tools or environments may show
             some. Neither for a model that takes none.
+        pictures: those images as TRL has them, by row; None without any in the messages of this process.
         prompt_lengths: tokens of each row's prompt; None before the first turn.
         rewards_BF: of all processes; None before they are known.
         logged: what the reward functions of all processes logged, every value.
@@ -77,6 +78,7 @@ class ScoringCall:
     calls: RewardCalls
     read: RowImages | None = None
     shown: ShownImages | None = None
+    pictures: list[Any] | None = None
     prompt_lengths: list[int] | None = None
     rewards_BF: torch.Tensor | None = None
     logged: dict[str, list[float]] = field(default_factory=dict)

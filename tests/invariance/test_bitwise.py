@@ -7,7 +7,7 @@ import pytest
 from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
-from tests.support.cases import CASES, QUANTISED, Bench
+from tests.support.cases import CASES, LAGGED, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
 
 NAMES = [  # what bitwise mode takes
@@ -27,7 +27,7 @@ def covering(name: str) -> list[tuple[int, int]]:
 
 
 def remaining(name: str) -> list[tuple[int, int]]:
-    every = [(n, m) for n in (1, 2, 3, 4) for m in (REFERENCE, 5, 1)]
+    every = [(n, m) for n in ((1, 2, 3) if name in LAGGED else (1, 2, 3, 4)) for m in (REFERENCE, 5, 1)]
     known = covering(name) if name in ALWAYS else []
     return [split for split in every if split not in [*known, (1, REFERENCE)]]
 

@@ -140,6 +140,8 @@ CASES = {
     "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, **STATIC, **CUT}, model="llama"),
     **QUANTISED,
     "images": Case({"beta": 0.1, "rollout_batch_size": 32}, "llava", rewards=(picture_reward,), prompts=8),
+    # on four processes each samples one prompt, of which some have no image
+    "images_apart": Case({"rollout_chunk_size": 4}, "llava", rewards=(picture_reward,), prompts=8),
     "images_tiled": Case({"loss_type": "grpo", **CUT}, "idefics3", rewards=(picture_reward,), prompts=9),
     "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),

@@ -488,3 +488,19 @@ def test_a_file_that_is_missing_is_named_with_its_row(tmp_path):
     rows = Dataset.from_list([{"prompt": row["prompt"], "images": ["/nowhere.png"]} for row in image_rows(3)])
     with pytest.raises(DataError, match=r"cannot read the images of row 0 .*nowhere\.png"):
         make(tmp_path, rows=rows.cast_column("images", datasets.List(datasets.Image())))
+
+
+@stock_scores
+def test_the_table_of_completions_has_the_images_of_every_row(tmp_path):
+    rows = datasets.concatenate_datasets([image_rows(4, per_prompt=(1, 2)), image_rows(4, per_prompt=(0,))])
+
+    def shown(steps: int, **how: Any) -> list[int]:
+        trainer = make(tmp_path / str(steps), rows=rows, shuffle_dataset=False, max_steps=steps, **how)
+        trainer.train()
+        assert len(trainer._logs["prompt"]) == 16
+        return [len(images or ()) for images in trainer._logs["images"]]
+
+    stock = shown(1, cls=trl.GRPOTrainer, per_device_train_batch_size=16)
+    assert shown(1) == stock == 2 * [1, 1, 1, 1, 2, 2, 2, 2]
+    assert shown(2) == [0] * 16  # those of prompts that have none, where TRL's are of the rollout batch before
+    assert shown(1, log_multimodal=False) == []
