@@ -58,10 +58,12 @@ def executed(cache, tmp_path_factory):
     return run(NOTEBOOK, tmp_path_factory.mktemp("notebook"), GRPO_EXT_CACHE=cache, STEPS=22)
 
 
+@pytest.mark.full
 def test_it_runs_and_what_it_prints_is_what_it_says(executed):
     check_values(printed(executed))
 
 
+@pytest.mark.full
 def test_the_plot_shows_the_reward(executed):
     images = [o for cell in executed.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(images) == 1

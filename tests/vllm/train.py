@@ -13,6 +13,7 @@ import torch
 import grpo_ext.sampling.turns as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON
 from tests.vllm.from_file import send_by_file
 from tests.vllm.on_the_cpu import in_float32, keep_weights
 
@@ -48,6 +49,7 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
         max_completion_length=16,
         per_device_train_batch_size=3,
         learning_rate=1e-2,
+        adam_epsilon=ADAM_EPSILON,
         seed=3,
         bf16=False,
         gradient_checkpointing=False,
