@@ -129,17 +129,23 @@ def server(tmp_path_factory):
         process.wait(60)
 
 
+class Asking(SimpleNamespace):
+    """What of TRL's `VLLMGeneration` asks a server."""
+
+    def generate(self, **params: Any) -> Any:
+        return self.vllm_client.generate(**params)
+
+
 def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
-    generation = SimpleNamespace(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     rows = torch.arange(3).repeat_interleave(4)
     keys = completion_keys(3, 1, 0, 0, rows, torch.arange(4).repeat(3))
     seeds = completion_seeds(keys, torch.zeros_like(keys), 4)
 
     def ask(which: list[int], n: int, seeds: list[int]) -> list[list[int]]:
-        with seeded(generation, seeds, n):
-            answer = generation.vllm_client.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)
-        return answer["completion_ids"]
+        generation = Asking(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))
+        asking = seeded(generation, seeds, n)
+        return asking.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)["completion_ids"]
 
     together = ask([0, 1, 2], 4, seeds)
     assert together == ask([0, 1], 4, seeds[:8]) + ask([2], 4, seeds[8:])
