@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
@@ -22,7 +21,7 @@ from . import compat
 from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of
+from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of, require_whole
 from .errors import ConfigError
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
@@ -265,9 +264,9 @@ class GRPOConfig(trl.GRPOConfig):
         self._check_ahead()
         if self.bitwise_invariant:
             self._check_bitwise()
-        _require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
+        require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
         if self.num_generations_eval is not None:
-            _require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
+            require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -339,7 +338,7 @@ class GRPOConfig(trl.GRPOConfig):
                 continue
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
                 raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
-        _require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
+        require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(
@@ -371,7 +370,7 @@ class GRPOConfig(trl.GRPOConfig):
                     f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
                     "advantages; leave the latter two out."
                 )
-        _require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
+        require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
         together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
         if self.dynamic_sampling and together:
             raise ConfigError(
@@ -409,7 +408,7 @@ class GRPOConfig(trl.GRPOConfig):
                 "remove one or the other."
             )
         for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
-            _require_whole(name, value, "a whole number of steps, 1 or more")
+            require_whole(name, value, "a whole number of steps, 1 or more")
         if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
             raise ConfigError(
                 f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
@@ -450,8 +449,8 @@ class GRPOConfig(trl.GRPOConfig):
                 "(num_generations)."
             )
         bits = self.bitwise_fraction_bits
-        _require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
-        _require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
+        require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
+        require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
 
@@ -463,7 +462,7 @@ class GRPOConfig(trl.GRPOConfig):
         """
         check_lag(self.rollout_lag, self._asks_for_fsdp() or self._asks_for_deepspeed(), self.use_vllm)
         if self.rollout_threads is not None:
-            _require_whole("rollout_threads", self.rollout_threads, "a whole number, 1 or more")
+            require_whole("rollout_threads", self.rollout_threads, "a whole number, 1 or more")
         alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
         if not self.rollout_lag:
             if alone:
@@ -614,12 +613,6 @@ for _name, _text in _HELP.items():
     _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
     _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
     GRPOConfig.__dataclass_fields__[_name] = _spec
-
-
-def _require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
-    """Refuse what is no whole number from `least` to `most`; `use` is the remedy."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r}: use {use}.")
 
 
 def _check_tokens(micro_batch_tokens: int | None) -> None:

@@ -46,6 +46,16 @@ def _require_positive(**sizes: int | None) -> None:
             raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
 
 
+def require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
+    """Refuse what is no whole number from `least` to `most`; `use` is the remedy.
+
+    Raises:
+        ConfigError: names the setting and the remedy.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: use {use}.")
+
+
 @dataclass(frozen=True)
 class BatchGeometry:
     """The resolved batch sizes of a run. All sizes are completions over all processes unless they say otherwise.
@@ -348,8 +358,7 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
     Raises:
         ConfigError: says what to use.
     """
-    if not isinstance(rollout_lag, int) or isinstance(rollout_lag, bool) or rollout_lag < 0:
-        raise ConfigError(f"rollout_lag={rollout_lag!r}: use a whole number of rollout batches, 0 or more.")
+    require_whole("rollout_lag", rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
     if rollout_lag and shares_weights and not use_vllm:
         raise ConfigError(
             f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "

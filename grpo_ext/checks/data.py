@@ -23,10 +23,14 @@ def check_data_sets(train: Any, evaluation: Any) -> None:
         check_prompts(dataset, split)
 
 
+def with_length(train: Any, evaluation: Any) -> list[Any]:
+    """Those of the data sets that can be read before training: no streams, and none that is empty."""
+    return [data for data in _named(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
+
+
 def with_rows(train: Any, evaluation: Any) -> list[Any]:
-    """Those of the data sets that have rows to look at: no streams, and none that is empty."""
-    found = _named(train, evaluation).values()
-    return [data for data in found if hasattr(data, "select_columns") and hasattr(data, "__len__") and len(data)]
+    """Those of them whose columns can be looked at."""
+    return [data for data in with_length(train, evaluation) if hasattr(data, "select_columns")]
 
 
 def first_rows(train: Any, evaluation: Any) -> list[Any]:

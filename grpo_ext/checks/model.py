@@ -201,6 +201,11 @@ def loading() -> Iterator[None]:
 
 
 def refuse_dora_in_8_bits(policy: nn.Module) -> None:
+    """Refuse DoRA adapters on weights of LLM.int8.
+
+    Raises:
+        ConfigError: says what to use.
+    """
     configs = getattr(policy, "peft_config", None) or {}
     if outlier_thresholds(policy) and any(getattr(config, "use_dora", False) for config in configs.values()):
         raise ConfigError(

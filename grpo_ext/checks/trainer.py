@@ -29,6 +29,7 @@ from .data import (
     check_prompt_lengths,
     has_readable_prompts,
     iterate_prompts,
+    with_length,
 )
 from .model import (
     check_optimizer,
@@ -147,11 +148,12 @@ def _check_images_and_tools(trainer: Any) -> None:
             f"tools or an environment on {accelerator.num_processes} processes: {why}, and in later turns they have "
             "not; use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
         )
+    readable = with_length(trainer.train_dataset, trainer.eval_dataset)
     if with_images and not trainer._sampler.travelling:
-        for data in _data_sets(trainer):
+        for data in readable:
             check_images(data, trainer._sampler.prepare)
     if not with_images:
-        _refuse_images(trainer)
+        _refuse_images(readable)
     if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
         raise ModelError(
             f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
@@ -240,15 +242,8 @@ def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:
     return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
 
-def _data_sets(trainer: Any) -> list[Any]:
-    """The training set and those for evaluation, as far as they can be read before training."""
-    evaluation = trainer.eval_dataset
-    others = list(evaluation.values()) if isinstance(evaluation, dict) else [evaluation]
-    return [data for data in (trainer.train_dataset, *others) if hasattr(data, "__len__") and len(data)]
-
-
-def _refuse_images(trainer: Any) -> None:
-    for data in _data_sets(trainer):
+def _refuse_images(readable: list[Any]) -> None:
+    for data in readable:
         if images_of(data[0]):
             raise DataError(
                 "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
@@ -260,7 +255,7 @@ def _refuse_images(trainer: Any) -> None:
 def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
     """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
     train = trainer.train_dataset
-    known = [data for data in _data_sets(trainer) if has_readable_prompts(data)]
+    known = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
     unread = all(data is not train for data in known) or trainer.environment_factories is not None
     unread = unread or trainer._sampler.prepare is not None
     if unread or not trainer.max_completion_length:
