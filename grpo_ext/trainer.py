@@ -49,10 +49,11 @@ from .forward.reference import ReferenceSource, base_model_of, build_reference, 
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
-from .run.fingerprint import check_names, fingerprint_of_run, model_fingerprint, tokenizer_fingerprint
+from .run.fingerprint import check_names, fingerprint_of_run
 from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
 from .run.optimizer_settings import fill_missing_state, settings_kept
+from .run.output_folder import create_output_dir
 from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import dtypes_kept, load_renamed
@@ -171,6 +172,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
         if rollout_func is not None:
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
+        if loop_args.should_save:
+            create_output_dir(str(loop_args.output_dir))
         with checks.loading():
             super().__init__(
                 model=model,
@@ -780,29 +783,37 @@ class GRPOTrainer(trl.GRPOTrainer):
         checks.refuse_frozen(self.model)
         self._sampler.hold(None, None)
         self._losses, self._waiting = [], []
-        checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
-        self._announce()
-        training = None
-        if self.args.rollout_lag and self.args.bitwise_invariant:
-            self._sampling_threads = self.args.rollout_threads or self.args.bitwise_threads
-        elif self.args.rollout_lag and torch.device(self.args.rollout_device or self.accelerator.device).type == "cpu":
-            training, self._sampling_threads = divided_threads(self.args.rollout_threads)
-        with (
-            pinned(self._threads),
-            computing_with(training),
-            self._keeper.running(checkpoint, lambda: self.state),
-            self._telling_callbacks(),
-        ):
-            try:
-                result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            finally:
-                self._end_ahead()
-        limits = self._step_runner.limits
-        if limits.failures:
-            self._keeper.say(limits.what_fits())
-        if self._keeper.watch.stopping:
-            raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
-        return result
+        try:
+            checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
+            self._announce()
+            with (
+                pinned(self._threads),
+                computing_with(self._divided_threads()),
+                self._keeper.running(checkpoint, lambda: self.state),
+                self._telling_callbacks(),
+            ):
+                try:
+                    result = super().train(checkpoint, trial, ignore_keys_for_eval)
+                finally:
+                    self._end_ahead()
+            limits = self._step_runner.limits
+            if limits.failures:
+                self._keeper.say(limits.what_fits())
+            if self._keeper.watch.stopping:
+                raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
+            return result
+        finally:
+            self._keeper.folder.release()
+
+    def _divided_threads(self) -> int | None:
+        """With a lag, the threads that training computes with, where sampling takes some of them."""
+        args, device = self.args, torch.device(self.args.rollout_device or self.accelerator.device)
+        if args.rollout_lag and args.bitwise_invariant:
+            self._sampling_threads = args.rollout_threads or args.bitwise_threads
+        elif args.rollout_lag and device.type == "cpu":
+            training, self._sampling_threads = divided_threads(args.rollout_threads)
+            return training
+        return None
 
     def _stop_between_steps(self, trial: Any) -> None:
         """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
@@ -947,10 +958,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return RunParts(unwrap(self.model), reference, *parts)
 
     def _fingerprint(self) -> dict[str, Any]:
-        parts = self._parts()
-        model = model_fingerprint(parts.model, parts.reference, whole=not self._scorer.sharded)
-        tokenizer, rewards = tokenizer_fingerprint(self._tokenizer), list(self.reward_func_names)
-        return fingerprint_of_run(self.args, self.geometry, self.train_dataset, model, tokenizer, rewards)
+        parts, whole = self._parts(), not self._scorer.sharded
+        names, tools = list(self.reward_func_names), self.tools or []
+        return fingerprint_of_run(self.args, self.geometry, parts, self._tokenizer, names, tools, whole)
 
     def _run_state(self) -> RunState:
         """What a checkpoint holds beside model, optimizer and scheduler."""

@@ -13,15 +13,18 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError
 
 LISTING = "checkpoint.json"
+OWN_FILES = "grpo_ext_*"  # what this package adds to a checkpoint; one with such files has a listing
 FORMAT = 1
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out what begins with an underscore
@@ -121,9 +124,7 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
     except CheckpointError as error:
         return str(error).rstrip(".")
     if listing is None:
-        if not (root / "trainer_state.json").is_file():
-            return f"{root} has neither {LISTING} nor trainer_state.json"
-        return None  # written by transformers or TRL: nothing to compare with
+        return _why_broken_without_listing(root)
     for name, expected in listing["files"].items():
         path = root / name
         if not path.is_file():
@@ -134,6 +135,42 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
         if deep and file_hash(path) != expected["sha256"]:
             return f"{path} has changed since it was written (SHA-256 differs)"
     return None
+
+
+def _why_broken_without_listing(root: Path) -> str | None:
+    """The same for a checkpoint of transformers or TRL: whether its files are complete, not whether they changed."""
+    if any(root.glob(OWN_FILES)):
+        return f"{root} has lost its {LISTING}"
+    if not (root / "trainer_state.json").is_file():
+        return f"{root} has neither {LISTING} nor trainer_state.json"
+    return next((f"{path} is cut short or broken" for path in _files(root) if not _opens(path)), None)
+
+
+def _opens(path: Path) -> bool:
+    """Whether the end of a file is there; True for formats that do not tell."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            return zipfile.is_zipfile(path)  # the directory of a zip file is its end
+    except Exception:  # whatever the parsers raise
+        return False
+    return True
+
+
+def missing_for_resume(folder: str | Path) -> list[str]:
+    """What a checkpoint lacks of the optimizer state and the learning-rate schedule, in words.
+
+    DeepSpeed writes both into a folder `global_step*`.
+    """
+    root = Path(folder)
+    if any(root.glob("global_step*")):
+        return []
+    missing = [] if any(root.glob("*optimizer*")) else ["optimizer state"]
+    return missing if (root / "scheduler.pt").is_file() else [*missing, "learning-rate schedule"]
 
 
 def is_verified(folder: str | Path) -> bool:
@@ -158,13 +195,17 @@ def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def writing_folder(run: str | Path) -> Path:
-    """Where a checkpoint of a run is written before it gets its name; on the same file system."""
-    return Path(run) / f"{_WRITING}checkpoint"
+def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
+    """Where a checkpoint of a run is written before it gets its name; on the same file system.
+
+    Args:
+        owner: tells the training that writes from any other in the same folder.
+    """
+    return Path(run) / f"{_WRITING}{owner}"
 
 
 def remove_unfinished(run: str | Path) -> None:
-    """Remove what a save that did not finish left behind."""
+    """Remove what saves that did not finish left behind; for a run that has the folder to itself."""
     root = Path(run)
     if root.is_dir():
         for path in (*root.glob(f"{_WRITING}*"), *root.glob(f"{_REMOVING}*")):

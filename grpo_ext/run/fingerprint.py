@@ -10,19 +10,30 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 import trl
+from transformers.utils import get_json_schema
 
 from ..algorithms.learning_rate import global_batch_advice
 from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
+from ..forward.reference import base_model_of
 
 FINGERPRINT = "grpo_ext_identity.json"
-_ROWS_READ = 256  # of the data set, evenly spread
+_ROWS_READ = 100_000  # of a data set, evenly spread; the smaller ones are read whole, in a second or less
+# of a model's configuration: where it comes from, how it is stored and run; transformers sets the special tokens anew
+_NOT_COMPUTED = {
+    *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),
+    *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "experts_implementation"),
+    *("_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+    *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),
+}
 
 # fields of transformers' TrainingArguments that decide what is learned
 _LOOP = [
@@ -83,7 +94,7 @@ _OURS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-COMPARED = ("data", "model", "tokenizer", "rewards")  # compared as well as the settings
+COMPARED = ("data", "model", "tokenizer", "rewards", "tools")  # compared as well as the settings
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -111,21 +122,44 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Length, columns and a hash of some rows of a data set; None for a stream."""
+    """Length, columns and a hash of the rows of a data set, of 100,000 at most; None for a stream.
+
+    Images of a `datasets.Dataset` that lie in files of their own are known by the files' names.
+    """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
-    rows = len(dataset)
+    rows, columns = len(dataset), sorted(getattr(dataset, "column_names", None) or [])
+    step = max(rows / _ROWS_READ, 1.0)
     digest = hashlib.sha256()
-    for number in range(min(rows, _ROWS_READ)):
-        row = dataset[number * rows // min(rows, _ROWS_READ)]
+    for row in _rows(dataset, [int(number * step) for number in range(min(rows, _ROWS_READ))]):
         digest.update(json.dumps(row, sort_keys=True, default=_in_words).encode())
-    return {"rows": rows, "columns": sorted(getattr(dataset, "column_names", None) or []), "sha256": digest.hexdigest()}
+    return {"rows": rows, "columns": columns, "rows_sha256": digest.hexdigest()}
+
+
+def _rows(dataset: Any, numbers: Sequence[int]) -> Iterator[Any]:
+    if not isinstance(dataset, datasets.Dataset):
+        yield from (dataset[number] for number in numbers)
+        return
+    stored = dataset.with_format("arrow")  # nothing is decoded
+    for start in range(0, len(numbers), 1000):
+        yield from (_without_folders(row) for row in stored[numbers[start : start + 1000]].to_pylist())
+
+
+def _without_folders(value: Any) -> Any:
+    """A row in which files are known by their names: another machine has them elsewhere."""
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"bytes", "path"}:
+        return {"bytes": value["bytes"], "path": os.path.basename(value["path"] or "")}
+    return {name: _without_folders(part) for name, part in value.items()}
 
 
 def _in_words(value: Any) -> str:
-    """What stands for something that JSON has not: an image by its pixels."""
-    pixels = hashlib.sha256(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else ""
-    return type(value).__name__ + pixels
+    """What stands for something that JSON has not: an image by its pixels, bytes by their hash."""
+    content = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
+    return type(value).__name__ + ("" if content is None else hashlib.sha256(content).hexdigest())
 
 
 def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -143,7 +177,9 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 def model_fingerprint(
     model: torch.nn.Module, reference: torch.nn.Module | None = None, whole: bool = True
 ) -> dict[str, Any]:
-    """Class, adapter, a hash of the names, shapes and types of the weights, and one of those that no checkpoint holds.
+    """Class, configuration, adapter, and hashes of the weights.
+
+    One hash is of their names, shapes and types, one of the values of those that no checkpoint holds.
 
     Args:
         reference: the reference model, where it is one of its own.
@@ -165,9 +201,37 @@ def model_fingerprint(
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())
         count += math.prod(shape)
-    shapes = digest.hexdigest()
-    name = type(model).__name__
-    return {"class": name, "parameters": count, "sha256": shapes, "adapters": adapters, "frozen": frozen}
+    return {
+        "class": type(model).__name__,
+        "config": config_fingerprint(getattr(base_model_of(model), "config", None)),
+        "parameters": count,
+        "sha256": digest.hexdigest(),
+        "adapters": adapters,
+        "frozen": frozen,
+    }
+
+
+def config_fingerprint(config: Any) -> dict[str, Any] | None:
+    """What a model's configuration says about what is computed; None where it has none.
+
+    Left out are version, path, dtype, attention implementation, cache and special tokens (`_NOT_COMPUTED`).
+    """
+    if not hasattr(config, "to_dict"):
+        return None
+
+    def computed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
+        return value
+
+    return computed(_plain(config.to_dict()))
+
+
+def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
+    """The schema of every tool, by its name; that of an environment's tool is `Environment.name`."""
+    owners = {tool: getattr(tool, "__self__", None) for tool in tools}
+    names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
+    return {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
@@ -199,11 +263,24 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def fingerprint_of_run(
-    args: Any, geometry: Any, dataset: Any, model: dict[str, Any], tokenizer: str | None, rewards: list[str]
+    args: Any, geometry: Any, parts: Any, tokenizer: Any, rewards: list[str], tools: Iterable[Any], whole: bool
 ) -> dict[str, Any]:
-    """Everything that is compared on resume, in plain JSON types."""
-    parts = {"data": data_fingerprint(dataset), "model": _plain(model), "tokenizer": tokenizer, "rewards": rewards}
-    return {**parts, "settings": settings_of(args, geometry)}
+    """Everything that is compared on resume, in plain JSON types.
+
+    Args:
+        parts: the run's models and data, a `run.keeper.RunParts`.
+        rewards: names of the reward functions.
+        tools: functions, and methods of environments.
+        whole: whether this process holds all weights.
+    """
+    return {
+        "data": data_fingerprint(parts.train_dataset),
+        "model": _plain(model_fingerprint(parts.model, parts.reference, whole)),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "rewards": rewards,
+        "tools": tools_fingerprint(tools),
+        "settings": settings_of(args, geometry),
+    }
 
 
 def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
@@ -234,10 +311,16 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
         return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
 
-    found = differing(saved, current, ("data", "tokenizer", "rewards"))
+    result = differing(saved, current, ("tokenizer", "rewards", "tools"))
+    old, new = saved.get("data"), current.get("data")
+    if old is not None and new is not None:
+        known = sorted(old.keys() & new.keys())
+        old, new = ({part: data[part] for part in known} for data in (old, new))
+    if old != new:
+        result["data"] = (old, new)
     model = differing(saved["model"], current["model"], saved["model"].keys())
-    found |= {f"model.{part}": values for part, values in model.items()}
-    return found | differing(saved["settings"], current["settings"], saved["settings"].keys())
+    result |= {f"model.{part}": values for part, values in model.items()}
+    return result | differing(saved["settings"], current["settings"], saved["settings"].keys())
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

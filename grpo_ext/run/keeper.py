@@ -8,6 +8,7 @@ Trainer has an event for it; what has none, the trainer's override points hand o
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -32,11 +33,11 @@ from .checkpoint import (
     check_space,
     checkpoints,
     is_verified,
+    missing_for_resume,
     newest_whole,
     no_space,
     processes_of,
     publish,
-    remove_unfinished,
     rotate,
     set_aside_later,
     why_broken,
@@ -48,7 +49,7 @@ from .interrupts import InterruptWatch, TrainingInterrupted
 from .log import RunLog
 from .manifest import closing, opening, read_manifest, write_manifest
 from .optimizer_settings import CHANGEABLE
-from .output_folder import free_output_dir
+from .output_folder import HeldFolder
 from .recorded_completions import RecordedCompletions
 from .state import RunState, load_reference, save_reference
 
@@ -113,6 +114,7 @@ class RunKeeper(TrainerCallback):
         self._fingerprint: dict[str, Any] | None = None
         self._to_push = False
         self._log = RunLog()
+        self.folder = HeldFolder()
 
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
@@ -152,28 +154,32 @@ class RunKeeper(TrainerCallback):
     # ---- A run ----------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: str | bool | None, num_generations: int) -> str | None:
-        """Before a run: find, verify and read the checkpoint it goes on from, and keep what other runs have saved.
+        """Before a run: take its folder, and find, verify and read the checkpoint it goes on from.
+
+        What other runs have saved stays as it is. The folder is `folder.release()`d by the caller.
 
         Returns:
             The checkpoint's folder; None for a new run.
 
         Raises:
-            CheckpointError: it is broken, it belongs to another run, or there is none.
+            CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
         checkpoint = self.find(wanted)
         self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
+        folder = Path(str(self.args.output_dir)).resolve()
+        in_place = checkpoint is not None and Path(checkpoint).resolve().parent == folder
+        self._take_folder(in_place)
         if checkpoint is not None:
             self._resumed = self._read(checkpoint, num_generations)
-        if checkpoint is None or Path(checkpoint).resolve().parent != Path(str(self.args.output_dir)).resolve():
-            self._write_beside_earlier_runs()
-        elif self.args.should_save and (later := set_aside_later(checkpoint)):
+        if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
-    def _write_beside_earlier_runs(self) -> None:
-        """Write to a free folder from now on, also where the script saves to the `output_dir` of its own arguments."""
-        folder = free_output_dir(str(self.args.output_dir), self.accelerator.process_index)
+    def _take_folder(self, in_place: bool) -> None:
+        """Hold the run's folder, or a free one beside it, which the script's own arguments name from then on too."""
+        take = functools.partial(self.folder.take, str(self.args.output_dir), in_place)
+        folder, self.folder.writer = from_main_process(self.accelerator, take)
         for args in (self.args, self.given):
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
@@ -199,14 +205,20 @@ class RunKeeper(TrainerCallback):
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(OSError):  # the error is what matters; a full disk may be its reason
-                    write_manifest(folder, [*earlier, entry | closing(state().global_step, "failed", None)])
+                self._close_manifest([*earlier, entry | closing(state().global_step, "failed", None)])
                 raise
             parts = self.parts()
             ended = "interrupted" if self.watch.stopping else "finished"
             optimizer = parts.optimizer if self.args.bitwise_invariant else None
             end = closing(state().global_step, ended, None if self.sharded else parts.model, optimizer)
-            write_manifest(folder, [*earlier, entry | end])
+            self._close_manifest([*earlier, entry | end])
+
+    def _close_manifest(self, entries: list[dict[str, Any]]) -> None:
+        """The end of a run stands in its manifest where there is space: what was trained matters more."""
+        try:
+            write_manifest(str(self.args.output_dir), entries)
+        except CheckpointError as error:
+            logger.warning(str(error))
 
     def interrupted(self, path: Path, step: int) -> TrainingInterrupted:
         """What ends the program after an interrupt.
@@ -256,6 +268,12 @@ class RunKeeper(TrainerCallback):
             )
         if path is None:
             return None
+        if missing := missing_for_resume(path):
+            raise CheckpointError(
+                f"{path} holds no {' and no '.join(missing)} (save_only_model=True writes none), which a resumed run "
+                "would begin anew in silence; resume from a checkpoint that has them, or begin a new run with the "
+                f"weights: model={path!r}."
+            )
         there = processes_of(path)
         if self._deepspeed and there not in (None, self.accelerator.num_processes):
             raise CheckpointError(
@@ -271,16 +289,10 @@ class RunKeeper(TrainerCallback):
         return getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
 
     def _read(self, checkpoint: str, num_generations: int) -> RunState | None:
-        def compare() -> tuple[dict[str, Any], str | None]:
-            try:
-                return check_same_run(checkpoint, self.fingerprint, self.args.allow_changed_on_resume or ()), None
-            except CheckpointError as error:
-                return {}, str(error)
+        def compare() -> dict[str, Any]:
+            return check_same_run(checkpoint, self.fingerprint, self.args.allow_changed_on_resume or ())
 
-        # every process goes by the main process's answer
-        allowed, refusal = from_main_process(self.accelerator, compare)
-        if refusal is not None:
-            raise CheckpointError(refusal)
+        allowed = from_main_process(self.accelerator, compare)
         for part, old, new in (part for name, values in allowed.items() for part in differences(name, *values)):
             logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         rate = allowed["learning_rate"][0] if "learning_rate" in allowed else self.args.learning_rate
@@ -349,12 +361,12 @@ class RunKeeper(TrainerCallback):
             state: the Trainer's.
             final: the checkpoint's folder.
         """
-        run, writing, saves = final.parent, writing_folder(final.parent), self.args.should_save
-        needed = self._bytes()
+        run, writing = final.parent, writing_folder(final.parent, self.folder.writer)
+        saves, needed = self.args.should_save, self._bytes()
 
         def explain(reason: str) -> str:
             if saves:
-                remove_unfinished(run)
+                shutil.rmtree(writing, ignore_errors=True)
             free = shutil.disk_usage(run).free
             if free < needed:
                 return no_space(run, needed, free)
@@ -363,7 +375,7 @@ class RunKeeper(TrainerCallback):
         with failing_together(explain):
             if saves:
                 run.mkdir(parents=True, exist_ok=True)
-                remove_unfinished(run)
+                shutil.rmtree(writing, ignore_errors=True)
                 check_space(run, needed)
         self._to_push = False
         recorded = self.record()
@@ -416,13 +428,13 @@ class RunKeeper(TrainerCallback):
             # on a disk of its own a node has a part of the checkpoint too; on a shared one the folder is not its own
             if written.is_dir() and not (written / "trainer_state.json").exists():
                 publish(written, final)
-                remove_unfinished(final.parent)
+                shutil.rmtree(written.parent, ignore_errors=True)
             return
         write_listing(written, {"step": step, "processes": self.accelerator.num_processes})
         kept = publish(written, final)
         if kept is not None:
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
-        remove_unfinished(final.parent)
+        shutil.rmtree(written.parent, ignore_errors=True)
 
     def _bytes(self) -> int:
         """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""

@@ -6,6 +6,7 @@ training starts and again when it ends; for people, and for `grpo-ext`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..errors import CheckpointError
 from ..runtime.determinism import environment
 from .fingerprint import state_hashes
 
@@ -66,7 +68,9 @@ def opening(
     """The entry of a training that starts."""
     return {
         "started": _now(),
+        "process": os.getpid(),
         "finished": None,
+        "ended": None,
         "resumed_from": resumed_from,
         "versions": versions(),
         "machine": machine(device),
@@ -101,12 +105,24 @@ def read_manifest(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def write_manifest(folder: str | Path, entries: list[dict[str, Any]]) -> None:
-    """Write all entries; the file is whole or the old one."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    beside = root / f".{MANIFEST}"
-    beside.write_text(json.dumps({"format": 1, "trainings": entries}, indent=1, default=str) + "\n")
-    os.replace(beside, root / MANIFEST)
+    """Write all entries; the file is whole or the old one.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing is left behind.
+    """
+    path = Path(folder) / MANIFEST
+    beside = path.with_name(f".{MANIFEST}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"format": 1, "trainings": entries}, indent=1, default=str) + "\n")
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path} could not be written ({error.strerror}), so it does not say how this run ended or goes on; free "
+            "some space, or name another output_dir."
+        ) from error
 
 
 def _now() -> str:

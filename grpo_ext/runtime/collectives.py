@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..compat import gathering_through
-from ..errors import CheckpointError
+from ..errors import CheckpointError, GrpoExtError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -195,8 +195,17 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every process."""
-    return broadcast_value(make() if accelerator.is_main_process else None)
+    """What the main process makes, on every process; where it is refused there, it is refused on all of them."""
+    value, refusal = None, None
+    if accelerator.is_main_process:
+        try:
+            value = make()
+        except GrpoExtError as error:
+            refusal = error
+    value, refusal = broadcast_value((value, refusal))
+    if refusal is not None:
+        raise refusal
+    return value
 
 
 @functools.cache

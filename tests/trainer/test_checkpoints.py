@@ -114,7 +114,7 @@ def templated(template: str) -> Any:
         ({"global_batch_size": 8}, ["global_batch_size: 16 in the checkpoint, 8 now"]),
         ({"loss_type": "grpo"}, ["loss_type"]),
         ({"max_completion_length": 10}, ["max_completion_length"]),
-        ({"train_dataset": prompts(12, seed=5)}, ["data.sha256: "]),
+        ({"train_dataset": prompts(12, seed=5)}, ["data.rows_sha256: ", "allow_changed_on_resume=['data']"]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),
         ({"bitwise_invariant": True}, ["bitwise_invariant"]),
