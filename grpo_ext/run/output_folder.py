@@ -20,7 +20,7 @@ from .checkpoint import checkpoints, remove_unfinished
 from .manifest import read_manifest
 
 logger = get_logger(__name__)
-LOCK = ".grpo_ext.lock"
+LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 
 
