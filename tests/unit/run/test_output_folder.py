@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-from typing import Any
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,23 +14,15 @@ from grpo_ext.run.manifest import MANIFEST, write_manifest
 from grpo_ext.run.output_folder import HeldFolder, create_output_dir
 
 
-def take_at_once(folder: str, barrier: Any, names: Any) -> None:
-    held = HeldFolder()
-    barrier.wait()
-    names.put(held.take(folder, in_place=False))
-    barrier.wait()  # until all have one
-
-
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
-    context = multiprocessing.get_context("fork")
-    barrier, names = context.Barrier(4), context.Queue()
-    runs = [context.Process(target=take_at_once, args=(str(tmp_path / "out"), barrier, names)) for _ in range(4)]
-    for run in runs:
-        run.start()
-    taken = [names.get(timeout=60) for _ in runs]
-    for run in runs:
-        run.join(60)
-    folders, writers = zip(*taken)
+    together, runs = threading.Barrier(4), [HeldFolder() for _ in range(4)]
+
+    def take(run: HeldFolder) -> tuple[str, str]:
+        together.wait(60)
+        return run.take(str(tmp_path / "out"), in_place=False)
+
+    with ThreadPoolExecutor(len(runs)) as threads:
+        folders, writers = zip(*threads.map(take, runs))
     assert sorted(folders) == [str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")]
     assert len(set(writers)) == 4
 
