@@ -7,11 +7,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from accelerate import PartialState
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run import output_folder
 from grpo_ext.run.manifest import MANIFEST, write_manifest
 from grpo_ext.run.output_folder import HeldFolder, create_output_dir
+
+
+@pytest.fixture(autouse=True)
+def logging() -> None:
+    PartialState()  # Accelerate's loggers want to know the process
 
 
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
