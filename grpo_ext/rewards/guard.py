@@ -110,6 +110,7 @@ def _failed(name: str, error: Exception) -> RewardError:
             "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
             "**kwargs, and ask only for columns the data has."
         )
+    remedy = getattr(error, "remedy", remedy)
     return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
 
 

@@ -40,6 +40,15 @@ _LONGEST_S = 2e6  # a wait takes no more milliseconds than a C integer holds
 class WorkerDied(RuntimeError):
     """The process of a call ended before it answered."""
 
+    remedy = (
+        "reward_retries makes the call again, reward_on_failure='none' goes on without, and fewer reward_workers take "
+        "less memory."
+    )
+
+
+class WorkerTerminated(WorkerDied):
+    """It was ended by SIGTERM."""
+
 
 @dataclass(frozen=True)
 class PackedFunction:
@@ -105,7 +114,12 @@ class WorkerProcess:
             plain["trainer_state"] = SimpleNamespace(**vars(state))  # its class would import transformers there
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self._seed} {step} {call.number} {call.first}".encode())
-        rewards, logged = self._ask("score", (id(function), seed, plain, list(recorders)), seconds)
+        request = (id(function), seed, plain, list(recorders))
+        try:
+            rewards, logged = self._ask("score", request, seconds)
+        except WorkerTerminated:  # a cluster tells all processes that the run is to end, and this one decides when
+            self.load([id(function)])
+            rewards, logged = self._ask("score", request, seconds)
         for recorder, name, value in logged:
             recorders[recorder](name, value)
         return rewards
@@ -117,7 +131,7 @@ class WorkerProcess:
             answered = self._connection.poll(None if seconds is None else min(seconds, _LONGEST_S))
             answer = self._connection.recv_bytes() if answered else None
         except (EOFError, OSError):
-            raise WorkerDied(self._how_it_ended()) from None
+            raise self._ended() from None
         if answer is None:
             self.kill()
             raise CallTimeout(seconds, "reward_timeout")
@@ -143,16 +157,18 @@ class WorkerProcess:
                 start_new_session=True,  # a group of its own, killed as a whole; Ctrl-C does not reach it
             )
 
-    def _how_it_ended(self) -> str:
+    def _ended(self) -> WorkerDied:
+        """How the process ended, as an error."""
         process = self._process
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         self.kill()
         if (status := process.returncode) >= 0:
-            return f"its process ended with status {status}"
+            return WorkerDied(f"its process ended with status {status}")
         why = ", as the system does where memory ends" if status == -signal.SIGKILL else ""
-        return f"its process was ended by {signal.Signals(-status).name}{why}"
+        kind = WorkerTerminated if status == -signal.SIGTERM else WorkerDied
+        return kind(f"its process was ended by {signal.Signals(-status).name}{why}")
 
     def kill(self) -> None:
         """End the process, and those that it has started."""

@@ -56,12 +56,9 @@ def main(channel: int) -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     _end_with(lifeline)
-    # a cluster tells all processes that the run is to end; the training process decides when
-    signal.signal(signal.SIGTERM, lambda *_: None)
     os.set_inheritable(channel, False)
     connection = Connection(channel)
     os.register_at_fork(after_in_child=connection.close)  # or the end of this process would not be noticed
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     functions: dict[int, Callable[..., Any]] = {}
     while True:
         try:
