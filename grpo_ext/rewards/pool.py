@@ -145,12 +145,11 @@ class WorkerProcess:
             raise WorkerDied("its process was ended with the trainer")
         self.kill()
         self._connection, there = Pipe()
-        code = (
-            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from grpo_ext.rewards.worker import main; main({{}})"
-        )
+        path = [*map(str, sys.path)]
+        main = f"from grpo_ext.rewards.worker import main; main({there.fileno()})"
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code.format(there.fileno())],
+                [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {main}"],
                 stdin=subprocess.PIPE,  # closes with this process, which ends the worker
                 pass_fds=[there.fileno()],
                 env=_environment(),

@@ -490,7 +490,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("ends", ["os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError"])
+@pytest.mark.parametrize(
+    "ends", ["os.kill(os.getpid(), signal.SIGKILL)", pytest.param("raise ValueError", marks=pytest.mark.full)]
+)
 def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(ends, tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(textwrap.dedent(SCRIPT) + ends)
