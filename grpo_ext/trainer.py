@@ -197,6 +197,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._add_reference(reference, config)
         self._build(config, args, with_images, travelling)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
+        if config.reward_workers:
+            self._sampler.start_workers(self._reward_funcs, self.reward_func_names)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -851,7 +853,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
             size = "this process's part of" if self._scorer.sharded else f"{mebibytes:,.0f} MiB,"
             ahead = f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead)
+        rewards = self._sampler.where_rewards_run()
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead, rewards)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager
