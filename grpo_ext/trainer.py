@@ -805,6 +805,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
         finally:
+            self._sampler.end_workers()
             self._keeper.folder.release()
 
     def _divided_threads(self) -> int | None:

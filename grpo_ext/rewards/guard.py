@@ -37,7 +37,7 @@ from .calls import RewardCall, RewardCalls
 from .worker import listed
 
 if TYPE_CHECKING:
-    from .pool import RewardWorkers, WorkerProcess
+    from .workers import RewardWorkers
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -263,13 +263,13 @@ class _Scoring:
         self.calls.made.append(call)
         return checked
 
-    def now(self, start: int, keywords: dict[str, Any], process: WorkerProcess | None = None) -> list[float | None]:
-        """The rewards of a chunk of a synchronous function, which runs in `process`, or here."""
+    def now(self, start: int, keywords: dict[str, Any], score: Callable[..., Any] | None = None) -> list[float | None]:
+        """The rewards of a chunk of a synchronous function, which `score` runs in a worker; None: it runs here."""
 
         def attempt() -> tuple[RewardCall, Any]:
             call, given = self._begin(start, keywords)
-            if process is not None:
-                return call, process.score(self.function, call, given, self.faults.timeout)
+            if score is not None:
+                return call, score(self.function, call, given, self.faults.timeout)
             return call, in_time(lambda: listed(self.function(**given)), self.faults.timeout, "reward_timeout")
 
         try:
@@ -323,7 +323,7 @@ class InWorkers:
         return [self.workers.submit(functools.partial(one.now, start, part)) for start, part in one.calls.cut(keywords)]
 
     def rewards(self, one: _Scoring, keywords: dict[str, Any]) -> list[float | None]:
-        """The rewards of all completions of a call; the error of its first chunk that failed ends the others."""
+        """The rewards of all completions of a call; the first chunk that fails for good ends the others."""
         if self.keywords is None:
             self.keywords = keywords
             self.waiting = {each.number: self._submit(each, keywords) for each in self.functions}
@@ -336,6 +336,7 @@ class InWorkers:
         except BaseException:
             for future in itertools.chain(futures, *self.waiting.values()):
                 future.cancel()
+            self.workers.kill()
             raise
 
 

@@ -1,21 +1,22 @@
 """What runs in a process that calls reward functions (`reward_workers`), and how functions get there.
 
-A fresh interpreter that imports neither the training script nor torch by itself, so that scripts need no
-`if __name__ == "__main__"`. It answers one request after the other and ends with the process that started it
-(rewards.pool).
+The process imports neither the training script nor torch by itself. Started by rewards.workers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import pickle
 import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from typing import Any
 
 import dill
@@ -23,6 +24,10 @@ import dill
 from .registry import FILE_MODULE_PREFIX, load_file
 
 RECORDERS = ("log_metric", "log_extra")  # keywords that record what a call logs
+# a launcher's: a library that reads them would try to join the training processes
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PR_SET_PDEATHSIG = 1
+_LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_")
 
 
 def pack(value: Any) -> bytes:
@@ -46,67 +51,68 @@ def listed(rewards: Any) -> Any:
     return list(rewards) if isinstance(rewards, Iterator) else rewards
 
 
-def main(channel: int) -> None:
-    """Answer requests, pairs of a name and arguments, until there are no more.
+@dataclass
+class Failure:
+    """An error of a reward function, in words: its class may be known in the worker alone."""
 
-    Args:
-        channel: descriptor of the connection; standard input is a pipe that closes with the training process.
-    """
-    lifeline = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    _end_with(lifeline)
-    os.set_inheritable(channel, False)
-    connection = Connection(channel)
-    os.register_at_fork(after_in_child=connection.close)  # or the end of this process would not be noticed
-    functions: dict[int, Callable[..., Any]] = {}
-    while True:
-        try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send_bytes(_answer(functions, request))
+    name: str
+    is_type_error: bool
+    text: str
+    trace: str
 
-
-def _end_with(lifeline: int) -> None:
-    """Kill this process and those it has started once the other end of a pipe is closed, whatever runs here."""
-    import fcntl  # not there on Windows, where this module is imported too
-
-    if hasattr(fcntl, "F_SETSIG"):  # Linux: by the kernel, so that code that holds the interpreter lock ends too
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        return
-
-    def wait() -> None:
-        os.read(lifeline, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _answer(functions: dict[int, Callable[..., Any]], request: bytes) -> bytes:
-    """Whether the request worked, and its result or its error in words, which can be read anywhere."""
-    try:
-        name, arguments = pickle.loads(request)
-        result = None
-        if name == "load":
-            key, packed = arguments
-            functions[key] = unpack(packed)
-        else:
-            key, seed, keywords, recorders = arguments
-            result = _score(functions[key], seed, keywords, recorders)
-        _refuse_accelerator()
-        return pickle.dumps((True, result))
-    except BaseException as error:  # sys.exit() too: a call that failed
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The words for an error."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return pickle.dumps((False, (type(error).__name__, isinstance(error, TypeError), str(error), trace)))
+        return cls(type(error).__name__, isinstance(error, TypeError), str(error), trace)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+    def as_exception(self) -> Exception:
+        """An error of that name and text."""
+        base = TypeError if self.is_type_error else Exception
+        error = type(self.name, (base,), {"__str__": lambda _: self.text})()
+        error.__cause__ = RuntimeError(f"in a process of reward_workers:\n{self.trace}")
+        return error
 
 
-def _score(
-    function: Callable[..., Any], seed: int, keywords: dict[str, Any], recorders: Sequence[str]
-) -> tuple[Any, list[tuple[str, str, Any]]]:
-    """What a function returns, and what it logs: recorder, name and value, in order."""
+def begin() -> None:
+    """Prepare a process that has just started; it ends with its training process, and Ctrl-C does not reach it."""
+    for name in [n for n in os.environ if n in _LAUNCHED or n.startswith(_LAUNCHERS)]:
+        del os.environ[name]
+    if hasattr(os, "setsid"):
+        os.setsid()
+    if sys.platform == "linux":  # by the kernel, so that code that holds the interpreter lock ends too
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@functools.cache
+def _function(packed: bytes) -> Callable[..., Any]:
+    return unpack(packed)
+
+
+def load(packed: bytes) -> Failure | None:
+    """Make a function ready; None where that worked."""
+    try:
+        _function(packed)
+    except BaseException as error:  # of any kind: importing runs a user's code
+        return Failure.of(error)
+    return None
+
+
+def score(
+    packed: bytes, seed: int, keywords: dict[str, Any], recorders: Sequence[str]
+) -> tuple[Any, list[tuple[str, str, Any]], Failure | None]:
+    """What a function returns; what it logs, as recorder, name and value, in order; how it failed, or None."""
     logged: list[tuple[str, str, Any]] = []
 
     def log_metric(name: str, value: float) -> None:
@@ -115,21 +121,20 @@ def _score(
     def log_extra(column: str, values: Sequence[Any]) -> None:
         logged.append(("log_extra", column, list(values)))
 
+    record = {"log_metric": log_metric, "log_extra": log_extra}
+    try:
+        function = _function(packed)
+        _seed(seed)
+        rewards = listed(function(**keywords, **{name: record[name] for name in recorders}))
+        pickle.dumps((rewards, logged))
+    except BaseException as error:  # sys.exit() too: a call that failed
+        return None, [], Failure.of(error)
+    return rewards, logged, None
+
+
+def _seed(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(seed)
-    record = {"log_metric": log_metric, "log_extra": log_extra}
-    return listed(function(**keywords, **{name: record[name] for name in recorders})), logged
-
-
-def _refuse_accelerator() -> None:
-    """An accelerator belongs to training alone: its context takes memory there for every process that has one."""
-    torch: Any = sys.modules.get("torch")
-    for kind in ("cuda", "xpu"):
-        if torch is not None and getattr(torch, kind).is_initialized():
-            raise RuntimeError(
-                f"the function has initialised {kind} in a process of reward_workers, which has no accelerator; "
-                "compute on the CPU, or set reward_workers=0"
-            )

@@ -35,7 +35,7 @@ from ..forward.images import (
 )
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
-from ..rewards.pool import RewardWorkers
+from ..rewards.workers import RewardWorkers
 from ..runtime.collectives import (
     any_process,
     gather_lists,
@@ -162,6 +162,11 @@ class RolloutSampler(TurnSampler):
         self.workers = RewardWorkers(self.args.reward_workers, self.args.seed)
         check_reward_functions(functions, names, workers=self.workers)
         self.workers.start()
+
+    def end_workers(self) -> None:
+        """End these processes; the next call of a reward function starts them again."""
+        if self.workers is not None:
+            self.workers.kill()
 
     def where_rewards_run(self) -> str | None:
         """Where reward functions run, as text for people; None: in the training process."""

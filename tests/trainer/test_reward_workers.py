@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sqlite3
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,22 +115,23 @@ def test_a_function_that_hangs_is_killed_and_the_run_goes_on(tmp_path, lag):
         trainer.train()
 
 
-def test_workers_end_with_the_trainer(tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_end_with_the_training(tmp_path, fails):
     def graded(completions, **kwargs):
         (tmp_path / "pid").write_text(str(os.getpid()))
         return [float(len(c)) for c in completions]
 
+    class Looks(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
+            if fails:
+                raise KeyboardInterrupt
+
     trainer = make(tmp_path, rewards=graded, reward_workers=1, max_steps=1)
-    trainer.train()
-    pid = int((tmp_path / "pid").read_text())
-    assert psutil.pid_exists(pid)
-    del trainer
-    gc.collect()
-    for _ in range(1200):  # a minute, which a failure alone takes
-        if not psutil.pid_exists(pid):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"worker {pid} is left")
+    trainer.add_callback(Looks())
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        trainer.train()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_the_plan_says_what_runs_where(tmp_path, capsys):
