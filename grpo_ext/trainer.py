@@ -44,7 +44,7 @@ from .errors import ConfigError, RolloutError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
-from .forward.quantised import keep_4bit_weights
+from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
@@ -171,6 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
         if rollout_func is not None:
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
+        adapters = trained_values(model) if config.float32_adapters else {}
         with checks.loading():
             super().__init__(
                 model=model,
@@ -189,6 +190,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 environment_factory=environment_factory,
             )
         compat.verify_built(self)
+        if config.float32_adapters:
+            train_in_float32(self.model, adapters)
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
@@ -672,7 +675,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             if number := len(self._waiting):
                 which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
                 self._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
-            self._ahead, self._waiting = begin_ahead(self, self._waiting, self._sampling_threads), []
+            waiting, self._waiting = (
+                self._waiting,
+                [],
+            )  # before the trainer is copied: a copy would hold them to the end
+            self._ahead = begin_ahead(self, waiting, self._sampling_threads)
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
         self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
 
