@@ -108,8 +108,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     float32_adapters: bool = _setting(
         True,
-        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, which takes 6 to 8 "
-        "bytes less per trained parameter, rounds small updates away, and rounds them otherwise for another split.",
+        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, which takes 8 bytes "
+        "less per trained parameter, rounds small updates away, and rounds them otherwise for another split.",
     )
 
     # How it is laid out: changes nothing that is learned.

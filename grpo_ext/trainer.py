@@ -675,11 +675,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if number := len(self._waiting):
                 which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
                 self._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
-            waiting, self._waiting = (
-                self._waiting,
-                [],
-            )  # before the trainer is copied: a copy would hold them to the end
-            self._ahead = begin_ahead(self, waiting, self._sampling_threads)
+            self._ahead, self._waiting = begin_ahead(self, self._waiting, self._sampling_threads), []
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
         self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
 

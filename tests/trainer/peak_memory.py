@@ -16,7 +16,7 @@ from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 
 SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
 LAYERS = {
-    "full": {"num_hidden_layers": 2, "intermediate_size": 6144},
+    "full": {"num_hidden_layers": 2, "intermediate_size": 5120},
     "lora": {"num_hidden_layers": 2, "intermediate_size": 2048},  # an adapter as large as the model
 }
 
