@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BitsAndBytesConfig
 
 from grpo_ext.errors import ConfigError, LaunchError
 from grpo_ext.tools.check import comparison
@@ -157,7 +156,7 @@ def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, sett
     assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
 
 
-QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
+QUANTISED = object()  # stands for a BitsAndBytesConfig
 
 
 @pytest.mark.parametrize(
