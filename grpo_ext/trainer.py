@@ -44,7 +44,7 @@ from .errors import ConfigError, RolloutError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
 from .forward.lm_head import RouterOutput, RouterRequest, install
-from .forward.quantised import keep_4bit_weights
+from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
@@ -174,6 +174,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
+        adapters = trained_values(model) if config.float32_adapters else {}
         with checks.loading():
             super().__init__(
                 model=model,
@@ -192,6 +193,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 environment_factory=environment_factory,
             )
         compat.verify_built(self)
+        if config.float32_adapters:
+            train_in_float32(self.model, adapters)
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)

@@ -161,7 +161,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 def said_of_half_weights(model: Any) -> str | None:
     """What it means that trained weights are in half precision, as a sentence; None where they are not."""
-    if getattr(model, "is_quantized", False):  # TRL makes the adapters of a quantised model bfloat16
+    if getattr(model, "is_quantized", False):  # its adapter is what float32_adapters says
         return None
     half, trained = half_weights(model), sum(p.requires_grad for p in model.parameters())
     if not half:

@@ -1,13 +1,15 @@
 """Weights that bitsandbytes holds in 4 or 8 bits: what its layers do in a forward that training has to know.
 
-Differs from TRL, which trains such models as they are. Used while a trainer is built, and by the form check. The
-layers are known by their attributes, so bitsandbytes is not imported.
+Differs from TRL, which trains such models as they are, with adapters in bfloat16. Used while a trainer is built, and by
+the form check. The layers are known by their attributes, so bitsandbytes is not imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ModelError
@@ -19,6 +21,27 @@ def outlier_thresholds(model: nn.Module) -> dict[str, float]:
     """The layers of LLM.int8, by name, and the size of an activation that makes its column an outlier; 0: none does."""
     states: dict[str, Any] = {path: getattr(module, "state", None) for path, module in model.named_modules()}
     return {path: float(state.threshold) for path, state in states.items() if hasattr(state, "has_fp16_weights")}
+
+
+def trained_values(model: Any) -> dict[str, torch.Tensor]:
+    """The values of the trained parameters of a model object, by name; nothing is copied. None for a model's name."""
+    if not isinstance(model, nn.Module):
+        return {}
+    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Make the trained parameters of a quantised model float32; TRL has made them bfloat16.
+
+    Args:
+        before: the `trained_values` of the model object that TRL was given. An adapter that was trained before keeps
+            the digits that bfloat16 does not hold.
+    """
+    if not getattr(model, "is_quantized", False):
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
 def keep_4bit_weights(model: nn.Module) -> None:

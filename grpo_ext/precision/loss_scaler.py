@@ -199,8 +199,7 @@ def refuse_half_weights(model: torch.nn.Module) -> None:
         raise ModelError(
             f"fp16=True trains float32 weights and computes in float16, but {name} (one of {len(half)}) is "
             f"{str(dtype).removeprefix('torch.')}; load the model with dtype='float32' (for a name: "
-            "model_init_kwargs={'dtype': 'float32'}). TRL casts adapters of quantised models to bfloat16: use "
-            "bf16=True there."
+            "model_init_kwargs={'dtype': 'float32'}; for the adapter of a quantised model: float32_adapters=True)."
         )
 
 

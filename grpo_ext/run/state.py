@@ -37,7 +37,7 @@ class RunState:
         entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those asked for.
         waiting: rollout batches that are being sampled (`rollout_lag`): the optimizer step, from 0, that each is for
-            first, and the weights that sample it.
+            first, and the weights that sample it, one object for all that the same weights sample.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
     """
 
@@ -85,7 +85,9 @@ class RunState:
             state = cls(**plain)
             if waiting:
                 stored = load_file(Path(folder) / WEIGHTS)
-                state.waiting = [(part["step"], _weights(stored, part["progress"])) for part in waiting]
+                moments = {part["progress"]["global_step"]: part["progress"] for part in waiting}
+                loaded = {step: _weights(stored, progress) for step, progress in moments.items()}
+                state.waiting = [(part["step"], loaded[part["progress"]["global_step"]]) for part in waiting]
         except Exception as error:  # whatever the parsers raise
             raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
         if state.rollout_name is not None:

@@ -94,6 +94,7 @@ def _snapshot(trainer: Any, here: Any, device: torch.device) -> Snapshot | Shard
 def _twin(trainer: Any, snapshot: Snapshot | ShardedSnapshot, here: Any) -> Any:
     twin = copy.copy(trainer)
     twin.accelerator, twin._clock, twin._ahead, twin._is_twin = here, PhaseClock(), None, True
+    twin._waiting = []  # a copy would hold the weights that a checkpoint has loaded to the end of the run
     twin.model = twin.model_wrapped = snapshot.policy
     twin.ref_model = snapshot.reference
     # tokenizers are not to be used by two threads at a time

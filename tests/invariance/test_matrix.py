@@ -6,7 +6,7 @@ import pytest
 
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.support.cases import CASES, FULL, LAGGED, QUANTISED, Bench
+from tests.support.cases import CASES, FULL, LAGGED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import (
@@ -73,7 +73,7 @@ def assert_same(launches: Launches, name: str, processes: int, size: int) -> Non
     assert reference.error is None, reference.error
     assert other.error is None, other.error
     error = update_error(reference.delta, other.delta)
-    half = CASES[name].config.get("bf16", False) or name in QUANTISED
+    half = CASES[name].config.get("bf16", False)
     limit = UPDATE_BFLOAT16 if half else UPDATE
     assert error <= limit, f"update error {error:.2e}: {describe_difference(reference.delta, other.delta)}"
     gap, metric = metric_difference(reference.log, other.log)

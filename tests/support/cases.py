@@ -58,8 +58,11 @@ class Case:
     nameless: bool = False  # a model object that cannot be loaded again by name
 
 
-# read in 4 or 8 bits from a folder that holds them so; the adapter is bfloat16
-BITS = {"4bit": {"load_in_4bit": True}, "8bit": {"load_in_8bit": True, "llm_int8_threshold": 0.0}}
+# read in 4 or 8 bits from a folder that holds them so
+BITS = {
+    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "8bit": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
 QUANTISED = {f"lora_{kind}": Case({"beta": 0.1, **ONE_ROLLOUT}, kind, peft=LORA) for kind in BITS}
 if find_spec("bitsandbytes") is None:
     QUANTISED = {}
@@ -169,7 +172,7 @@ FULL = (
     *("kl_nameless", "lora", "gdpo", "leave_one_out", "dynamic", "token_budget_padded", "epochs"),
     *("reinforce_baseline", "rollout_func", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards"),
     *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "reused_budget", "few_groups", "cut_reused"),
-    *("truncated", "entropy", "moe_reused", "images_tiled", *QUANTISED),
+    *("truncated", "entropy", "moe_reused", "images_tiled", "lora_8bit"),
     *(LAGGED.keys() - {"lag2_gspo", "lag1_kl_synced"}),
 )
 

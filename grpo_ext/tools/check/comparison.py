@@ -402,7 +402,7 @@ def _compare_trainer(
     template: Run, splits: list[Split], tolerance: float, progress: Any, folder: Path
 ) -> list[SplitResult]:
     folder.mkdir()
-    in_float32 = template.half is None and template.quantization is None
+    in_float32 = template.in_float32
     runs = _launch(template, splits, "float32", progress, None if template.trace else folder)
     reference_split = next((s for s in splits if runs[s].error is None), splits[0])
     reference = runs[reference_split]
@@ -419,7 +419,7 @@ def _compare_trainer(
     doubtful = [r for r in compared if r.verdict == "differs"]
     exact: dict[Split, RunResult] = {}
     again_folder = folder / "float64"
-    if doubtful and template.trainer == OURS and in_float32:
+    if doubtful and template.trainer == OURS and in_float32 and template.quantization is None:
         again_folder.mkdir()
         again = [reference_split, *(r.split for r in doubtful)]
         exact = _launch(template, again, "float64", progress, again_folder if wrong else None)

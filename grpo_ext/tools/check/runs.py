@@ -72,6 +72,12 @@ class Run:
         """The half precision that the settings name: "bf16", "fp16" or None."""
         return next((name for name in ("bf16", "fp16") if self.config.get(name)), None)
 
+    @property
+    def in_float32(self) -> bool:
+        """Whether it computes and trains in float32; TRL's adapters of quantised weights are bfloat16."""
+        ours = self.trainer == OURS and self.config.get("float32_adapters", True)
+        return self.half is None and (self.quantization is None or ours)
+
 
 @dataclass
 class RunResult:

@@ -83,7 +83,8 @@ def load_task(given: Mapping[str, Any]) -> Task:
     if quantized is None and (stated := settings["model_init_kwargs"].pop("quantization_config", None)) is not None:
         quantized = AutoQuantizationConfig.from_dict(stated)
     bits = next((n for n in (4, 8) if getattr(quantized, f"load_in_{n}bit", False)), "fewer")
-    about += f" (in bfloat16) on weights of {bits} bits" if quantized is not None else ""
+    if quantized is not None:
+        about += f" (in {'float32' if training.float32_adapters else 'bfloat16'}) on weights of {bits} bits"
     half = next((name for name in ("fp16", "bf16") if settings.get(name)), None)
     about += f", {half} as the settings say (float32: --{half} False)" if half else ", in float32"
     ignored = sorted(left_out | {*given, *(training.model_init_kwargs or {})} & {"dtype"})

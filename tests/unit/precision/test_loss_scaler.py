@@ -107,7 +107,7 @@ def test_weights_in_half_precision_are_refused():
     model = torch.nn.Linear(2, 2).half()
     with pytest.raises(ModelError, match=r"weight \(one of 2\) is float16"):
         refuse_half_weights(model)
-    with pytest.raises(ModelError, match=r"is bfloat16.*use bf16=True"):
+    with pytest.raises(ModelError, match=r"is bfloat16.*quantised model: float32_adapters=True"):
         refuse_half_weights(model.bfloat16())
     refuse_half_weights(model.float())
     for parameter in model.half().parameters():

@@ -156,9 +156,21 @@ def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, sett
     assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
 
 
-@pytest.mark.parametrize(("settings", "repeated"), [({}, True), ({"fp16": True}, False), ({"bf16": True}, False)])
-def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, repeated):
-    launched = []
+QUANTISED = object()  # stands for a BitsAndBytesConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "quantization", "in_float32"),
+    [
+        ({}, None, True),
+        ({"fp16": True}, None, False),
+        ({"bf16": True}, None, False),
+        ({}, QUANTISED, True),
+        ({"float32_adapters": False}, QUANTISED, False),
+    ],
+)
+def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, quantization, in_float32):
+    launched, repeated = [], in_float32 and quantization is None  # weights in 4 bits have no float64
 
     def run_all(runs, processes):
         launched.append(runs[0].dtype)
@@ -166,12 +178,13 @@ def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, rep
 
     monkeypatch.setattr(comparison, "run_all", run_all)
     config = {"global_batch_size": 8, "num_generations": 4, **settings}
-    report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
+    splits = [Split(8), Split(3)]
+    report = check("model", prompts(), letter_reward, config, splits=splits, quantization=quantization)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert launched == ["float32", *(["float64"] if repeated else [])]
-    said = "At least one split learns something else." if repeated else "Splits differ, by 16-bit rounding or more."
+    said = "At least one split learns something else." if in_float32 else "Splits differ, by 16-bit rounding or more."
     assert report.conclusion(bitwise=False) == said
-    assert any("float32 would tell" in note for note in report.notes()) is not repeated
+    assert any("float32 would tell" in note for note in report.notes()) is not in_float32
 
 
 def test_a_check_needs_a_global_batch_and_known_names(tmp_path):

@@ -184,8 +184,10 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     assert "bf16 as the settings say (float32: --bf16 False)" in result.output
     assert "The run itself" not in result.output
     _, result = checked({**data, "bf16": None, "use_peft": True, "load_in_4bit": True}, *options)
-    said = "LoRA of rank 16 (in bfloat16) on weights of 4 bits, in float32. The run itself trains in bfloat16"
+    said = "LoRA of rank 16 (in float32) on weights of 4 bits, in float32. The run itself trains in bfloat16"
     assert said in " ".join(result.output.split())
+    _, result = checked({**data, "use_peft": True, "load_in_4bit": True, "float32_adapters": False}, *options)
+    assert "LoRA of rank 16 (in bfloat16) on weights of 4 bits" in " ".join(result.output.split())
     stated = '{"quantization_config": {"load_in_8bit": true, "llm_int8_threshold": 0.0}}'
     seen, result = checked({**data, "use_peft": True, "model_init_kwargs": stated}, *options)
     assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)
