@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from ..errors import ConfigError, GrpoExtError
 from .quiet import quiet_libraries
+from .words import duration
 
 app = typer.Typer(
     name="grpo-ext",
@@ -148,7 +151,8 @@ def check(
         load_pyplot(plot)  # before the work, not after it
     quiet_libraries()
     from .check import check as run_check
-    from .check.comparison import Split, default_splits
+    from .check.report import Split
+    from .check.splits import default_splits
     from .check.task import load_task
 
     counts = integers(processes, "processes")
@@ -159,20 +163,22 @@ def check(
     else:
         splits = [Split(size, n) for n in counts for size in sizes]
     say(task.about)
-    report = run_check(
-        task.model,
-        task.dataset,
-        task.rewards,
-        task.settings,
-        splits=splits,
-        steps=steps,
-        against=against,
-        peft=task.peft,
-        quantization=task.quantization,
-        tolerance=tolerance,
-        bitwise=bitwise,
-        progress=_say_dim,
-    )
+    console = Console()
+    with console.status("starting processes") as status:
+        report = run_check(
+            task.model,
+            task.dataset,
+            task.rewards,
+            task.settings,
+            splits=splits,
+            steps=steps,
+            against=against,
+            peft=task.peft,
+            quantization=task.quantization,
+            tolerance=tolerance,
+            bitwise=bitwise,
+            progress=partial(_say_progress, console, status),
+        )
     Console().print(report.table())
     for note in report.notes():
         Console().print(f"  {note}", highlight=False)
@@ -183,6 +189,13 @@ def check(
     Console().print(report.conclusion(bitwise))
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _say_progress(console: Console, status: Status, sentence: str, seconds_left: float | None) -> None:
+    left = "" if seconds_left is None else f"about {duration(seconds_left)} left"
+    console.print(f"[dim]{escape('; '.join(filter(None, (sentence, left))))}[/dim]", highlight=False, soft_wrap=True)
+    if left:
+        status.update(left)
 
 
 def _say_dim(sentence: str) -> None:
