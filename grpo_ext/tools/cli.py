@@ -93,14 +93,16 @@ def plan(
     micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
-    prompt_length: Annotated[int, typer.Option(min=1, help="With a model: tokens of a prompt.")] = 512,
+    prompt_length: Annotated[
+        int | None, typer.Option(min=1, help="With a model: tokens of a prompt (default: measured where data are).")
+    ] = None,
     mean_completion_length: Annotated[
         int | None, typer.Option(min=1, help="With a model (default: half of max_completion_length).")
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too.
 
-    The model is that of the run: an id, a folder, or a config.json.
+    The model is that of the run: an id, a folder, or a config.json. Data on this machine are read.
     """
     from ..batching.sizes import check_lag, describe_plan, geometry_of
 
@@ -117,11 +119,17 @@ def plan(
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
     ahead = f"{lag} rollout batch(es)" if lag else None
+    prompts = None
+    if settings.keys() & {"model_name_or_path", "dataset_name"}:
+        from .plan.prompts import known_prompts
+
+        prompts = known_prompts(settings)
+        num_prompts = num_prompts or prompts.rows
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
-    if (model := settings.get("model_name_or_path")) is not None:
+    if prompts is not None and (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
-        text, table = expected_memory(model, geometry, settings)
+        text, table = expected_memory(model, geometry, settings, prompts)
         say(text)
         Console().print(table)
 
