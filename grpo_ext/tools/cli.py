@@ -15,11 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 
 from ..errors import ConfigError, GrpoExtError
 from .quiet import quiet_libraries
-from .words import duration
 
 app = typer.Typer(
     name="grpo-ext",
@@ -158,35 +156,22 @@ def check(
     if plot is not None:
         load_pyplot(plot)  # before the work, not after it
     quiet_libraries()
+    from .check import Split
     from .check import check as run_check
-    from .check.report import Split
+    from .check.report import show_progress
     from .check.splits import default_splits
     from .check.task import load_task
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     task = load_task(settings_of(context, config))
-    if sizes is None:
-        splits = default_splits(task.settings["global_batch_size"], counts)
-    else:
-        splits = [Split(size, n) for n in counts for size in sizes]
+    named = [Split(size, n) for n in counts for size in sizes or ()]
+    splits = named or default_splits(task.settings["global_batch_size"], counts)
     say(task.about)
-    console = Console()
-    with console.status("starting processes") as status:
-        report = run_check(
-            task.model,
-            task.dataset,
-            task.rewards,
-            task.settings,
-            splits=splits,
-            steps=steps,
-            against=against,
-            peft=task.peft,
-            quantization=task.quantization,
-            tolerance=tolerance,
-            bitwise=bitwise,
-            progress=partial(_say_progress, console, status),
-        )
+    with Console().status("starting processes") as status:
+        how: dict[str, Any] = {"against": against, "tolerance": tolerance, "bitwise": bitwise}
+        how |= {"peft": task.peft, "quantization": task.quantization, "progress": partial(show_progress, status)}
+        report = run_check(task.model, task.dataset, task.rewards, task.settings, splits=splits, steps=steps, **how)
     Console().print(report.table())
     for note in report.notes():
         Console().print(f"  {note}", highlight=False)
@@ -197,13 +182,6 @@ def check(
     Console().print(report.conclusion(bitwise))
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _say_progress(console: Console, status: Status, sentence: str, seconds_left: float | None) -> None:
-    left = "" if seconds_left is None else f"about {duration(seconds_left)} left"
-    console.print(f"[dim]{escape('; '.join(filter(None, (sentence, left))))}[/dim]", highlight=False, soft_wrap=True)
-    if left:
-        status.update(left)
 
 
 def _say_dim(sentence: str) -> None:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
+from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 from ..stock import OURS
+from ..words import duration
 
 IN_16_BITS = "16-bit rounding, or more: float32 would tell (docs/precision.md has what to expect)"
 _GOOD = ("reference", "same", "same bits", "rounding")
@@ -117,3 +120,12 @@ class CheckReport:
         results = [dataclasses.asdict(r) for r in self.results]
         plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
         return {"ok": self.ok, "steps": self.steps, "results": plain}
+
+
+def show_progress(status: Status, sentence: str, seconds_left: float | None) -> None:
+    """Print a sentence of a check with the time that is left; a terminal holds that in its status line, too."""
+    left = "" if seconds_left is None else f"about {duration(seconds_left)} left"
+    line = escape("; ".join(filter(None, (sentence, left))))
+    status.console.print(f"[dim]{line}[/dim]", highlight=False, soft_wrap=True)
+    if left:
+        status.update(left)

@@ -111,7 +111,10 @@ def check(
         start = _model_folder(model, processing_class, Path(name))
         ours = Run("", start, data_path, functions, base, peft=peft, quantization=quantization, trace=bitwise)
         trial = _Trial(Path(name), _Launches(stack, is_local([ours])), tolerance, progress or (lambda *_: None))
-        trial.progress(f"{len(chosen)} splits, written as processes x completions in a forward", None)
+        again = "" if bitwise or not _in_float32(ours) else "; float64 follows for those beyond the tolerance"
+        precision = ours.half or "float32"
+        about = f"{len(chosen)} splits in {precision}, written as processes x completions in a forward{again}"
+        trial.progress(about, None)
         results = trial.compare(ours, chosen, later=(len(chosen) + 1) if against else 0)
         if against:
             stock = dataclasses.replace(ours, trainer=STOCK)

@@ -218,7 +218,8 @@ def test_every_split_is_told_as_it_comes_and_float64_comes_last(pretend):
     check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3), Split(4, 2)], progress=progress)
     both = ["update", "gradient"]
     assert happened == [
-        "3 splits, written as processes x completions in a forward",
+        "3 splits in float32, written as processes x completions in a forward; float64 follows for those beyond the "
+        "tolerance",
         1,
         *((8, name, "float32") for name in both),
         "grpo_ext, 1 x 8: reference",
