@@ -127,5 +127,4 @@ def show_progress(status: Status, sentence: str, seconds_left: float | None) -> 
     left = "" if seconds_left is None else f"about {duration(seconds_left)} left"
     line = escape("; ".join(filter(None, (sentence, left))))
     status.console.print(f"[dim]{line}[/dim]", highlight=False, soft_wrap=True)
-    if left:
-        status.update(left)
+    status.update(left or "starting or ending processes")

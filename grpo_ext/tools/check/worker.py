@@ -159,12 +159,11 @@ def train_batch(folder: Path) -> None:
     for run in dill.loads(packed["runs"]):
         (folder / run.name).mkdir(exist_ok=True)
         delta, meta = _outcome(run, folder, processes)
-        # what waits beside other launches holds none of an accelerator's memory
-        clear_device_cache(garbage_collection=True)
         if main_process:
             if delta:
                 save_file(delta, folder / run.name / "delta.safetensors")
             write_whole(folder / run.name / "result.json", json.dumps(meta, default=float).encode())
+    clear_device_cache(garbage_collection=True)  # what waits beside other launches leaves the accelerator's memory
 
 
 def _outcome(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
