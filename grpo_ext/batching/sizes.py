@@ -459,7 +459,7 @@ def describe_plan(
         spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
         rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{spread}"))
     if num_prompts is None:
-        rows.append(("epoch", "as many steps as the training set has prompts for (not known here)"))
+        rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:
         layout = EpochLayout(g, num_prompts, drop_last)
         dropped = num_prompts * own - layout.trained_completions

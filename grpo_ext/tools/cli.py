@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,14 +91,16 @@ def plan(
     micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
     num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
-    prompt_length: Annotated[int, typer.Option(min=1, help="With a model: tokens of a prompt.")] = 512,
+    prompt_length: Annotated[
+        int | None, typer.Option(min=1, help="With a model: tokens of a prompt (default: measured where data are).")
+    ] = None,
     mean_completion_length: Annotated[
         int | None, typer.Option(min=1, help="With a model (default: half of max_completion_length).")
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too.
 
-    The model is that of the run: an id, a folder, or a config.json.
+    The model is that of the run: an id, a folder, or a config.json. Data on this machine are read.
     """
     from ..batching.sizes import check_lag, describe_plan, geometry_of
 
@@ -114,11 +117,17 @@ def plan(
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
     ahead = f"{lag} rollout batch(es)" if lag else None
+    prompts = None
+    if settings.keys() & {"model_name_or_path", "dataset_name"}:
+        from .plan.prompts import known_prompts
+
+        prompts = known_prompts(settings)
+        num_prompts = num_prompts or prompts.rows
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
-    if (model := settings.get("model_name_or_path")) is not None:
+    if prompts is not None and (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
-        text, table = expected_memory(model, geometry, settings)
+        text, table = expected_memory(model, geometry, settings, prompts)
         say(text)
         Console().print(table)
 
@@ -147,32 +156,22 @@ def check(
     if plot is not None:
         load_pyplot(plot)  # before the work, not after it
     quiet_libraries()
+    from .check import Split
     from .check import check as run_check
-    from .check.comparison import Split, default_splits
+    from .check.report import show_progress
+    from .check.splits import default_splits
     from .check.task import load_task
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     task = load_task(settings_of(context, config))
-    if sizes is None:
-        splits = default_splits(task.settings["global_batch_size"], counts)
-    else:
-        splits = [Split(size, n) for n in counts for size in sizes]
+    named = [Split(size, n) for n in counts for size in sizes or ()]
+    splits = named or default_splits(task.settings["global_batch_size"], counts)
     say(task.about)
-    report = run_check(
-        task.model,
-        task.dataset,
-        task.rewards,
-        task.settings,
-        splits=splits,
-        steps=steps,
-        against=against,
-        peft=task.peft,
-        quantization=task.quantization,
-        tolerance=tolerance,
-        bitwise=bitwise,
-        progress=_say_dim,
-    )
+    with Console().status("starting processes") as status:
+        how: dict[str, Any] = {"against": against, "tolerance": tolerance, "bitwise": bitwise}
+        how |= {"peft": task.peft, "quantization": task.quantization, "progress": partial(show_progress, status)}
+        report = run_check(task.model, task.dataset, task.rewards, task.settings, splits=splits, steps=steps, **how)
     Console().print(report.table())
     for note in report.notes():
         Console().print(f"  {note}", highlight=False)

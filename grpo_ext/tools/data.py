@@ -71,18 +71,34 @@ def final_answer(text: str, marker: str = "####") -> str | None:
     return after.strip() or None if found else None
 
 
+def is_local(source: str | Path) -> bool:
+    """Whether data lie on this machine, or would, by their name; else they are of the Hub."""
+    path, text = Path(source).expanduser(), str(source)
+    looks_local = path.suffix.lower() in _BUILDERS or path.is_absolute() or text.startswith((".", "~"))
+    return looks_local or text.count("/") > 1 or path.exists()
+
+
+def prompt_lengths(dataset: Dataset, tokenizer: Any, rows: int = 256) -> list[int]:
+    """Tokens of the prompts, with the chat template where they are messages, of all rows or of `rows` evenly spread."""
+    count = min(rows, len(dataset))
+    lengths = []
+    for prompt in dataset.select([place * len(dataset) // count for place in range(count)])["prompt"]:
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
+    return lengths
+
+
 def _read(source: str | Path, name: str | None, split: str) -> Dataset:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, split)
     if path.is_file():
         return _read_file(path)
-    text = str(source)
-    looks_local = path.suffix.lower() in _BUILDERS or path.is_absolute() or text.startswith((".", "~"))
-    if looks_local or text.count("/") > 1:
+    if is_local(source):
         raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     try:
-        return load_dataset(text, name, split=split)
+        return load_dataset(str(source), name, split=split)
     except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
             f"The data '{source}' is no local file or folder and could not be loaded from the Hub (configuration "

@@ -125,7 +125,7 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
 
 def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     """The plan of the file is above; the check trains it, the bench is what it would run."""
-    monkeypatch.setattr("grpo_ext.tools.check.comparison.run_all", launches.run_all)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.launch", launches.launch)
     own: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
         "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),

@@ -30,10 +30,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.check.runs import free_port, launched
+from grpo_ext.tools.check.runs import Processes, free_port, launched
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -61,6 +62,8 @@ class Server:
             text=True,
             start_new_session=True,  # Ctrl-C is for the tests, which then end the server
         )
+        self._asking = ThreadPoolExecutor(1)
+        self._answer: Future[list[Any]] | None = None
         atexit.register(self.close)
 
     def ask(self, **launch: Any) -> list[Any]:
@@ -79,6 +82,15 @@ class Server:
             raise RuntimeError(f"the server of forks is gone: {self.remarks.read()[-3000:]}")
         return json.loads(answer)
 
+    def submit(self, **launch: Any) -> Future[list[Any]]:
+        """`ask`, without waiting for the answer."""
+        self._answer = self._asking.submit(self.ask, **launch)
+        return self._answer
+
+    def end_launch(self) -> None:
+        """End what was submitted: a line that comes during a launch does."""
+        print("null", file=self.process.stdin, flush=True)
+
     def close(self) -> None:
         """End the server, and with it every process of a launch."""
         with contextlib.suppress(OSError):
@@ -89,6 +101,10 @@ class Server:
             self.process.kill()
 
     @property
+    def idle(self) -> bool:
+        return self._answer is None or self._answer.done()
+
+    @property
     def alive(self) -> bool:
         return self.process.poll() is None and not self.process.stdin.closed  # type: ignore[union-attr]
 
@@ -97,10 +113,11 @@ _servers: list[Server] = []
 
 
 def server() -> Server:
-    """The server of this process of the tests."""
-    if not _servers or not _servers[-1].alive:
+    """A server of this process of the tests without a launch."""
+    if not (free := [one for one in _servers if one.alive and one.idle]):
         _servers.append(Server())
-    return _servers[-1]
+        return _servers[-1]
+    return free[0]
 
 
 def serves(environment: dict[str, str]) -> bool:
@@ -116,12 +133,32 @@ def serves(environment: dict[str, str]) -> bool:
     return not other
 
 
-def forked(folder: Path, processes: int, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """A `Starter` (grpo_ext.tools.check.runs): from the server where it can, otherwise as a user's launch."""
+class Forked:
+    """The processes of a launch (grpo_ext.tools.check.runs) that a server forks; it has no other launch meanwhile."""
+
+    def __init__(self, command: Sequence[str], processes: int, environment: dict[str, str]) -> None:
+        self._server = server()
+        port = free_port() if processes > 1 else 0
+        launch = {"command": list(command), "environments": environments(environment, processes, port)}
+        self._answer = self._server.submit(**launch, timeout_s=3600)
+
+    def status(self) -> int | None:
+        return self._answer.result()[0] if self._answer.done() else None
+
+    def output(self) -> str:
+        return "".join(self._answer.result()[1:]) if self._answer.done() else ""
+
+    def kill(self) -> None:
+        if not self._answer.done():
+            self._server.end_launch()
+            self._answer.result()
+
+
+def forked(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
+    """A `Starter` (grpo_ext.tools.check.runs): from a server where it can, otherwise as a user's launch."""
     if not serves(environment):
-        return launched(folder, processes, environment, timeout_s)
-    module = ["-m", "grpo_ext.tools.check.worker", str(folder)]
-    return run_forked(module, processes, environment, timeout_s)
+        return launched(folder, processes, environment)
+    return Forked(["-m", "grpo_ext.tools.check.worker", str(folder)], processes, environment)
 
 
 def run_forked(
@@ -224,7 +261,9 @@ def main() -> None:
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
     gc.collect()
     gc.freeze()  # also, pages that are shared stay shared
-    for line in sys.stdin:
+    for line in iter(sys.stdin.buffer.raw.readline, b""):  # not more than a line: `watch` looks for the next one
+        if line == b"null\n":  # for a launch that ended in the meantime
+            continue
         print(json.dumps(launch(**json.loads(line))), file=answers, flush=True)
 
 
@@ -283,7 +322,7 @@ def watch(pids: dict[int, str], deadline: float) -> tuple[int | None, str]:
         if running and time.monotonic() > deadline:
             timed_out = not failed
             end(running, signal.SIGKILL)
-        # readable before the launch is over: the tests are gone
+        # readable before the launch is over: the tests end it, or are gone
         if running and select.select([sys.stdin], [], [], 0.01)[0]:
             end(running, signal.SIGKILL)
     return (None if timed_out else failed), said

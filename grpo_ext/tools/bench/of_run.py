@@ -13,6 +13,7 @@ from trl import ModelConfig
 from ...batching.sizes import SETTINGS, ceil_div
 from ...config import GRPOConfig
 from ...errors import ConfigError
+from ..data import prompt_lengths
 from ..options import (
     ScriptArguments,
     as_dataclasses,
@@ -34,7 +35,6 @@ _OWN = (
     *("max_steps", "num_train_epochs", "num_iterations", "reward_", "use_cpu", "deepspeed", "fsdp", "auto_find"),
     *("use_vllm", "vllm_", "use_transformers", "mask_truncated"),  # the given completions have no end token
 )
-_ROWS = 256  # prompts that are measured
 
 
 def left_out(settings: Mapping[str, Any]) -> list[str]:
@@ -87,7 +87,7 @@ def model_of(source: str) -> Any:
 
 
 def prompt_tokens(dataset: Any, model: str) -> int:
-    """Tokens of a prompt, the mean over the first rows, with the chat template where prompts are messages.
+    """Tokens of a prompt, the mean over a sample of the rows, with the chat template where prompts are messages.
 
     Raises:
         ConfigError: the model is a config.json, which has no tokenizer.
@@ -99,12 +99,7 @@ def prompt_tokens(dataset: Any, model: str) -> int:
             f"--model_name_or_path {model} is a configuration, without a tokenizer to measure prompts with; name their "
             "tokens with --prompt_length."
         )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    lengths = []
-    for prompt in dataset[:_ROWS]["prompt"]:
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        lengths.append(len(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
+    lengths = prompt_lengths(dataset, AutoTokenizer.from_pretrained(model))
     return max(1, round(statistics.fmean(lengths)))
 
 

@@ -1,5 +1,6 @@
 """`grpo-ext check`: train the same run on several hardware splits and compare what was learned."""
 
-from .comparison import CheckReport, Split, check
+from .report import CheckReport, Split
+from .splits import check
 
 __all__ = ["CheckReport", "Split", "check"]

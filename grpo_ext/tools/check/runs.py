@@ -1,24 +1,26 @@
 """Training runs in processes of their own: what `grpo-ext check` and the invariance tests compare.
 
 A run trains a few steps from a given start and reports the parameter change and the log. Runs with the same number of
-processes share one launch, because importing the libraries takes longer than training a tiny model.
+processes share one `Launch`, because importing the libraries takes longer than training a tiny model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch
 import yaml
 from peft import PeftConfig
@@ -27,6 +29,8 @@ from safetensors.torch import load_file
 from ...errors import LaunchError
 from ...rewards.worker import pack
 from ..stock import OURS
+
+POLL_S = 0.05  # between two looks for a file of the other side
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,13 @@ class RunResult:
     trace: list[dict[str, str]] = field(default_factory=list)
 
 
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that the other side sees whole or not at all."""
+    beside = file.with_name(f"{file.name}.part")
+    beside.write_bytes(content)
+    beside.replace(file)
+
+
 def free_port() -> int:
     """A TCP port that is free on this machine now."""
     with socket.socket() as s:
@@ -129,15 +140,142 @@ def launch_command(processes: int, folder: Path, script: Sequence[str]) -> list[
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *script]
 
 
-# starts the worker on the runs of a folder: (folder, processes, environment, seconds) to (status, output), and a status
-# of None where the time was over; no process may be left in either case
-Starter = Callable[[Path, int, dict[str, str], float], tuple[int | None, str]]
+class Processes(Protocol):
+    """The processes of a launch, from outside."""
+
+    def status(self) -> int | None:
+        """None while they run; 0 where all ended well."""
+
+    def output(self) -> str:
+        """What they printed so far, errors too."""
+
+    def kill(self) -> None:
+        """End every one that still runs."""
 
 
-def launched(folder: Path, processes: int, environment: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
+# starts the worker for a folder: (folder, processes, environment)
+Starter = Callable[[Path, int, dict[str, str]], Processes]
+
+
+class _Launched:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        if self._process.poll() is not None:
+            return
+        # each process of a launcher has a session of its own, and outlives it
+        for process in (*psutil.Process(self._process.pid).children(recursive=True), self._process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+
+def launched(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
     """A `Starter`: fresh interpreters, several of them through Accelerate's launcher."""
     command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
-    return _finish(command, environment, timeout_s)
+    return _Launched(command, environment, folder / "output.txt")
+
+
+class Launch:
+    """Processes that wait for runs and train them one after the other, until the `launch` that made it ends.
+
+    Attributes:
+        processes: how many.
+    """
+
+    def __init__(self, folder: Path, processes: int, started: Processes) -> None:
+        self.processes, self._folder, self._started = processes, folder, started
+        self._batches = itertools.count()
+
+    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
+        """Wait until every process has imported the libraries.
+
+        Raises:
+            LaunchError: the launch died or ran out of time; the end of its output is in the message.
+        """
+        files = [self._folder / f"ready_{rank}" for rank in range(self.processes)]
+        for file in files:
+            self._wait_for(file, f"the start of {self.processes} process(es)", timeout_s, timeout_s)
+
+    def train(self, runs: Sequence[Run], timeout_s: float = 1800.0) -> Iterator[RunResult]:
+        """Train every run, and give each result as soon as it is there.
+
+        Raises:
+            LaunchError: the launch died, or all runs took more than `timeout_s`; the end of its output is in the
+                message.
+        """
+        batch = self._folder / f"batch_{next(self._batches)}"
+        batch.mkdir()
+        write_whole(batch / "runs.dill", pack(list(runs)))
+        what, end = f"{len(runs)} run(s) on {self.processes} process(es)", time.monotonic() + timeout_s
+        for run in runs:
+            self._wait_for(batch / run.name / "result.json", what, end - time.monotonic(), timeout_s)
+            yield read_result(batch / run.name, run.name)
+
+    def end(self, patience_s: float = 90.0) -> None:
+        """Let the processes end. Results are there: what takes longer is ended by `launch`.
+
+        Raises:
+            LaunchError: a process ended with an error.
+        """
+        write_whole(self._folder / "end", b"")
+        until = time.monotonic() + patience_s
+        while (status := self._started.status()) is None and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if status:
+            raise LaunchError(self._died(f"{self.processes} process(es)", status))
+
+    def _wait_for(self, file: Path, what: str, left_s: float, timeout_s: float) -> None:
+        until = time.monotonic() + left_s
+        while not file.exists():
+            # the file may have come between the look at it and the end
+            if (status := self._started.status()) is not None and not file.exists():
+                raise LaunchError(self._died(what, status))
+            if time.monotonic() > until:
+                self._started.kill()
+                raise LaunchError(
+                    f"{what} took more than {timeout_s:g} s; use fewer steps or splits. Last output:\n"
+                    f"{self._started.output()[-800:]}"
+                )
+            time.sleep(POLL_S)
+
+    def _died(self, what: str, status: int) -> str:
+        reason = _first_error(self._folder) or f"Last output:\n{self._started.output()[-3000:]}"
+        return f"{what} ended with status {status}. {reason}"
+
+
+@contextlib.contextmanager
+def launch(processes: int, offline: bool = False, start: Starter = launched) -> Iterator[Launch]:
+    """Start processes that train what `Launch.train` hands them; none is left afterwards.
+
+    Args:
+        offline: the Hub is not asked for anything.
+        start: how the processes come to be.
+
+    Raises:
+        LaunchError: a process ended with an error.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "caller").write_text(str(os.getpid()))
+        started = start(folder, processes, _environment(processes, offline))
+        try:
+            here = Launch(folder, processes, started)
+            yield here
+            here.end()
+        finally:
+            started.kill()
 
 
 def run_all(
@@ -151,27 +289,17 @@ def run_all(
     Raises:
         LaunchError: the launch died or ran out of time; the end of its output is in the message.
     """
-    with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_") as name:
-        folder = Path(name)
-        (folder / "runs.dill").write_bytes(pack(list(runs)))
-        status, output = start(folder, processes, _environment(runs, processes), timeout_s)
-        if status is None:
-            raise LaunchError(
-                f"{len(runs)} run(s) on {processes} process(es) took more than {timeout_s:g} s; use fewer steps or "
-                f"splits. Last output:\n{output[-800:]}"
-            )
-        if status != 0:
-            raise LaunchError(
-                f"{len(runs)} run(s) on {processes} process(es) ended with status {status}. "
-                + (_first_error(folder) or f"Last output:\n{output[-3000:]}")
-            )
-        return [read_result(folder / run.name, run.name) for run in runs]
+    with launch(processes, is_local(runs), start) as here:
+        return list(here.train(runs, timeout_s))
 
 
-def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
-    quiet = {"TOKENIZERS_PARALLELISM": "false"}
-    if all(Path(run.model_path).is_dir() for run in runs):
-        quiet["HF_HUB_OFFLINE"] = "1"  # everything is on the disk
+def is_local(runs: Sequence[Run]) -> bool:
+    """Whether the models of all runs are on the disk."""
+    return all(Path(run.model_path).is_dir() for run in runs)
+
+
+def _environment(processes: int, offline: bool) -> dict[str, str]:
+    quiet = {"TOKENIZERS_PARALLELISM": "false", **({"HF_HUB_OFFLINE": "1"} if offline else {})}
     if processes > 1 and torch.cuda.device_count() < processes:
         quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
     # the same number of threads for every launch: matrix products sum in another order otherwise
@@ -184,26 +312,10 @@ def _first_error(folder: Path) -> str:
     return errors[0].read_text()[:3000] if errors else ""
 
 
-def _finish(command: Sequence[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """Exit status and output of a command; None after `timeout_s`, with every process it had started ended."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as p:
-        try:
-            output, _ = p.communicate(timeout=timeout_s)
-            return p.returncode, output
-        except BaseException as error:  # a launcher's processes outlive it, also on Ctrl-C
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(p.pid, signal.SIGKILL)
-            output, _ = p.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                return None, output
-            raise
-
-
 def read_result(folder: Path, name: str) -> RunResult:
-    """Read what `run_worker` wrote for one run."""
+    """Take what the worker wrote for one run; its tensors do not stay on the disk."""
     meta = json.loads((folder / "result.json").read_text())
-    delta = load_file(folder / "delta.safetensors") if (folder / "delta.safetensors").exists() else {}
+    file = folder / "delta.safetensors"
+    delta = load_file(file) if file.exists() else {}
+    file.unlink(missing_ok=True)
     return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"], meta.get("trace", []))

@@ -1,11 +1,12 @@
-"""The process side of runs.py: trains the runs of a folder and writes their results beside it.
+"""The process side of runs.py: trains the runs that come into a folder and writes their results beside them.
 
-Started by `run_all` on every process of a launch; only the main process writes.
+Started by `launch` on every process; only the main process writes results.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -14,7 +15,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ...rewards.worker import unpack
+from .runs import POLL_S, write_whole
 
 
 class _Refused(Exception):
@@ -126,30 +130,51 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
 
 
 def main(folder: Path) -> None:
+    """Train what comes into `folder`, batch after batch, until the caller has no more or is gone."""
+    from grpo_ext import GRPOTrainer  # noqa: F401 - now, because imports are no part of a run's time
+
+    caller = int((folder / "caller").read_text())
+    write_whole(folder / f"ready_{os.environ.get('RANK', '0')}", b"")
+    for number in itertools.count():
+        batch = folder / f"batch_{number}"
+        while not (batch / "runs.dill").exists():
+            left = not (folder / "caller").exists() or not psutil.pid_exists(caller)
+            if left or (folder / "end").exists():
+                return
+            time.sleep(POLL_S)
+        train_batch(batch)
+
+
+def train_batch(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
-    runs = unpack((folder / "runs.dill").read_bytes())
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    from accelerate.utils.memory import clear_device_cache
     from safetensors.torch import save_file
 
-    # refusals at construction reach every process alike; an error in training on one of several would leave the
-    # others waiting in a collective, so there the launcher ends them all
-    recoverable: type[Exception] = Exception if processes == 1 else _Refused
-    for run in runs:
+    for run in unpack((folder / "runs.dill").read_bytes()):
         (folder / run.name).mkdir(exist_ok=True)
-        delta: dict[str, Any] = {}
-        try:
-            try:
-                trainer = _build(run, folder, processes)
-            except ValueError as error:  # ours and TRL's
-                raise _Refused(f"{type(error).__name__}: {error}") from error
-            delta, meta = _train(run, trainer, processes)
-        except recoverable as error:
-            text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
-            meta = {"log": [], "error": text, "seconds": 0.0}
+        delta, meta = _outcome(run, folder, processes)
         if main_process:
             if delta:
                 save_file(delta, folder / run.name / "delta.safetensors")
-            (folder / run.name / "result.json").write_text(json.dumps(meta, default=float))
+            write_whole(folder / run.name / "result.json", json.dumps(meta, default=float).encode())
+    clear_device_cache(garbage_collection=True)  # what waits beside other launches leaves the accelerator's memory
+
+
+def _outcome(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(parameters after minus before, the rest) of a run."""
+    # refusals at construction reach every process alike; an error in training on one of several would leave the
+    # others waiting in a collective, so there the launcher ends them all
+    recoverable: type[Exception] = Exception if processes == 1 else _Refused
+    try:
+        try:
+            trainer = _build(run, folder, processes)
+        except ValueError as error:  # ours and TRL's
+            raise _Refused(f"{type(error).__name__}: {error}") from error
+        return _train(run, trainer, processes)
+    except recoverable as error:
+        text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
+        return {}, {"log": [], "error": text, "seconds": 0.0}
 
 
 def leave(folder: Path, patience_s: float = 60.0) -> None:

@@ -26,8 +26,12 @@ from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
 from ...runtime.recompute import PRODUCTS, check_recompute
 from ..dtypes import DTYPES
+from ..words import count
+from ..words import memory as in_units
 from .memory import MemoryLayout, ModelSizes, memory_of
+from .prompts import Prompts
 
+HUB = "https://huggingface.co"
 _TOKENS = 192
 _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
 
@@ -47,8 +51,14 @@ def load_config(model: str) -> Any:
             config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
+        of_hub = not (model.endswith(".json") or Path(model).exists() or model.count("/") > 1)
+        remedy = (
+            f"without a network, name a folder of the model, or its configuration alone, which is {HUB}/{model}/raw/"
+            "main/config.json: --model_name_or_path path/to/config.json."
+        )
         raise ConfigError(
-            f"model_name_or_path={model!r} gives no configuration ({reason}); name a model or a config.json."
+            f"model_name_or_path={model!r} gives no configuration ({reason}); "
+            + (remedy if of_hub else "name a model or a config.json.")
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -181,21 +191,24 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
     found = memory_of(model, layout)
     table = Table()
     table.add_column("part")
-    table.add_column("GiB", justify="right")
+    table.add_column("memory", justify="right")
     for name, size in found.items():
         total = name in ("training", "rollout")
         if size or total:
-            table.add_row(f"[bold]{name}[/bold]" if total else name, f"{size / 2**30:.2f}")
+            table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
     return table
 
 
-def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, Any]) -> tuple[str, Table]:
+def expected_memory(
+    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], prompts: Prompts
+) -> tuple[str, Table]:
     """The step in words, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
-        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, `prompt_length`
-            (tokens), and `mean_completion_length` (tokens) where it is known.
+        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, and
+            `mean_completion_length` (tokens) where it is known.
+        prompts: how long they are.
 
     Raises:
         ConfigError: a configuration that cannot be read, an unknown engine, a way to recompute that is refused.
@@ -204,23 +217,23 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
     check_recompute(settings, zero3=settings["engine"] == "zero3")
-    prompt, longest = settings["prompt_length"], settings.get("max_completion_length") or 512
-    mean = settings.get("mean_completion_length") or max(longest // 2, 1)
+    longest, stated = settings.get("max_completion_length") or 512, settings.get("mean_completion_length")
+    mean = stated or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
-    tokens, imbalance = balance(geometry, simulated(geometry, prompt, longest, mean), sizes)
+    tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
     rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
-    prompts = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)
-    largest = prompts * prompt + rows * longest
+    groups = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)
+    largest = groups * prompts.longest + rows * longest
     if (budget := settings.get("micro_batch_tokens")) is not None:
-        largest = min(largest, max(budget, prompt + longest))
+        largest = min(largest, max(budget, prompts.longest + longest))
     layout = MemoryLayout(
         settings["engine"],
         geometry.num_processes,
         largest,
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
-        prompt + longest,
+        prompts.longest + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         selective=settings.get("recompute_granularity") == "selective",
         reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
@@ -229,10 +242,12 @@ def expected_memory(model: str, geometry: BatchGeometry, settings: Mapping[str, 
         beside=settings.get("rollout_device") is None,
     )
     return (
-        f"Model: {sizes.parameters / 1e6:,.0f}M parameters, {sizes.trained / 1e6:,.1f}M trained; saved "
-        f"activations {sizes.token_bytes / 1024:.0f} KiB per token and layer\n"
+        f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "
+        f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
-        f"Step: about {tokens:,.0f} tokens per device (prompts {prompt}, completions {mean} on average, up to "
-        f"{longest}), slowest device {imbalance:.3f} x the mean; largest micro-batch {largest:,} tokens\n"
+        f"Prompts: {prompts.described}\n"
+        f"Completions: {mean} tokens on average ({'as given' if stated else 'assumed'}), up to {longest}\n"
+        f"Step: about {tokens:,.0f} tokens per device, slowest device {imbalance:.3f} x the mean; largest micro-batch "
+        f"{largest:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"
     ), memory_table(sizes, layout)

@@ -19,6 +19,7 @@ from ...errors import ConfigError, GrpoExtError
 from ...run.checkpoint import checkpoints
 from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict
 from ...run.manifest import read_manifest
+from ..words import duration
 
 METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
@@ -311,10 +312,3 @@ def _rows(entry: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 def number(value: float) -> str:
     """A number with four digits."""
     return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

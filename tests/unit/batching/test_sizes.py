@@ -502,7 +502,7 @@ def test_the_plan_says_when_processes_have_nothing_to_sample():
     idle = describe_plan(geometry(chunk=12, processes=4), 12, False, None)
     assert "only 1 of 4 processes sample" in idle
     assert "only" not in describe_plan(geometry(chunk=2, processes=4), 12, False, None)
-    assert "not known here" in describe_plan(geometry(), None, False, None)
+    assert "not known, for want of data" in describe_plan(geometry(), None, False, None)
 
 
 @pytest.mark.parametrize(

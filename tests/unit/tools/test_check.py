@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from grpo_ext.errors import ConfigError, LaunchError
-from grpo_ext.tools.check import comparison
+from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import (
-    CheckReport,
-    Split,
-    SplitResult,
-    check,
     compare,
     compare_bits,
     first_difference,
@@ -24,8 +29,12 @@ from grpo_ext.tools.check.comparison import (
     metric_difference,
     update_error,
 )
-from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.runs import Run, RunResult, _environment
+from grpo_ext.tools.check.splits import check, default_splits
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.support.forks import forked
+from tests.support.launches import launch as launch_forked
 from tests.support.launches import run_all as run_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -110,7 +119,33 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
 @pytest.fixture
 def fork_launches(monkeypatch):
     """The launches of `check` come from the tests' server: the comparison is what is looked at."""
-    monkeypatch.setattr(comparison, "run_all", run_forked)
+    monkeypatch.setattr(splits, "launch", launch_forked)
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Launches without processes: a function from a run and its number of processes to its result stands for them.
+
+    Returns the starts of launches and the runs, in their order: numbers of processes, and (name, type) of runs.
+    """
+    happened: list[Any] = []
+
+    def install(train: Callable[[Run, int], RunResult]) -> list[Any]:
+        @contextlib.contextmanager
+        def launch(processes: int, offline: bool) -> Iterator[Any]:
+            happened.append(processes)
+
+            def train_all(runs: list[Run]) -> Iterator[RunResult]:
+                for run in runs:
+                    happened.append((run.config["per_device_train_batch_size"], run.name, run.dtype))
+                    yield train(run, processes)
+
+            yield SimpleNamespace(wait_until_ready=lambda: None, train=train_all)
+
+        monkeypatch.setattr(splits, "launch", launch)
+        return happened
+
+    return install
 
 
 def test_check_bitwise_trains_under_several_splits(fork_launches):
@@ -129,7 +164,7 @@ def test_check_bitwise_trains_under_several_splits(fork_launches):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "settings", "verdicts", "launches"),
+    ("wrong", "settings", "verdicts", "types"),
     [
         ((0.0, 0.0), {}, ["reference", "same"], ["float32"]),
         ((0.5, 0.5), {}, ["reference", "differs"], ["float32", "float64"]),
@@ -137,22 +172,19 @@ def test_check_bitwise_trains_under_several_splits(fork_launches):
         ((0.5, 0.5), {"bf16": True}, ["reference", "same"], ["float32"]),  # rounding of 16 bits tells nothing
     ],
 )
-def test_a_wrong_gradient_that_the_update_hides_differs(monkeypatch, wrong, settings, verdicts, launches):
-    launched = []
+def test_a_wrong_gradient_that_the_update_hides_differs(pretend, wrong, settings, verdicts, types):
+    def train(run, processes):
+        if run.gradients is not None:
+            assert (run.config["learning_rate"], run.config["max_grad_norm"]) == (0.0, 0.0)
+            off = wrong[run.dtype == "float64"] if run.config["per_device_train_batch_size"] == 3 else 0.0
+            save_file({"0/w": torch.tensor([1.0, off])}, run.gradients)
+        return RunResult(run.name, delta(1.0), [{"loss": 1.0}])
 
-    def run_all(runs, processes):
-        launched.append(runs[0].dtype)
-        for run in runs:
-            if run.gradients is not None:
-                assert (run.config["learning_rate"], run.config["max_grad_norm"]) == (0.0, 0.0)
-                off = wrong[run.dtype == "float64"] if run.config["per_device_train_batch_size"] == 3 else 0.0
-                save_file({"0/w": torch.tensor([1.0, off])}, run.gradients)
-        return [RunResult(run.name, delta(1.0), [{"loss": 1.0}]) for run in runs]
-
-    monkeypatch.setattr(comparison, "run_all", run_all)
+    happened = pretend(train)
     config = {"global_batch_size": 8, "num_generations": 4, **settings}
     report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
-    assert ([r.verdict for r in report.results], launched) == (verdicts, launches)
+    assert [r.verdict for r in report.results] == verdicts
+    assert list(dict.fromkeys(event[2] for event in happened if isinstance(event, tuple))) == types
     assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
 
 
@@ -169,22 +201,148 @@ QUANTISED = object()  # stands for a BitsAndBytesConfig
         ({"float32_adapters": False}, QUANTISED, False),
     ],
 )
-def test_only_a_run_in_float32_is_repeated_in_float64(monkeypatch, settings, quantization, in_float32):
-    launched, repeated = [], in_float32 and quantization is None  # weights in 4 bits have no float64
-
-    def run_all(runs, processes):
-        launched.append(runs[0].dtype)
-        return [RunResult(run.name, delta(1.0 + 0.1 * n), [{"loss": 1.0}]) for n, run in enumerate(runs)]
-
-    monkeypatch.setattr(comparison, "run_all", run_all)
+def test_only_a_run_in_float32_is_repeated_in_float64(pretend, settings, quantization, in_float32):
+    repeated = in_float32 and quantization is None  # weights in 4 bits have no float64
+    happened = pretend(lambda run, _: RunResult(run.name, delta(off(run)), [{"loss": 1.0}]))
     config = {"global_batch_size": 8, "num_generations": 4, **settings}
     splits = [Split(8), Split(3)]
     report = check("model", prompts(), letter_reward, config, splits=splits, quantization=quantization)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
-    assert launched == ["float32", *(["float64"] if repeated else [])]
+    types = {event[2] for event in happened if isinstance(event, tuple)}
+    assert types == {"float32", *(["float64"] if repeated else [])}
     said = "At least one split learns something else." if in_float32 else "Splits differ, by 16-bit rounding or more."
     assert report.conclusion(bitwise=False) == said
     assert any("float32 would tell" in note for note in report.notes()) is not in_float32
+
+
+def off(run: Run) -> float:
+    """An update that depends on the split."""
+    return 1.0 + 0.1 * (run.config["per_device_train_batch_size"] == 3)
+
+
+def test_every_split_is_told_as_it_comes_and_float64_comes_last(pretend):
+    told: list[tuple[str, float | None]] = []
+    happened = pretend(lambda run, _: RunResult(run.name, delta(off(run)), [{"loss": 1.0}]))
+
+    def progress(sentence, seconds_left):
+        told.append((sentence, seconds_left))
+        happened.append(sentence)
+
+    config = {"global_batch_size": 8, "num_generations": 4}
+    check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3), Split(4, 2)], progress=progress)
+    both = ["update", "gradient"]
+    assert happened == [
+        "3 splits in float32, written as processes x completions in a forward; float64 follows for those beyond the "
+        "tolerance",
+        1,
+        *((8, name, "float32") for name in both),
+        "grpo_ext, 1 x 8: reference",
+        *((3, name, "float32") for name in both),
+        "grpo_ext, 1 x 3: beyond the tolerance (update 1.0e-01)",
+        2,
+        *((4, name, "float32") for name in both),
+        "grpo_ext, 2 x 4: same (update 0.0e+00)",
+        "In float32 1 split(s) are beyond the tolerance, 0 of them in the gradient; float64 tells whether that is "
+        "rounding",
+        (8, "update", "float64"),  # in the launch that is there
+        (3, "update", "float64"),
+        "grpo_ext, 1 x 3: differs (update 1.0e-01, float64 1.0e-01)",
+    ]
+    # the last ones of each part: nothing is left
+    assert [seconds is None for _, seconds in told] == [True, False, False, True, False, True]
+
+
+def test_the_time_that_is_left_is_what_was_measured(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(splits.time, "perf_counter", lambda: now[0])
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    @contextlib.contextmanager
+    def launch(processes, offline):
+        take(3.0)
+        yield SimpleNamespace(
+            wait_until_ready=lambda: take(4.0), train=lambda runs: [take(2.0) or RunResult(r.name) for r in runs]
+        )
+
+    monkeypatch.setattr(splits, "launch", launch)
+    with contextlib.ExitStack() as stack:
+        launches = splits._Launches(stack, offline=True)
+        run = Run("", "", "", (), {})
+        launches.train([run, run], 1)
+        assert launches.seconds(4, processes={1, 2}) == 4 * 2.0 + 7.0  # and the start of two processes
+        assert launches.seconds(4, processes={1}) == 8.0
+        assert launches.seconds(3, "float64") == 3 * 4.0  # numbers of twice the size
+        assert launches.seconds(0) is None
+        launches.train([dataclasses.replace(run, dtype="float64")], 1)
+        assert launches.seconds(3, "float64") == 3 * 2.0
+
+
+def test_three_splits_by_default_one_of_them_on_two_processes():
+    assert default_splits(32, (1, 2)) == [Split(32), Split(5), Split(8, 2)]
+    assert default_splits(8, (1, 2)) == [Split(8), Split(3), Split(2, 2)]
+    assert default_splits(32, (1, 2, 3, 4)) == [Split(32), Split(5), Split(8, 2), Split(5, 3), Split(4, 4)]
+    assert default_splits(6, (2,)) == [Split(6, 2), Split(4, 2)]
+    assert default_splits(2, (1, 2)) == [Split(2), Split(1), Split(1, 2)]
+    assert default_splits(1, (1, 2)) == [Split(1), Split(1, 2)]
+
+
+def test_results_come_while_the_launch_goes_on(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "m")
+    tiny_tokenizer().save_pretrained(tmp_path / "m")
+    prompts().save_to_disk(str(tmp_path / "d"))
+    release = tmp_path / "release"
+
+    def patient(prompts, completions, **kwargs):
+        while not release.exists():
+            time.sleep(0.01)
+        return letter_reward(prompts, completions)
+
+    config = {"global_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
+    one = Run("one", str(tmp_path / "m"), str(tmp_path / "d"), (letter_reward,), config)
+    waiting = dataclasses.replace(one, name="two", rewards=(patient,))
+    with launch_forked(1) as launch:
+        launch.wait_until_ready()
+        results = launch.train([one, waiting], timeout_s=60)
+        assert next(results).error is None  # the second run waits for what comes now
+        release.touch()
+        assert next(results).error is None
+        # the same processes, another batch of runs
+        (again,) = launch.train([dataclasses.replace(one, dtype="float64")], timeout_s=60)
+        assert again.error is None
+
+
+def test_no_process_is_left_of_a_launch_that_is_ended(tmp_path):
+    """Its processes have sessions of their own: ending the launcher alone would leave them."""
+    name = str(tmp_path)
+    started = runs.launched(tmp_path, 2, {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    until = time.monotonic() + 60
+    while sum(name in words for words in command_lines()) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert sum(name in words for words in command_lines()) == 3
+    started.kill()
+    assert not any(name in words for words in command_lines())
+
+
+def test_a_launch_whose_caller_is_gone_ends(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "caller").write_text(str(gone.pid))
+    started = forked(tmp_path, 1, _environment(1, offline=True))
+    until = time.monotonic() + 60
+    while started.status() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    assert started.status() == 0
+
+
+def command_lines() -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def test_a_check_needs_a_global_batch_and_known_names(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import balance, expected_memory, load_config, measure, simulated
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
+from grpo_ext.tools.plan.prompts import Prompts, known_prompts
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -212,13 +214,95 @@ def test_the_command_shows_it(tmp_path):
     words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
     done = plan("--model_name_or_path", str(path), *words)
     assert done.returncode == 0, done.stderr
-    for words in ("memory per device, fsdp2 on 1024", "training", "tokens per device", "x the mean", "1M parameters"):
+    for words in ("memory per device, fsdp2 on 1024", "training", "tokens per device", "x the mean", "1.4M parameters"):
         assert words in done.stdout
     done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
     assert done.returncode == 2
     assert "gives no configuration" in done.stderr.replace("\n", " ")
     with pytest.raises(ConfigError):
         load_config(str(tmp_path))
+
+
+def test_a_small_model_has_sizes_in_units_that_fit(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "hidden_size": 32, "vocab_size": 64}))
+    done = plan("--model_name_or_path", str(tmp_path / "config.json"), "--bf16", "False")
+    assert done.returncode == 0, done.stderr
+    sizes = measure(load_config(str(tmp_path / "config.json")), compute="float32")
+    assert 100_000 < sizes.parameters < 1_000_000
+    assert f"{sizes.parameters / 1e6:.1f}M parameters" in done.stdout
+    assert re.search(rf"weights +│ +{sizes.parameters * 4 / 2**10:,.1f} KiB", done.stdout)
+    assert re.search(r"training +│ +[\d.]+ MiB", done.stdout)
+
+
+@pytest.fixture
+def local_run(tmp_path) -> dict[str, Any]:
+    """The settings of a run whose model and data are in folders: 300 rows, of 1 to 10 letters."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    rows = "".join(json.dumps({"question": "a" * (1 + n % 10)}) + "\n" for n in range(300))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    model, data = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
+    return {"model_name_or_path": model, "dataset_name": data, "prompt_column": "question"}
+
+
+def test_data_on_this_machine_are_read(local_run):
+    found = known_prompts(local_run)
+    assert (found.rows, found.longest, found.basis) == (300, 10, "measured on 256 of 300 rows")
+    assert found.mean in (5, 6)
+    few = known_prompts({**local_run, "max_samples": 40, "eval_fraction": 0.25})
+    assert (few.rows, few.basis) == (30, "measured on all rows")
+    # a configuration with its tokenizer beside it
+    config = f"{local_run['model_name_or_path']}/config.json"
+    assert known_prompts({**local_run, "model_name_or_path": config}) == found
+    given = known_prompts({**local_run, "prompt_length": 99})
+    assert (given.mean, given.longest, given.basis, given.rows) == (99, 99, "as given", 300)
+    done = plan(*(word for name, value in local_run.items() for word in (f"--{name}", value)))
+    assert done.returncode == 0, done.stderr
+    assert "epoch                   300 prompts = 300 optimizer steps" in done.stdout
+    assert f"Prompts: {found.mean} tokens on average, up to 10 (measured on 256 of 300 rows)" in done.stdout
+    assert "Completions: 256 tokens on average (assumed), up to 512" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "basis"),
+    [
+        ({"dataset_name": "some/set"}, None, "some/set is on the Hub and is not read"),
+        ({"model_name_or_path": "some/model"}, 300, "there is no tokenizer of some/model on this machine"),
+        ({"conversational": True}, 300, "has no chat template, which messages need"),
+    ],
+)
+def test_what_is_assumed_of_prompts_is_said(local_run, changes, rows, basis):
+    found = known_prompts({**local_run, **changes})
+    assert (found.mean, found.longest, found.rows) == (512, 512, rows)
+    assert found.basis.startswith("assumed: ")
+    assert basis in found.basis
+
+
+def test_the_longest_prompt_decides_the_memory_and_the_mean_the_tokens(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    settings = {"num_generations": 8, "engine": "ddp", "max_completion_length": 16}
+
+    def expected(mean: int, longest: int) -> list[str]:
+        where = str(tmp_path / "config.json")
+        text, _ = expected_memory(where, geometry_of(settings, 1), settings, Prompts(mean, longest, "measured"))
+        step = next(line for line in text.splitlines() if line.startswith("Step: "))
+        return re.findall(r"([\d,]+) tokens", step)
+
+    (tokens, largest), (others, larger) = expected(64, 64), expected(64, 512)
+    assert (tokens, int(largest)) == (others, int(larger) - 448)
+
+
+def test_without_a_network_a_plan_says_how_to_name_a_configuration(monkeypatch):
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refused)
+    where = "https://huggingface.co/some/model/raw/main/config.json"
+    with pytest.raises(ConfigError, match=rf"without a network, .* {where}: --model_name_or_path path/to/config.json"):
+        load_config("some/model")
+    with pytest.raises(ConfigError) as local:
+        load_config("runs/a/nope")
+    assert "without a network" not in str(local.value)
 
 
 def plan(*args: str) -> subprocess.CompletedProcess:
@@ -248,9 +332,9 @@ def geometry_of_64() -> Any:
 def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, says):
     model = tmp_path / "config.json"
     model.write_text(json.dumps(SMALL))
-    settings = {"num_generations": 8, "engine": "ddp", "prompt_length": 8, **changes}
+    settings = {"num_generations": 8, "engine": "ddp", **changes}
     with pytest.raises(ConfigError, match=says):
-        expected_memory(str(model), geometry_of(settings, 1), settings)
+        expected_memory(str(model), geometry_of(settings, 1), settings, Prompts())
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):

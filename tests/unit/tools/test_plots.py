@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult
+from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.plots import load_pyplot, write_check_plot, write_held_out_plot
 from grpo_ext.tools.stock import OURS, STOCK
 

@@ -1,0 +1,27 @@
+"""Sizes, counts and durations have units that fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_ext.tools.words import count, duration, memory
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (3.2 * 2**20, "3.2 MiB"), (2**30, "1.0 GiB"), (2**41, "2,048.0 GiB")],
+)
+def test_memory_has_a_unit_that_fits(size, text):
+    assert memory(size) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12_345, "12,345"), (496_000, "0.5M"), (134.5e6, "134M"), (7.6e9, "7.6B"), (70e9, "70B")]
+)
+def test_parameters_are_counted_in_a_unit_that_fits(number, text):
+    assert count(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (90, "90 s"), (130, "2 min"), (9000, "2.5 h")])
+def test_a_duration_has_a_unit_that_fits(seconds, text):
+    assert duration(seconds) == text
