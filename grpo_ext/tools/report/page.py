@@ -54,13 +54,12 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     """The page of one run; see `report`."""
     plotting()
     run = load_run(path)
-    folder = default_folder(run.folder) if output is None else Path(output)
     completions = list(zip(("Best over the run", "Worst over the run"), completions_over_run(run)))
     for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
         step, *extremes = completions_of_last(run, evaluation)
         completions += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
     return _write(
-        folder,
+        default_folder(run.folder) if output is None else Path(output),
         "report.html",
         panels(run),
         {
@@ -80,7 +79,6 @@ def write_comparison(paths: Sequence[str | Path], output: str | Path | None = No
     runs = [load_run(path) for path in paths]
     names = distinct_names(runs)
     plots = comparison_panels(runs, names)
-    metrics = dict.fromkeys(name for run in runs for name in run.names())
     return _write(
         _free_comparison(runs[0].folder.resolve().parent) if output is None else Path(output),
         "comparison.html",
@@ -89,7 +87,7 @@ def write_comparison(paths: Sequence[str | Path], output: str | Path | None = No
             "runs": list(zip(names, runs)),
             "headlines": [dict(headline(run)) for run in runs],
             "differences": differences([run.settings for run in runs]),
-            "final": [(name, [_last(run, name) for run in runs]) for name in metrics],
+            "final": {name: [_last(run, name) for run in runs] for every in runs for name in every.names()},
             "same": [panel.title for panel in plots if panel.difference == 0.0],
         },
     )

@@ -71,10 +71,14 @@ class Panel:
 
     @property
     def caption(self) -> str:
-        """The numbers of every curve in words, or once of curves that are identical."""
-        if self.difference == 0.0:
-            return f"{', '.join(line.label for line in self.lines)}: identical, {self.lines[0].words}"
-        return "; ".join(f"{line.label}: {line.words}" for line in self.lines)
+        """The numbers of every curve in words, and once of curves that are identical."""
+        equal: dict[tuple[float, ...], list[Line]] = {}
+        for line in self.lines:
+            equal.setdefault((*line.steps, *line.values), []).append(line)
+        return "; ".join(
+            f"{', '.join(line.label for line in same)}: {'identical, ' if len(same) > 1 else ''}{same[0].words}"
+            for same in equal.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,9 @@ def _band(run: Run, name: str) -> list[float] | None:
 
 
 def _memory(run: Run, label: str | None = None) -> Line:
-    rows = [(entry["step"], entry.get(MEMORY), entry.get("memory_of")) for entry in run.entries]
-    rows = [row for row in rows if isinstance(row[1], (int, float))]
+    rows = [(e["step"], e[MEMORY], e.get("memory_of")) for e in run.entries if isinstance(e.get(MEMORY), (int, float))]
     of = {"accelerator": "allocated on the accelerator"}.get(str(rows[-1][2]) if rows else "", "resident")
-    return Line(label or of, [row[0] for row in rows], [float(row[1] or 0.0) for row in rows])
+    return Line(label or of, [row[0] for row in rows], [float(row[1]) for row in rows])
 
 
 def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
@@ -217,8 +220,7 @@ def draw(panel: Panel) -> bytes:
         axis.set_yscale("log", base=2)
     if not any(values):
         axis.set_ylim(0, 1)  # nothing but zeros: no negative share
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel(panel.unit)
+    axis.set(xlabel="optimizer step", ylabel=panel.unit)
     axis.xaxis.set_major_locator(locator(integer=True))
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:

@@ -66,8 +66,7 @@ class Run:
 
     def names(self) -> list[str]:
         """Every value that was logged as a number, in the order of its first appearance."""
-        found = (name for entry in self.entries for name, value in entry["values"].items() if _is_number(value))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for e in self.entries for name, v in e["values"].items() if _is_number(v)))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of what was logged under a name; lines without a number are left out."""
@@ -247,9 +246,10 @@ def headline(run: Run) -> list[tuple[str, str]]:
     last = run.manifest[-1] if run.manifest else {}
     model = last.get("model") or {}
     if model:
-        adapter = ", with adapters" if model.get("adapters") else ""
         rows.append(("model", str(last.get("model_name") or model.get("class"))))
-        rows.append(("parameters", f"{model.get('parameters', 0):,}{adapter}"))
+        rows.append(
+            ("parameters", f"{model.get('parameters', 0):,}{', with adapters' if model.get('adapters') else ''}")
+        )
     steps = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
     rows += [("steps", steps), ("state", run.status)]
     _, reward = run.series("reward")

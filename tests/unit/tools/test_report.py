@@ -282,6 +282,8 @@ def test_runs_that_agree_are_said_to_and_every_curve_is_seen(tmp_path):
     others = Page(write_comparison(runs[1:], tmp_path / "others"))
     assert "The runs differ by at most 0.1. b: 0.1 at step 0" in others.text
     assert "to the last digit: Reward" not in others.text
+    all_three = Page(write_comparison(runs, tmp_path / "all"))
+    assert "a, b: identical, 0.1 at step 0, 0.4 at step 2; c: 0.1 at step 0" in all_three.text
     (reward,) = (p for p in comparison_panels(loaded[:2], ["a", "b"]) if p.name == "reward")
     beneath, above = (coloured(reward, colour) for colour in _COLOURS[:2])
     assert min(beneath, above) > 300
