@@ -184,9 +184,8 @@ def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
             title = spec.title.removesuffix(" (band: one standard deviation)").replace("@k", "@1")
             named = [label for label in spec.curves.values() if "\\" not in label]
             detail = f", {named[0]}" if len(named) > 1 else ""
-            kind = "log" if spec.kind == "log" else "line"
             title = "Time per step" if spec.name == "time" else title + detail
-            found.append(Panel(spec.name, title, spec.unit, lines, kind))
+            found.append(Panel(spec.name, title, spec.unit, lines, "log" if spec.kind == "log" else "line"))
     return found
 
 

@@ -247,9 +247,8 @@ def headline(run: Run) -> list[tuple[str, str]]:
     model = last.get("model") or {}
     if model:
         rows.append(("model", str(last.get("model_name") or model.get("class"))))
-        rows.append(
-            ("parameters", f"{model.get('parameters', 0):,}{', with adapters' if model.get('adapters') else ''}")
-        )
+        adapters = ", with adapters" if model.get("adapters") else ""
+        rows.append(("parameters", f"{model.get('parameters', 0):,}{adapters}"))
     steps = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
     rows += [("steps", steps), ("state", run.status)]
     _, reward = run.series("reward")
