@@ -242,6 +242,18 @@ class GRPOConfig(trl.GRPOConfig):
         choices=["error", "none"],
     )
 
+    # Evaluation.
+    eval_pass_threshold: float | None = _setting(
+        None,
+        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1, where every reward of the "
+        "evaluation is 0 or 1; for others no pass@k is logged.",
+    )
+    eval_pass_reward: str | None = _setting(
+        None,
+        "The reward function, by its name in the logs, whose rewards pass@k and mean@k are about. Default: the "
+        "weighted sum of all, as in eval_reward.",
+    )
+
     # Tools and environments.
     tool_timeout: float | None = _setting(
         None,
@@ -351,6 +363,11 @@ class GRPOConfig(trl.GRPOConfig):
                 continue
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
                 raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
+        least = self.eval_pass_threshold
+        if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or least != least):
+            raise ConfigError(
+                f"eval_pass_threshold={least!r}: use a number, the least reward that has passed, or None."
+            )
         require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
         require_whole("reward_workers", self.reward_workers, "a whole number of processes, 0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))

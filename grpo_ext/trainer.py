@@ -27,8 +27,9 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checks, compat
-from .algorithms.advantages import AdvantageRule
+from .algorithms.advantages import AdvantageRule, weighted_sum
 from .algorithms.losses import adapted_entropy_coefficient
+from .algorithms.pass_at_k import pass_metrics
 from .batching.micro_batches import Form
 from .batching.prompt_order import (
     FurtherPrompts,
@@ -165,6 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._is_twin = False  # the trainer that samples ahead, on a thread
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
+        self._said_no_pass = False
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
@@ -357,6 +359,43 @@ class GRPOTrainer(trl.GRPOTrainer):
             loss = self._log_step(reduced(context))
             self._metrics["eval"]["loss"].append(loss)
             return torch.tensor(loss, device=self.accelerator.device), None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
+        self._metrics["eval"].clear()  # of a prediction, which logs none of them
+        self._sampler.rewards_BF = None
+        options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        output: Any = super().evaluation_loop(dataloader, *options)
+        for name, value in self._pass_metrics().items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        return output
+
+    def _pass_metrics(self) -> dict[str, float]:
+        rewards_BF, name, threshold = (
+            self._sampler.rewards_BF,
+            self.args.eval_pass_reward,
+            self.args.eval_pass_threshold,
+        )
+        if rewards_BF is None:  # an empty set
+            return {}
+        which = slice(None) if name is None else [self.reward_func_names.index(name)]
+        weights_F = self.reward_weights if name is None else torch.ones(1)
+        rewards_PG = weighted_sum(rewards_BF[:, which], weights_F).view(-1, self.num_generations_eval)
+        metrics = pass_metrics(rewards_PG.tolist(), threshold)
+        if "pass@1" not in metrics and self.args.num_generations_eval is not None and not self._said_no_pass:
+            self._said_no_pass = True
+            logger.warning(
+                "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
+                "reward that has passed, or eval_pass_reward to the reward function that says what has."
+            )
+        return metrics
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""

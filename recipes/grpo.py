@@ -200,6 +200,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
         held_out = HeldOut(task, training.max_completion_length or 512)
     console = Console(held_out.measure, script.demo_eval_every)
     what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
+    what["eval_dataset"] = task.eval_dataset
     adapter = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
     with naming(task.model_path):
         trainer = make_trainer(training, console, script.demo_trainer == STOCK, **what, **adapter)

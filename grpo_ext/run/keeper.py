@@ -199,7 +199,7 @@ class RunKeeper(TrainerCallback):
                 return
             folder = str(self.args.output_dir)
             earlier = read_manifest(folder) if checkpoint is not None else []
-            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint)
+            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint, self.parts().model)
             write_manifest(folder, [*earlier, entry])
             self._log.begin(folder, checkpoint)
             try:

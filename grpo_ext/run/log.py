@@ -84,7 +84,8 @@ class RunLog:
             step: optimizer steps done.
             epoch: passes over the training set done.
             values: what was logged, by name; a number that is not finite is written as null.
-            rows: TRL's record of the last rollout batch: prompt, completion, advantages, and rewards by name.
+            rows: TRL's record of the last rollout batch: prompt, completion, advantages, and rewards by name; with the
+                gold answers, where there are any.
             weights: of the reward functions.
             device: of the model; memory is that of the accelerator, or of the process on a CPU.
         """
@@ -116,13 +117,17 @@ class RunLog:
         first = 1 + max((i for i, mark in enumerate(marks) if mark is self._last), default=-1)
         self._last = marks[-1] if marks else self._last
         rewards = {name: list(values)[first:] for name, values in rows["rewards"].items()}
-        texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:])
+        golds = list(rows.get("gold", ()))
+        if len(golds) != len(marks):  # rows that were scored outside a rollout batch are among them
+            golds = [None] * len(marks)
+        texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:], golds[first:])
         found = []
-        for i, (prompt, completion) in enumerate(texts):
+        for i, (prompt, completion, gold) in enumerate(texts):
             own = {name: strict(values[i]) for name, values in rewards.items()}
             scored = [weight * value for weight, value in zip(weights, own.values()) if value is not None]
             if scored:
                 text = {"prompt": cut(as_text(prompt)), "completion": cut(as_text(completion))}
+                text |= {} if gold is None else {"gold": cut(as_text(gold))}
                 found.append({**text, "reward": math.fsum(scored), "rewards": own})
         return extremes(found)
 

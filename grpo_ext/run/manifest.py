@@ -63,15 +63,17 @@ def _cpu() -> str:
 
 
 def opening(
-    geometry: Any, fingerprint: dict[str, Any], device: torch.device, resumed_from: str | None
+    geometry: Any, fingerprint: dict[str, Any], device: torch.device, resumed_from: str | None, model: Any = None
 ) -> dict[str, Any]:
-    """The entry of a training that starts."""
+    """The entry of a training that starts; of `model`, its name: a Hub id, or a folder's without the path to it."""
+    name = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     return {
         "started": _now(),
         "process": os.getpid(),
         "finished": None,
         "ended": None,
         "resumed_from": resumed_from,
+        "model_name": Path(name).name if Path(name).is_dir() else name,
         "versions": versions(),
         "machine": machine(device),
         "environment": environment(),

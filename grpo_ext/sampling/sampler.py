@@ -51,6 +51,7 @@ from .vllm_seeds import sampling_metrics
 
 logger = get_logger(__name__)
 Metrics = MutableMapping[str, list[float]]  # TRL's record of training or of evaluation
+GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class RolloutSampler(TurnSampler):
     Attributes:
         prompts: the data set of the loader made last, by whether it is for training.
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
+        rewards_BF: of the completions that were sampled last, training's or an evaluation's.
         checked: the reward functions as TRL's scoring calls them, while it runs.
         workers: the processes that reward functions run in, where there are any.
         last_call: the scoring that ended last.
@@ -117,6 +119,7 @@ class RolloutSampler(TurnSampler):
         self.prompts: dict[bool, Any] = {}
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
+        self.rewards_BF: torch.Tensor | None = None
         self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
         self.workers: RewardWorkers | None = None
@@ -224,6 +227,7 @@ class RolloutSampler(TurnSampler):
             rollout, rewards_BF = only.rollout, only.rewards_BF
             for name, value in sampling_metrics([rollout], vllm_level).items():
                 metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
+        self.rewards_BF = rewards_BF
         if torch.isnan(rewards_BF).all():
             logger.warning(
                 f"No completion of this rollout was scored: {', '.join(rewards.names)} returned None for all of them, "
@@ -309,6 +313,7 @@ class RolloutSampler(TurnSampler):
         self.last_call = call
         self._log_calls(call, own_logs["extra"], len(call.rewards_BF), metrics, logs)
         self._log_images(call, rows, logs)
+        self._log_gold(call, rows, logs)
         weights_F = rewards.weights_F.to(call.rewards_BF.device)
         advantages = rewards.rule.advantages(call.rewards_BF, weights_F, group)
         shown = advantages if rewards.rule.estimator is not None else own_logs["advantages"]
@@ -400,6 +405,14 @@ class RolloutSampler(TurnSampler):
         images = gather_lists([] if call.request.empty else own)
         if any(images) or logs["images"]:
             logs["images"].extend(images)
+
+    @staticmethod
+    def _log_gold(call: ScoringCall, rows: StepRows, logs: dict[str, Any]) -> None:
+        """Keep the gold answers of all rows for the run's log; TRL's record has no place for them."""
+        group = call.request.num_generations
+        golds = [next((row[name] for name in GOLD if row.get(name) is not None), None) for row in rows[::group]]
+        record = logs.setdefault("gold", deque(maxlen=logs["advantages"].maxlen))
+        record.extend(gold for gold in gather_lists([] if call.request.empty else golds) for _ in range(group))
 
     @contextlib.contextmanager
     def checking(self, functions: list[Any], names: list[str], calls: RewardCalls | None = None) -> Iterator[None]:

@@ -337,7 +337,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or checkpoints; several are compared.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder to write (default: RUN/report; for several runs report-comparison, or -2, ...)."),
+        typer.Option(help="Folder to write (default: RUN/report; of several runs report-comparison beside the first)."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Demos: also plot the held-out score over training time (png, svg or pdf).")

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback
 
+from ..algorithms.pass_at_k import first_and_last
 from ..run.interrupts import RunCallback
 from .quiet import quiet_libraries
 
@@ -145,7 +146,9 @@ class Console(RunCallback):
             elif not self._measures or state.global_step == state.max_steps:  # the last one, measured or not
                 self._line("step", state, _fields(logs))
         elif any(key.startswith("eval_") for key in logs):
-            self._line("eval", state, _fields({key.removeprefix("eval_"): value for key, value in logs.items()}))
+            values = {key.removeprefix("eval_"): value for key, value in logs.items()}
+            passes: list[Field] = [(0, name, f"{values[name]:.2f}") for name in first_and_last(values)]
+            self._line("eval", state, [*_fields(values), *passes])
         if getattr(args, "log_completions", False):
             self._hide()  # TRL prints its table next, straight to the terminal
 

@@ -79,6 +79,22 @@ def test_what_reward_functions_log_and_see_is_that_of_one_process(four_groups, t
     assert whole["table"] != alone["table"]
 
 
+def test_pass_at_k_is_that_of_one_process(four_groups, one_group, tmp_path):
+    alone = main(tmp_path / "alone", 4)["passes"]
+    assert list(alone) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
+    assert 0 < alone["eval_pass@1"] < alone["eval_pass@4"]
+    for seen in four_groups:
+        assert seen["passes"] == alone
+    for seen in one_group:  # another run
+        assert seen["passes"] != alone
+
+
+def test_every_completion_has_the_gold_answer_of_its_prompt(four_groups, one_group):
+    for seen in (*four_groups, *one_group):
+        assert len(seen["gold"]) == seen["logged_prompts"]
+        assert all(gold == "".join(sorted(prompt[:-1])) for prompt, gold in seen["gold"])
+
+
 def test_a_process_without_a_group_scores_nothing_and_learns_and_logs_the_same(one_group, tmp_path):
     first, second = one_group
     assert [len(first["scored"]), len(second["scored"])] == [8, 0]

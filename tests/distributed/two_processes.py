@@ -61,7 +61,7 @@ def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[s
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[reward, ranked, judged],
-        args=GRPOConfig(**config_kwargs(folder / "out", beta=0.1, **sizes)),
+        args=GRPOConfig(**config_kwargs(folder / "out", beta=0.1, eval_pass_threshold=0.0, **sizes)),
         train_dataset=prompts(),
         eval_dataset=prompts(3, seed=1),
         processing_class=tiny_tokenizer(),
@@ -76,6 +76,8 @@ def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[s
         "evaluated": len(scored) - len(training_scored),
         "logged_prompts": len(trainer._logs["prompt"]),
         "eval_reward": metrics["eval_reward"],
+        "passes": {name: value for name, value in metrics.items() if "@" in name},
+        "gold": list(zip(trainer._logs["prompt"], trainer._logs["gold"])),
         "kl": [line["kl"] for line in trainer.state.log_history if "kl" in line],
         "parameters": sum(float(p.detach().double().sum()) for p in trainer.model.parameters()),
         "metrics": [

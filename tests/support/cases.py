@@ -153,7 +153,10 @@ CASES = {
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),
-    "evaluation": Case({"per_device_eval_batch_size": 5, "num_generations_eval": 2, "max_steps": 2}, evaluate=True),
+    "evaluation": Case(
+        {"per_device_eval_batch_size": 5, "num_generations_eval": 3, "eval_pass_threshold": 0.0, "max_steps": 2},
+        evaluate=True,
+    ),
     "cut": Case(
         {"global_batch_size": 10, "rollout_batch_size": 20, "rollout_chunk_size": 4, "max_steps": 7},
         prompts=8,

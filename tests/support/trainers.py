@@ -32,12 +32,15 @@ SAVE = {"save_strategy": "steps", "save_steps": 1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
-def make(folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
+def make(
+    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, eval_dataset: Any = None, **settings: Any
+) -> GRPOTrainer:
     return GRPOTrainer(
         model=tiny_model(kind) if isinstance(kind, str) else kind,
         reward_funcs=reward,
         args=GRPOConfig(str(folder), **{**BASE, **settings}),
         train_dataset=prompts(12),
+        eval_dataset=eval_dataset,
         processing_class=tiny_tokenizer(),
     )
 

@@ -471,6 +471,17 @@ def test_the_manifest_tells_what_was_run(copy, run):
     assert json.loads((copy / MANIFEST).read_text())["format"] == 1
 
 
+@pytest.mark.parametrize("named", ["folder", "Hub"])
+def test_the_manifest_names_the_model_without_the_path_to_it(tmp_path, named):
+    tiny_model().save_pretrained(tmp_path / "my-model")
+    trainer = other(tmp_path / "out", model=str(tmp_path / "my-model"), peft_config=LoraConfig(**LORA), max_steps=1)
+    if named == "Hub":
+        trainer.model.base_model.model.config._name_or_path = "Qwen/Qwen2.5-0.5B"
+    trainer.train()
+    (entry,) = read_manifest(tmp_path / "out")
+    assert entry["model_name"] == ("my-model" if named == "folder" else "Qwen/Qwen2.5-0.5B")
+
+
 # ---- Bitwise mode: what it refuses ----------------------------------------------------------------------------------
 
 

@@ -25,12 +25,16 @@ def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True)
+    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0}
+    trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True, **more)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     for name in ("reward", "layout/useful_tokens_per_second", "time/window"):
         found = [event.value for event in events.Scalars(f"train/{name}")]
         assert found == pytest.approx(logged(trainer, name), rel=1e-6), name
+    for name in ("pass@1", "pass@4", "mean@4"):
+        found = [event.value for event in events.Scalars(f"eval/{name}")]
+        assert found == pytest.approx(logged(trainer, f"eval_{name}"), rel=1e-6), name
     assert len(list((tmp_path / "out" / "completions").glob("*.parquet"))) >= 2
 
 
@@ -91,6 +95,7 @@ def test_the_run_log_holds_every_log_line_with_completions_and_evaluations(tmp_p
     for entry in training:
         assert len(entry["best"]) == len(entry["worst"]) == 2
         for row in entry["best"] + entry["worst"]:
+            assert row["gold"] == "".join(sorted(row["prompt"][:-1]))
             assert row["reward"] == pytest.approx(letter_reward([row["prompt"]], [row["completion"]])[0], abs=1e-5)
     evaluations = [entry for entry in run.entries if "eval_reward" in entry["values"]]
     assert evaluations

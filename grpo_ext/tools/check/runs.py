@@ -82,6 +82,11 @@ class Run:
         ours = self.trainer == OURS and self.config.get("float32_adapters", True)
         return self.half is None and (self.quantization is None or ours)
 
+    @property
+    def has_float64(self) -> bool:
+        """Whether float64 can tell rounding from a difference; for half precision and quantised weights it cannot."""
+        return self.half is None and self.quantization is None
+
 
 @dataclass
 class RunResult:

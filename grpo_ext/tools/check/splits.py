@@ -213,7 +213,7 @@ class _Trial:
         """
         results: list[SplitResult] = []
         reference: tuple[Split, _Learned] | None = None
-        repeated = run.trainer == OURS and not run.trace and run.in_float32 and run.quantization is None
+        repeated = run.trainer == OURS and not run.trace and run.has_float64
         for number, split in enumerate(splits, start=1):
             learned = self.train(run, split, gradients=not run.trace)
             if reference is None and learned.run.error is None:

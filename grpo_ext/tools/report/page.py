@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
     Args:
         runs: folders of runs, or checkpoints.
         output: the folder to write. Default: `report` in the run's folder (beside a checkpoint: `report-checkpoint-N`),
-            for several runs `report-comparison` here, or the next free number.
+            for several runs `report-comparison` beside the first, or the next free number.
 
     Raises:
         ConfigError: a folder holds no run, `output` holds something that is no report, or matplotlib is missing.
@@ -53,30 +54,21 @@ def write_report(path: str | Path, output: str | Path | None = None) -> Path:
     """The page of one run; see `report`."""
     plotting()
     run = load_run(path)
-    folder = default_folder(run.folder) if output is None else Path(output)
-    plots = panels(run)
-    last, best_of_last, worst_of_last = completions_of_last(run)
-    evaluated, best_of_eval, worst_of_eval = completions_of_last(run, evaluation=True)
-    best, worst = completions_over_run(run)
-    changed = differences([flat_settings(entry) for entry in run.manifest])
+    completions = list(zip(("Best over the run", "Worst over the run"), completions_over_run(run)))
+    for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
+        step, *extremes = completions_of_last(run, evaluation)
+        completions += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
     return _write(
-        folder,
+        default_folder(run.folder) if output is None else Path(output),
         "report.html",
-        plots,
+        panels(run),
         {
             "run": run,
             "headline": headline(run),
             "plan": plan_of(run.manifest[-1]) if run.manifest else "",
-            "changed": changed,
+            "changed": differences([flat_settings(entry) for entry in run.manifest]),
             "values": value_table(run),
-            "completions": [
-                ("Best over the run", best),
-                ("Worst over the run", worst),
-                (f"Best of the last rollouts, step {last}", best_of_last),
-                (f"Worst of the last rollouts, step {last}", worst_of_last),
-                (f"Best of the last evaluation, step {evaluated}", best_of_eval),
-                (f"Worst of the last evaluation, step {evaluated}", worst_of_eval),
-            ],
+            "completions": completions,
         },
     )
 
@@ -87,17 +79,16 @@ def write_comparison(paths: Sequence[str | Path], output: str | Path | None = No
     runs = [load_run(path) for path in paths]
     names = distinct_names(runs)
     plots = comparison_panels(runs, names)
-    metrics = dict.fromkeys(name for run in runs for name in run.names())
-    final = [(name, [_last(run, name) for run in runs]) for name in metrics]
     return _write(
-        _free_comparison() if output is None else Path(output),
+        _free_comparison(runs[0].folder.resolve().parent) if output is None else Path(output),
         "comparison.html",
         plots,
         {
             "runs": list(zip(names, runs)),
             "headlines": [dict(headline(run)) for run in runs],
             "differences": differences([run.settings for run in runs]),
-            "final": final,
+            "final": {name: [_last(run, name) for run in runs] for every in runs for name in every.names()},
+            "same": [panel.title for panel in plots if panel.difference == 0.0],
         },
     )
 
@@ -166,6 +157,7 @@ def render(template: str, content: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["infinity"] = math.inf
     environment.filters |= {"visible": visible, "number": number}
     return environment.get_template(template).render(**content)
 
@@ -190,9 +182,9 @@ def check_replaceable(folder: Path) -> None:
         raise ConfigError(f"{folder} holds files and no report, so it is left alone; name another one with --output.")
 
 
-def _free_comparison() -> Path:
+def _free_comparison(folder: Path) -> Path:
     names = itertools.chain([COMPARISON], (f"{COMPARISON}-{i}" for i in itertools.count(2)))
-    return next(path for name in names if not (path := Path(name)).exists())
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 # ---- At the end of training ---------------------------------------------------------------------------------------

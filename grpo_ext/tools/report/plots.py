@@ -7,11 +7,14 @@ numbers (tests compare them with the log), `draw` the picture; page.py puts both
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...algorithms.pass_at_k import PASS
 from ...errors import ConfigError
 from .runs import HELD_OUT, Run, number
 
@@ -27,6 +30,17 @@ class Line:
     steps: list[int]
     values: list[float]
     band: list[float] | None = None
+
+    @property
+    def words(self) -> str:
+        """First and last value, and least and most where they are others."""
+        first, last, low, high = self.values[0], self.values[-1], min(self.values), max(self.values)
+        ends = f"{number(first)} at step {self.steps[0]}, {number(last)} at step {self.steps[-1]}"
+        return ends if {low, high} <= {first, last} else f"{ends} (least {number(low)}, most {number(high)})"
+
+    def gap(self, other: Line) -> float:
+        """The largest difference at a step; infinite where the steps are others."""
+        return max(abs(a - b) for a, b in zip(self.values, other.values)) if self.steps == other.steps else math.inf
 
 
 @dataclass(frozen=True)
@@ -46,12 +60,24 @@ class Panel:
     kind: str = "line"
 
     @property
+    def still(self) -> bool:
+        """Whether there is one value alone."""
+        return len({value for line in self.lines for value in line.values}) == 1
+
+    @property
+    def difference(self) -> float:
+        """The largest difference between two curves at a step; infinite for one curve, or curves of other steps."""
+        return max((a.gap(b) for a, b in itertools.combinations(self.lines, 2)), default=math.inf)
+
+    @property
     def caption(self) -> str:
-        """The numbers in words: first, last, least and most of every curve."""
+        """The numbers of every curve in words, and once of curves that are identical."""
+        equal: dict[tuple[float, ...], list[Line]] = {}
+        for line in self.lines:
+            equal.setdefault((*line.steps, *line.values), []).append(line)
         return "; ".join(
-            f"{line.label}: {number(line.values[0])} at step {line.steps[0]}, {number(line.values[-1])} at step "
-            f"{line.steps[-1]} (least {number(min(line.values))}, most {number(max(line.values))})"
-            for line in self.lines
+            f"{', '.join(line.label for line in same)}: {'identical, ' if len(same) > 1 else ''}{same[0].words}"
+            for same in equal.values()
         )
 
 
@@ -82,26 +108,18 @@ class Spec:
 
 
 _LENGTHS = {
-    "completions/mean_length": "mean",
-    "completions/min_length": "shortest",
-    "completions/max_length": "longest",
+    f"completions/{k}_length": label for k, label in (("mean", "mean"), ("min", "shortest"), ("max", "longest"))
 }
-_CLIPPED = {
-    "clip_ratio/region_mean": "both sides",
-    "clip_ratio/low_mean": "low",
-    "clip_ratio/high_mean": "high",
-    "cispo_clip_ratio": "cispo",
-}
+_SIDES = (("region", "both sides"), ("low", "low"), ("high", "high"))
+_CLIPPED = {**{f"clip_ratio/{side}_mean": label for side, label in _SIDES}, "cispo_clip_ratio": "cispo"}
+_REWARD = {"reward": "reward", "rewards/(.+)/mean": r"\1"}
+_SPEED = {"layout/useful_tokens_per_second": "useful tokens"}
 _ACCURACY = {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"}
-_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1"}
+_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_(.+_mean@\d+)": r"\1"}
 _SAMPLING = "dynamic_sampling/replaced_groups"
 SPECS = (
-    Spec(
-        "reward",
-        "Reward (band: one standard deviation)",
-        "reward",
-        {"reward": "reward", "rewards/(.+)/mean": r"\1"},
-    ),
+    Spec("pass_at_k", "Evaluation: pass@k", "share of prompts", {f"eval_({PASS})": r"\1"}),
+    Spec("reward", "Reward (band: one standard deviation)", "reward", _REWARD),
     Spec("evaluation", "Evaluation", "reward", _EVALUATION, main="eval_reward"),
     Spec("accuracy", "Accuracy", "share", _ACCURACY),
     Spec("length", "Completion length", "tokens", _LENGTHS),
@@ -114,12 +132,7 @@ SPECS = (
     Spec("no_variance", "Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
     Spec("dynamic_sampling", "Dynamic sampling", "groups", {"dynamic_sampling/(.+)": r"\1"}, main=_SAMPLING),
     Spec("time", "Time per phase", "seconds per step", {"time/(.+)": r"\1"}, kind="area", main="step_time"),
-    Spec(
-        "tokens_per_second",
-        "Useful tokens per second of the optimizer step",
-        "tokens/s",
-        {"layout/useful_tokens_per_second": "useful tokens"},
-    ),
+    Spec("tokens_per_second", "Useful tokens per second of the optimizer step", "tokens/s", _SPEED),
     Spec("memory", "Peak memory of the main process", "MiB", main=MEMORY),
     Spec("loss_scale", "Loss scale (fp16)", "scale", {"fp16/loss_scale": "loss scale"}, kind="log"),
     Spec("overflows", "Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),
@@ -142,7 +155,7 @@ def panels(run: Run) -> list[Panel]:
 
 def _lines(run: Run, spec: Spec) -> list[Line]:
     lines = [Line(label, *run.series(name), _band(run, name)) for name, label in spec.names(run).items()]
-    if spec.name == "reward" and len(lines) == 2 and lines[0].values == lines[1].values:
+    if spec.name in ("reward", "evaluation") and len(lines) == 2 and lines[0].values == lines[1].values:
         return lines[:1]  # a single function with weight 1
     return lines
 
@@ -156,10 +169,9 @@ def _band(run: Run, name: str) -> list[float] | None:
 
 
 def _memory(run: Run, label: str | None = None) -> Line:
-    rows = [(entry["step"], entry.get(MEMORY), entry.get("memory_of")) for entry in run.entries]
-    rows = [row for row in rows if isinstance(row[1], (int, float))]
+    rows = [(e["step"], e[MEMORY], e.get("memory_of")) for e in run.entries if isinstance(e.get(MEMORY), (int, float))]
     of = {"accelerator": "allocated on the accelerator"}.get(str(rows[-1][2]) if rows else "", "resident")
-    return Line(label or of, [row[0] for row in rows], [float(row[1] or 0.0) for row in rows])
+    return Line(label or of, [row[0] for row in rows], [float(row[1]) for row in rows])
 
 
 def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
@@ -169,12 +181,11 @@ def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
         lines = [_main(run, spec, name) for run, name in zip(runs, names)]
         lines = [line for line in lines if line.values]
         if lines:
-            title = spec.title.removesuffix(" (band: one standard deviation)")
+            title = spec.title.removesuffix(" (band: one standard deviation)").replace("@k", "@1")
             named = [label for label in spec.curves.values() if "\\" not in label]
             detail = f", {named[0]}" if len(named) > 1 else ""
-            kind = "log" if spec.kind == "log" else "line"
             title = "Time per step" if spec.name == "time" else title + detail
-            found.append(Panel(spec.name, title, spec.unit, lines, kind))
+            found.append(Panel(spec.name, title, spec.unit, lines, "log" if spec.kind == "log" else "line"))
     return found
 
 
@@ -196,30 +207,35 @@ def draw(panel: Panel) -> bytes:
     figure_class, locator = plotting()
     figure = figure_class(figsize=(6.4, 3.0), dpi=110, layout="constrained")
     axis = figure.subplots()
+    values = [value for line in panel.lines for value in line.values]
+    near = 0.01 * (max(values) - min(values))
     if panel.kind == "area":
         _stack(axis, panel.lines)
     else:
-        for line, colour in zip(panel.lines, _COLOURS * (1 + len(panel.lines) // len(_COLOURS))):
-            _curve(axis, line, colour)
+        for i, line in enumerate(panel.lines):
+            # curves within a hundredth of the plot's height would hide each other
+            _curve(axis, line, _COLOURS[i % len(_COLOURS)], sum(line.gap(e) <= near for e in panel.lines[:i]))
     if panel.kind == "log":
         axis.set_yscale("log", base=2)
-    if not any(value for line in panel.lines for value in line.values):
+    if not any(values):
         axis.set_ylim(0, 1)  # nothing but zeros: no negative share
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel(panel.unit)
+    axis.set(xlabel="optimizer step", ylabel=panel.unit)
     axis.xaxis.set_major_locator(locator(integer=True))
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:
-        axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1))
+        axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.6)
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
 
 
-def _curve(axis: Any, line: Line, colour: str) -> None:
-    marker = "o" if len(line.steps) <= 12 else None
+def _curve(axis: Any, line: Line, colour: str, beneath: int) -> None:
+    marker = "o" if len(line.steps) <= 12 and not beneath else None
     label = line.label.lstrip("_") or line.label  # a leading underscore hides a curve from the legend
-    axis.plot(line.steps, line.values, color=colour, marker=marker, markersize=3, linewidth=1.4, label=_plain(label))
+    # dashes, shorter the more lies beneath, through whose gaps every one of them is seen
+    dashes = {"linestyle": (0, (4 / beneath, 8 - 4 / beneath))} if beneath else {}
+    look = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 2.0 if beneath else 1.4, **dashes}
+    axis.plot(line.steps, line.values, label=_plain(label), **look)
     if line.band is not None:
         low = [value - half for value, half in zip(line.values, line.band)]
         high = [value + half for value, half in zip(line.values, line.band)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithms.learning_rate import global_batch_advice
+from ...algorithms.pass_at_k import first_and_last
 from ...batching.sizes import BatchGeometry, describe_plan
 from ...errors import ConfigError, GrpoExtError
 from ...run.checkpoint import checkpoints
@@ -23,20 +24,10 @@ from ..words import duration
 
 METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
-HEADLINE = (
-    "loss_type",
-    "loss_aggregation",
-    "advantage_estimator",
-    "dynamic_sampling",
-    "num_generations",
-    "global_batch_size",
-    "learning_rate",
-    "beta",
-    "epsilon",
-    "temperature",
-    "scale_rewards",
-    "max_completion_length",
-    "seed",
+HEADLINE = (  # settings
+    *("loss_type", "loss_aggregation", "advantage_estimator", "dynamic_sampling", "num_generations"),
+    *("global_batch_size", "learning_rate", "beta", "epsilon", "temperature", "scale_rewards"),
+    *("max_completion_length", "seed"),
 )
 
 
@@ -76,8 +67,7 @@ class Run:
 
     def names(self) -> list[str]:
         """Every value that was logged as a number, in the order of its first appearance."""
-        found = (name for entry in self.entries for name, value in entry["values"].items() if _is_number(value))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for e in self.entries for name, v in e["values"].items() if _is_number(v)))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of what was logged under a name; lines without a number are left out."""
@@ -257,18 +247,20 @@ def headline(run: Run) -> list[tuple[str, str]]:
     last = run.manifest[-1] if run.manifest else {}
     model = last.get("model") or {}
     if model:
-        adapter = ", with adapters" if model.get("adapters") else ""
-        rows.append(("model", f"{model.get('class')}, {model.get('parameters', 0):,} parameters{adapter}"))
+        rows.append(("model", str(last.get("model_name") or model.get("class"))))
+        adapters = ", with adapters" if model.get("adapters") else ""
+        rows.append(("parameters", f"{model.get('parameters', 0):,}{adapters}"))
     steps = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
     rows += [("steps", steps), ("state", run.status)]
     _, reward = run.series("reward")
     if reward:
         rows.append(("reward, first -> last", f"{number(reward[0])} -> {number(reward[-1])}"))
-    for name, label in ((HELD_OUT, "held-out exact match"), ("eval_reward", "evaluation reward")):
+    passes = [(name, name.removeprefix("eval_")) for name in first_and_last(run.names())]
+    for name, label in (*passes, (HELD_OUT, "held-out exact match"), ("eval_reward", "evaluation reward")):
         _, values = run.series(name)
         if values:
             rows.append((f"{label}, first -> last", f"{number(values[0])} -> {number(values[-1])}"))
-    rows.append(("wall time", "not recorded" if run.seconds is None else duration(run.seconds)))
+    rows.append(("training time", "not recorded" if run.seconds is None else f"{duration(run.seconds)} in train()"))
     settings = last.get("settings") or {}
     said = [(name, settings[name]) for name in HEADLINE if settings.get(name) is not None]
     rows += [(name, _shown(value)) for name, value in said if value is not False]

@@ -78,6 +78,20 @@ def test_the_two_best_and_worst_are_kept_by_total_reward_each_text_once(tmp_path
     assert line["best"][0] == {"prompt": "t>", "completion": "t5.0", "reward": 5.0, "rewards": {"r": 5.0}}
 
 
+def test_a_gold_answer_stands_beside_its_completion_and_never_beside_another(tmp_path):
+    rows, log = record(4), begun(tmp_path)
+    rows["gold"] = deque(maxlen=4)
+    for mark, golds in (("a", ["1", ["2", "3"]]), ("b", [4, None, "6"])):
+        sample(rows, [float(i) for i in range(len(golds))], mark=mark)
+        rows["gold"].extend(golds)
+        write(log, 1, rows)
+    sample(rows, [1.0], mark="c")
+    rows["gold"].clear()  # the caller's rows have none
+    write(log, 1, rows)
+    shown = [{row["completion"]: row.get("gold") for row in line["best"] + line["worst"]} for line in lines(tmp_path)]
+    assert shown == [{"a1.0": "2\n3", "a0.0": "1"}, {"b2.0": "6", "b1.0": None, "b0.0": "4"}, {"c1.0": None}]
+
+
 def test_the_total_is_weighted_and_leaves_out_what_does_not_apply(tmp_path):
     rows = record()
     rows["rewards"]["a"].extend([1.0, 2.0, math.nan])

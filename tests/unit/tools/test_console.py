@@ -118,6 +118,15 @@ def test_an_evaluation_has_a_line_of_its_own():
     assert stream.getvalue() == "eval   12/150  reward  0.50 +- 0.25  length    8\n"
 
 
+def test_an_evaluation_says_pass_at_1_and_at_the_last_k_of_every_set():
+    _, stream, _, event = on_stream()
+    event("log", logs={"eval_reward": 0.5, "eval_pass@1": 0.5, "eval_pass@4": 0.75, "eval_pass@8": 0.875})
+    event("log", logs={"eval_math_pass@1": 0.25, "eval_math_pass@2": 0.5, "eval_math_mean@2": 0.25})
+    assert stream.getvalue() == (
+        "eval   12/150  reward  0.50  pass@1 0.50  pass@8 0.88\neval   12/150  math_pass@1 0.25  math_pass@2 0.50\n"
+    )
+
+
 def test_own_figures_stand_at_the_end_of_their_step_and_survive_a_narrow_terminal():
     watched, stream, state, event = on_stream(60, measure=lambda model: {"held out": model}, every=6)
     event("train_begin")

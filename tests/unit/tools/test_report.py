@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import sys
 from html.parser import HTMLParser
@@ -11,7 +13,7 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.report import page as report_module
 from grpo_ext.tools.report.page import ReportCallback, distinct_names, report, report_or_reason, write_comparison
-from grpo_ext.tools.report.plots import comparison_panels, draw, panels
+from grpo_ext.tools.report.plots import _COLOURS, comparison_panels, draw, panels
 from grpo_ext.tools.report.runs import completions_over_run, differences, load_run, plan_of
 from tests.support import forks
 
@@ -93,6 +95,9 @@ FULL = {
     "loss": 0.1,
     "eval_reward": 0.8,
     "eval_accuracy": 0.9,
+    "eval_pass@1": 0.25,
+    "eval_math_pass@8": 0.3,
+    "eval_math_mean@8": 0.2,
 }
 
 
@@ -101,12 +106,16 @@ def test_every_plot_holds_exactly_what_was_logged(tmp_path):
         line(step, **{name: value * step for name, value in FULL.items()}, reward=0.1 * step) for step in (1, 2, 3)
     ]
     found = {panel.name: panel for panel in panels(load_run(make_run(tmp_path / "run", lines)))}
-    assert set(found) == {spec.name for spec in report_module.SPECS}
+    assert list(found) == [spec.name for spec in report_module.SPECS]
+    assert next(iter(found)) == "pass_at_k"
     shown = {(name, curve.label): (curve.steps, curve.values) for name, panel in found.items() for curve in panel.lines}
     expected = {
         ("reward", "reward"): "reward",
         ("reward", "short"): "rewards/short/mean",
+        ("pass_at_k", "pass@1"): "eval_pass@1",
+        ("pass_at_k", "math_pass@8"): "eval_math_pass@8",
         ("evaluation", "reward"): "eval_reward",
+        ("evaluation", "math_mean@8"): "eval_math_mean@8",
         ("accuracy", "eval_accuracy"): "eval_accuracy",
         ("length", "longest"): "completions/max_length",
         ("clipped", "cut"): "completions/clipped_ratio",
@@ -135,10 +144,10 @@ def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
     assert path == run / "report" / "index.html"
     page = Page(path)
     assert "reward, first -> last 0.125 -> 0.875" in page.text
-    assert "entropy: 1.5 at step 1, 0.5 at step 4 (least 0.5, most 1.5)" in page.text
-    assert "Tiny, 12,345 parameters" in page.text
+    assert "entropy: 1.5 at step 1, 0.5 at step 4" in page.text
+    assert "model Tiny parameters 12,345" in page.text
     assert "precision bf16" in page.text
-    assert "wall time 8 s" in page.text
+    assert "training time 8 s in train()" in page.text
     assert "16 completions = 4 prompts x 4" in page.text
     assert {p.stem for p in path.parent.glob("*.png")} == {"reward", "entropy", "memory"}
     assert page.tags.count("img") == 3
@@ -183,7 +192,7 @@ def test_steps_that_were_done_again_are_shown_once(tmp_path):
     (run / "manifest.json").write_text(json.dumps({"trainings": starts}))
     page = Page(report([run]))
     assert "superseded" not in page.text
-    assert "reward: 0 at step 1, 0.5 at step 2 (least 0, most 0.5)" in page.text
+    assert "reward: 0 at step 1, 0.5 at step 2" in page.text
     assert "Resumed from step 1" in page.text
     assert "settings.learning_rate 0.001 0.5" in page.text
     assert "state finished" in page.text
@@ -244,11 +253,68 @@ def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path)
     assert "Usual choices" not in same
 
 
-def test_the_comparison_takes_a_free_folder_here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    runs = [make_run(tmp_path / name, [line(1)]) for name in "ab"]
-    assert str(report(runs)) == "report-comparison/index.html"
-    assert str(report(runs)) == "report-comparison-2/index.html"
+def test_the_comparison_takes_a_free_folder_beside_the_runs(tmp_path, monkeypatch):
+    runs = [make_run(tmp_path / "runs" / name, [line(1)]) for name in "ab"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert report(runs) == tmp_path / "runs" / "report-comparison" / "index.html"
+    monkeypatch.chdir(runs[0])
+    assert report([".", "../b"]) == tmp_path / "runs" / "report-comparison-2" / "index.html"
+    assert not list((tmp_path / "here").iterdir())
+
+
+def coloured(panel, colour):
+    """Pixels of a colour in the plot, without its legend."""
+    from matplotlib.image import imread
+
+    pixels = (imread(io.BytesIO(draw(panel)))[:, :480, :3] * 255).round()
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((abs(pixels - wanted).max(axis=2) < 40).sum())
+
+
+def test_runs_that_agree_are_said_to_and_every_curve_is_seen(tmp_path):
+    rewards = {"a": (0.1, 0.2, 0.4), "b": (0.1, 0.2, 0.4), "c": (0.1, 0.3, 0.4)}
+    runs = [make_run(tmp_path / n, [line(i, reward=r, loss=0.5) for i, r in enumerate(v)]) for n, v in rewards.items()]
+    loaded = [load_run(run) for run in runs]
+    same = Page(write_comparison(runs[:2], tmp_path / "same"))
+    assert "Identical in all runs, to the last digit: Reward; " in same.text
+    assert "a, b: identical, 0.1 at step 0, 0.4 at step 2" in same.text
+    others = Page(write_comparison(runs[1:], tmp_path / "others"))
+    assert "The runs differ by at most 0.1. b: 0.1 at step 0" in others.text
+    assert "to the last digit: Reward" not in others.text
+    all_three = Page(write_comparison(runs, tmp_path / "all"))
+    assert "a, b: identical, 0.1 at step 0, 0.4 at step 2; c: 0.1 at step 0" in all_three.text
+    (reward,) = (p for p in comparison_panels(loaded[:2], ["a", "b"]) if p.name == "reward")
+    beneath, above = (coloured(reward, colour) for colour in _COLOURS[:2])
+    assert min(beneath, above) > 300
+    hidden = dataclasses.replace(reward, lines=[*reward.lines, dataclasses.replace(reward.lines[0], label="c")])
+    assert all(coloured(hidden, colour) > 100 for colour in _COLOURS[:3])
+
+
+def test_plots_in_which_nothing_moves_are_folded_away(tmp_path):
+    run = make_run(tmp_path / "run", [line(i, reward=float(i), kl=0.0) for i in (1, 2)])
+    text = report([run]).read_text()
+    shown, folded = text.split('<details id="still">')
+    folded = folded.split("</details>")[0]
+    assert '<figure id="reward">' in shown
+    assert '<figure id="kl">' in folded
+    assert "KL to the reference" in folded.split("</summary>")[0]
+    (run / "log.jsonl").write_text("".join(json.dumps(line(i, reward=float(i), kl=0.1 * i)) + "\n" for i in (1, 2)))
+    assert '<details id="still">' not in report([run]).read_text()
+
+
+def test_the_page_shows_the_models_name_the_gold_answer_and_pass_at_k(tmp_path):
+    lines = [line(1), line(2, **{"eval_pass@1": 0.25, "eval_pass@4": 0.5, "eval_pass@8": 0.75})]
+    lines[0]["best"][0]["gold"] = HOSTILE
+    run = make_run(tmp_path / "run", lines)
+    start = entry() | {"model_name": "Qwen/Qwen2.5-0.5B"}
+    (run / "manifest.json").write_text(json.dumps({"trainings": [start]}))
+    page = Page(report([run]))
+    assert "model Qwen/Qwen2.5-0.5B parameters 12,345" in page.text
+    assert f"gold answer {HOSTILE}" in page.text
+    assert page.text.count("gold answer") == 2  # among the best of the run, and of the last rollouts
+    assert "pass@1, first -> last 0.25 -> 0.25 pass@8, first -> last 0.75 -> 0.75" in page.text
+    assert "script" not in page.tags
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):

@@ -1,0 +1,71 @@
+"""pass@k and mean@k of an evaluation: how many prompts one of k samples solves, and the mean reward.
+
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in whole numbers where the paper
+multiplies ratios, so nothing cancels for any n. Pure functions; the trainer logs what they return after an evaluation.
+Shapes: P prompts, G completions of each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from .exact import exact_mean
+
+PASS = r"(?:.+_)?pass@\d+"  # the names that are logged, with that of the evaluation set where there are several
+_ALL_UP_TO = 8
+
+
+def pass_at_k(scored: int, passed: int, k: int) -> float:
+    """The probability that one of k of a prompt's `scored` completions, drawn without replacement, has passed.
+
+    1 - C(n - c, k) / C(n, k) with n = `scored` and c = `passed` (Chen et al. 2021, arXiv 2107.03374, eq. 1): the
+    unbiased estimator of the probability that one of k new samples passes.
+
+    Raises:
+        ValueError: not 1 <= k <= scored, or not 0 <= passed <= scored.
+    """
+    if not (1 <= k <= scored and 0 <= passed <= scored):
+        raise ValueError(f"pass@{k} of {passed} among {scored}: use 1 <= k <= scored and 0 <= passed <= scored.")
+    draws = math.comb(scored, k)
+    return (draws - math.comb(scored - passed, k)) / draws
+
+
+def logged_k(num_generations: int) -> list[int]:
+    """The k of pass@k that are logged: all up to 8, then powers of two, and `num_generations`."""
+    powers = (2**i for i in range(num_generations.bit_length()))
+    return sorted({*range(1, min(num_generations, _ALL_UP_TO) + 1), *powers, num_generations})
+
+
+def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None = None) -> dict[str, float]:
+    """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
+
+    Args:
+        rewards_PG: NaN where no function scored the completion. It does not count, and a prompt with fewer than k
+            that do is left out of pass@k.
+        threshold: the least reward that has passed, to float32's rounding. None: 1, and no pass@k where a reward is
+            neither 0 nor 1.
+
+    Returns:
+        By name, without what no prompt has.
+    """
+    scored = [row for rewards in rewards_PG if (row := [reward for reward in rewards if not math.isnan(reward)])]
+    if not scored:
+        return {}
+    group, least = len(rewards_PG[0]), 1.0 if threshold is None else threshold
+    passed = [[reward > least or math.isclose(reward, least, rel_tol=1e-6) for reward in row] for row in scored]
+    metrics = {f"mean@{group}": exact_mean([exact_mean(row) for row in scored])}
+    rewards = {reward for row in scored for reward in row}
+    if threshold is None and not all(reward == 0.0 or math.isclose(reward, 1.0, rel_tol=1e-6) for reward in rewards):
+        return metrics
+    for k in logged_k(group):
+        if values := [pass_at_k(len(row), sum(row), k) for row in passed if len(row) >= k]:
+            metrics[f"pass@{k}"] = exact_mean(values)
+    return metrics
+
+
+def first_and_last(names: Iterable[str]) -> list[str]:
+    """Of logged names those of pass@1 and of pass@k for the largest k, of every evaluation set."""
+    sizes = {name: int(name.partition("@")[2]) for name in names if re.fullmatch(PASS, name)}
+    return [name for name, k in sizes.items() if k in (1, max(sizes.values()))]

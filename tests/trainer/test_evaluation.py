@@ -1,0 +1,159 @@
+"""pass@k of an evaluation: of the whole set, under the set's name, whatever the split and whatever training does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from grpo_ext.errors import ConfigError
+from grpo_ext.sampling import turns
+from tests.support.tiny import prompts
+from tests.support.trainers import make
+
+FOUR = {"num_generations_eval": 4}
+
+
+def solved(prompts, completions, **kwargs):
+    """1 where a letter of the prompt comes back, else 0."""
+    return [float(any(letter in prompt for letter in text[:3])) for prompt, text in zip(prompts, completions)]
+
+
+def graded(prompts, completions, **kwargs):
+    return [0.1 * len(text) for text in completions]
+
+
+def passes(metrics):
+    return {name: value for name, value in metrics.items() if "@" in name}
+
+
+def test_pass_at_k_is_that_of_the_rewards_of_the_whole_set(tmp_path):
+    seen = []
+
+    def recorded(prompts, completions, **kwargs):
+        rewards = solved(prompts, completions)
+        seen.extend(rewards)
+        return rewards
+
+    trainer = make(tmp_path, reward=recorded, rollout_chunk_size=4, **FOUR)
+    found = passes(trainer.evaluate(prompts(9, seed=1)))
+    groups = [seen[i : i + 4] for i in range(0, 36, 4)]
+    assert len(seen) == 36
+    assert list(found) == ["eval_mean@4", "eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_pass@4"]
+    assert found["eval_pass@4"] == pytest.approx(sum(map(any, groups)) / 9)
+    assert found["eval_pass@1"] == found["eval_mean@4"] == pytest.approx(sum(seen) / 36)
+    assert 0 < found["eval_pass@1"] < found["eval_pass@2"] < found["eval_pass@4"] < 1
+    assert passes(trainer.state.log_history[-1]) == found
+
+
+def test_pass_at_k_does_not_depend_on_the_micro_batch_size(tmp_path):
+    data = prompts(9, seed=1)
+
+    def evaluated(**settings):
+        return passes(make(tmp_path, reward=solved, **FOUR, **settings).evaluate(data))
+
+    whole = evaluated()
+    for size in (5, 1):
+        assert evaluated(per_device_train_batch_size=size, per_device_eval_batch_size=size) == whole
+    assert evaluated(seed=4) != whole
+
+
+def test_every_set_has_its_name_and_a_prediction_its_prefix(tmp_path):
+    trainer = make(tmp_path, reward=solved, **FOUR)
+    one, two = prompts(9, seed=1), prompts(6, seed=2)
+    alone = passes(trainer.evaluate(one))
+    predicted = trainer.predict(two).metrics
+    again = trainer.evaluate(one)
+    both = passes(trainer.evaluate({"one": one, "two": two}))
+    assert passes(again) == alone  # and no mean with the prediction, which logs nothing
+    assert again["eval_reward"] == pytest.approx(alone["eval_mean@4"])
+    assert passes(predicted) == {name.replace("eval_two", "test"): v for name, v in both.items() if "two" in name}
+    assert {name.replace("eval_one", "eval"): v for name, v in both.items() if "one" in name} == alone
+    assert len(both) == 10
+    assert both["eval_one_pass@1"] != both["eval_two_pass@1"]
+
+
+def test_rewards_that_are_not_0_or_1_have_a_mean_alone_and_that_is_said_once(tmp_path, caplog):
+    trainer = make(tmp_path, reward=graded, **FOUR)
+    with caplog.at_level(logging.WARNING, logger="grpo_ext"):
+        for _ in range(2):
+            assert list(passes(trainer.evaluate(prompts(4)))) == ["eval_mean@4"]
+    assert sum("no pass@k" in record.getMessage() for record in caplog.records) == 1
+    caplog.clear()
+    with_threshold = make(tmp_path, reward=graded, eval_pass_threshold=1.0, **FOUR).evaluate(prompts(4))
+    assert "eval_pass@4" in with_threshold
+    make(tmp_path, reward=graded).evaluate(prompts(4))  # nobody asked for samples of an evaluation
+    assert "no pass@k" not in caplog.text
+
+
+def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp_path):
+    data = prompts(9, seed=1)
+    alone = passes(make(tmp_path, reward=solved, **FOUR).evaluate(data))
+    both = {"reward": [graded, solved], "reward_weights": [0.0, 1.0], **FOUR}
+    assert passes(make(tmp_path, **both).evaluate(data)) == alone
+    both["reward_weights"] = [1.0, 0.5]
+    summed = passes(make(tmp_path, **both).evaluate(data))
+    assert list(summed) == ["eval_mean@4"]
+    assert passes(make(tmp_path, eval_pass_reward="solved", **both).evaluate(data)) == alone
+
+
+def test_a_reward_that_does_not_exist_and_a_threshold_that_is_no_number_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval_pass_reward='solve' is no reward function.* did you mean 'solved'"):
+        make(tmp_path, reward=[graded, solved], eval_pass_reward="solve")
+    for threshold in (float("nan"), "1", True):
+        with pytest.raises(ConfigError, match=r"eval_pass_threshold=.*: use a number"):
+            make(tmp_path, eval_pass_threshold=threshold)
+
+
+def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
+    def trained(**settings):
+        seen = []
+
+        def recorded(prompts, completions, trainer_state, **kwargs):
+            seen.append((trainer_state.global_step, tuple(prompts), tuple(completions)))
+            return solved(prompts, completions)
+
+        make(tmp_path, reward=recorded, eval_dataset=data, **settings).train()
+        return [(step, asked, said) for step, asked, said in seen if not set(asked) <= set(data["prompt"])]
+
+    data = prompts(5, seed=1)
+    left_alone = trained()
+    assert len(left_alone) >= 3
+    assert trained(eval_strategy="steps", eval_steps=1, eval_on_start=True, **FOUR) == left_alone
+    assert trained(seed=4) != left_alone
+
+
+def test_evaluation_and_training_sample_the_same_prompt_by_other_keys(tmp_path, monkeypatch):
+    """Place for place: the first prompts of both, the same weights, as many completions."""
+
+    def sampled():
+        seen = []
+
+        def recorded(prompts, completions, **kwargs):
+            seen.append(list(zip(prompts, completions)))
+            return solved(prompts, completions)
+
+        trainer = make(tmp_path, reward=recorded, shuffle_dataset=False, max_steps=1, **FOUR)
+        trainer.evaluate(trainer.train_dataset.select(range(4)))
+        trainer.train()
+        evaluated, trained = seen
+        assert [prompt for prompt, _ in evaluated] == [prompt for prompt, _ in trained]
+        return evaluated, trained
+
+    evaluated, trained = sampled()
+    assert sum(a != b for a, b in zip(evaluated, trained)) >= 15
+    monkeypatch.setattr(turns, "EVAL_STREAM", turns.TRAIN_STREAM)  # with one stream they would be the same
+    evaluated, trained = sampled()
+    assert evaluated == trained
+
+
+@pytest.mark.parametrize("settings", [{"rollout_lag": 1}, {"dynamic_sampling": True}], ids=str)
+def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
+    """Also where training samples with older weights, or replaces groups."""
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2, **FOUR}
+    trainer = make(tmp_path, reward=solved, eval_dataset=prompts(9, seed=1), **settings)
+    trainer.train()
+    logged = [passes(line) for line in trainer.state.log_history if "eval_pass@1" in line]
+    assert logged[-1] == passes(trainer.evaluate())
+    assert len(logged) == 3
+    assert logged[0] != logged[1] != logged[2]  # of other weights

@@ -1,0 +1,91 @@
+"""pass@k: the estimator is the share of draws that hold a passed completion, and its mean is over prompts."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations, product
+
+import pytest
+
+from grpo_ext.algorithms.pass_at_k import first_and_last, logged_k, pass_at_k, pass_metrics
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize("scored", range(1, 8))
+def test_the_estimator_is_the_share_of_draws_with_a_passed_completion(scored):
+    for passed, k in product(range(scored + 1), range(1, scored + 1)):
+        outcomes = [i < passed for i in range(scored)]
+        draws = [any(draw) for draw in combinations(outcomes, k)]
+        assert pass_at_k(scored, passed, k) == sum(draws) / len(draws), (scored, passed, k)
+
+
+def test_the_estimator_is_unbiased():
+    """Over all outcomes of n samples that pass with probability p, its mean is 1 - (1 - p)^k, term for term."""
+    n, p = 6, Fraction(3, 10)
+    for k in range(1, n + 1):
+        mean = sum(
+            math.comb(n, c) * p**c * (1 - p) ** (n - c) * Fraction(pass_at_k(n, c, k)).limit_denominator(1000)
+            for c in range(n + 1)
+        )
+        assert mean == 1 - (1 - p) ** k
+        naive = sum(math.comb(n, c) * p**c * (1 - p) ** (n - c) * (1 - (1 - Fraction(c, n)) ** k) for c in range(n + 1))
+        assert k == 1 or naive < mean  # which is what the paper warns of
+
+
+def test_nothing_cancels_where_n_is_large():
+    assert pass_at_k(100_000, 1, 1) == 1e-5
+    assert pass_at_k(1000, 1, 500) == 0.5
+    assert pass_at_k(10_000, 3, 7) == float(1 - Fraction(math.comb(9997, 7), math.comb(10_000, 7)))
+
+
+@pytest.mark.parametrize(("scored", "passed", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1)])
+def test_what_cannot_be_estimated_is_an_error(scored, passed, k):
+    with pytest.raises(ValueError, match=f"pass@{k} of {passed} among {scored}"):
+        pass_at_k(scored, passed, k)
+
+
+def test_all_small_k_are_logged_and_then_powers_of_two_and_the_last():
+    assert logged_k(1) == [1]
+    assert logged_k(5) == [1, 2, 3, 4, 5]
+    assert logged_k(12) == [1, 2, 3, 4, 5, 6, 7, 8, 12]
+    assert logged_k(64) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64]
+
+
+def test_metrics_are_means_over_prompts():
+    metrics = pass_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    assert metrics == {
+        "mean@3": pytest.approx(1 / 3),
+        "pass@1": pytest.approx(1 / 3),
+        "pass@2": pytest.approx((2 / 3 + 0 + 1) / 3),
+        "pass@3": pytest.approx(2 / 3),
+    }
+
+
+def test_completions_that_nobody_scored_do_not_count():
+    metrics = pass_metrics([[1.0, NAN, 0.0], [NAN, NAN, 1.0], [NAN, NAN, NAN]])
+    assert metrics == {"mean@3": 0.75, "pass@1": 0.75, "pass@2": 1.0}  # one prompt has two, none has three
+    assert pass_metrics([[NAN, NAN]]) == {}
+    assert pass_metrics([]) == {}
+
+
+def test_rewards_that_are_not_0_or_1_need_a_threshold():
+    graded = [[0.7, 0.2], [0.1, 0.69]]
+    assert pass_metrics(graded) == {"mean@2": pytest.approx(0.4225)}
+    assert pass_metrics(graded, 0.7) == {"mean@2": pytest.approx(0.4225), "pass@1": 0.25, "pass@2": 0.5}
+    assert pass_metrics([[1.0, 0.0]], 0.0)["pass@1"] == 1.0
+    assert "pass@1" not in pass_metrics([[1.0, -1.0]])
+
+
+def test_a_reward_equal_to_the_threshold_has_passed_in_float32_too():
+    as_float32 = 0.699999988079071
+    assert as_float32 < 0.7
+    assert pass_metrics([[as_float32, 0.6999]], 0.7)["pass@1"] == 0.5
+    assert pass_metrics([[0.99999994, 0.0]])["pass@1"] == 0.5  # a weighted sum
+
+
+def test_the_first_and_the_last_k_of_every_evaluation_set():
+    names = ["eval_reward", "eval_mean@8", "eval_a_pass@1", "eval_a_pass@2", "eval_a_pass@8", "eval_b_pass@1", "x@1"]
+    assert first_and_last(names) == ["eval_a_pass@1", "eval_a_pass@8", "eval_b_pass@1"]
+    assert first_and_last(["pass@1"]) == ["pass@1"]
