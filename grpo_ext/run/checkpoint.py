@@ -110,11 +110,12 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def why_broken(folder: str | Path, deep: bool = True) -> str | None:
+def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> str | None:
     """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
 
     Args:
         deep: read every file and compare its checksum, not its size alone.
+        salvage: its weights are wanted also where its listing is lost.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -124,7 +125,7 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
     except CheckpointError as error:
         return str(error).rstrip(".")
     if listing is None:
-        return _why_broken_without_listing(root)
+        return _why_broken_without_listing(root, salvage)
     for name, expected in listing["files"].items():
         path = root / name
         if not path.is_file():
@@ -137,9 +138,9 @@ def why_broken(folder: str | Path, deep: bool = True) -> str | None:
     return None
 
 
-def _why_broken_without_listing(root: Path) -> str | None:
+def _why_broken_without_listing(root: Path, salvage: bool) -> str | None:
     """The same for a checkpoint of transformers or TRL: whether its files are complete, not whether they changed."""
-    if any(root.glob(OWN_FILES)):
+    if any(root.glob(OWN_FILES)) and not salvage:
         return f"{root} has lost its {LISTING}"
     if not (root / "trainer_state.json").is_file():
         return f"{root} has neither {LISTING} nor trainer_state.json"

@@ -21,7 +21,7 @@ LAYOUT = {
     *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads", "allow_changed_on_resume"),
     *("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale"),
     *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout"),
-    *("allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
+    *("allow_split_dependent", "eval_pass_threshold", "eval_pass_reward", "float32_adapters"),
     "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling
     *("rollout_threads", "rollout_device"),  # nor do these without rollout_lag
 }
