@@ -326,7 +326,7 @@ CASES = {
         {"environment_factory": {"game": Game, "broken": Broken}},
         ["tell", "count"],
         kinds=["game", "broken"],
-        config={"tool_timeout": 0.7, "global_batch_size": 32},
+        config={"tool_timeout": 0.7, "global_batch_size": 32, "max_completion_length": 120},
     ),
     "leak": Case({"tools": [leak]}, ["leak"]),
     "partial": Case({"environment_factory": Partial}, ["tell", "count"]),
