@@ -218,10 +218,17 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     # Reward functions that fail.
+    reward_workers: int = _setting(
+        0,
+        "Processes, for each training process, that call synchronous reward functions: fresh interpreters of one "
+        "thread, without an accelerator. Chunks run there concurrently, and a call that takes longer than "
+        "reward_timeout is killed. Rewards and logs do not depend on the number. 0: functions run in the training "
+        "process.",
+    )
     reward_timeout: float | None = _setting(
         None,
-        "Seconds one call of a reward function may take (it then runs in a thread of its own); a call that "
-        "takes longer has failed. Default: no limit.",
+        "Seconds one call of a reward function may take; a call that takes longer has failed. Without reward_workers "
+        "it runs in a thread of its own, which cannot be stopped. Default: no limit.",
     )
     reward_retries: int = _setting(
         0, "How often a call of a reward function that raised or took too long is made again."
@@ -357,6 +364,7 @@ class GRPOConfig(trl.GRPOConfig):
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
                 raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
         require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
+        require_whole("reward_workers", self.reward_workers, "a whole number of processes, 0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(

@@ -198,6 +198,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._add_reference(reference, config)
         self._build(config, args, with_images, travelling)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
+        if config.reward_workers:
+            self._sampler.start_workers(self._reward_funcs, self.reward_func_names)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -851,7 +853,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         form = self._scorer.described(self.model)
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
         precision = f"bfloat16 (TRL's default){slower}" if self.args.bf16 else None
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, described(self))
+        ahead, rewards = described(self), self._sampler.where_rewards_run()
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead, rewards)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager

@@ -126,6 +126,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         _check_dynamic_sampling(trainer, ours)
     if config.rollout_lag:
         check_ahead(trainer, config)
+    if config.reward_workers and trainer.environment_factories is not None:
+        raise ConfigError(
+            f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
+            "environments, which cannot leave the training process; use reward_workers=0."
+        )
     return uncovered + _check_lengths(trainer, config)
 
 

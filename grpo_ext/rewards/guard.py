@@ -11,13 +11,15 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -32,6 +34,10 @@ from tenacity import (
 
 from ..errors import RewardError, shortened
 from .calls import RewardCall, RewardCalls
+from .worker import listed
+
+if TYPE_CHECKING:
+    from .pool import RewardWorkers, WorkerProcess
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -104,6 +110,7 @@ def _failed(name: str, error: Exception) -> RewardError:
             "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
             "**kwargs, and ask only for columns the data has."
         )
+    remedy = getattr(error, "remedy", remedy)
     return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
 
 
@@ -192,13 +199,13 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     return results[0]
 
 
-def _listed(rewards: Any) -> Any:
-    """Generators run where they can be timed and tried again."""
-    return list(rewards) if isinstance(rewards, Iterator) else rewards
-
-
 def checked_reward(
-    function: Callable[..., Any], name: str, faults: Faults = STRICT, calls: RewardCalls | None = None, number: int = 0
+    function: Callable[..., Any],
+    name: str,
+    faults: Faults = STRICT,
+    calls: RewardCalls | None = None,
+    number: int = 0,
+    elsewhere: InWorkers | None = None,
 ) -> Callable[..., Any]:
     """`function` with its result checked; synchronous or asynchronous as it was.
 
@@ -208,6 +215,7 @@ def checked_reward(
     Args:
         calls: how the completions are cut, and where what is logged is kept; None: one call, recorders as they are.
         number: the function's place among the reward functions.
+        elsewhere: where chunks of a synchronous function run; None: here, one after the other.
     """
     one = _Scoring(function, name, faults, calls or RewardCalls(), number)
     if _is_async(function):
@@ -221,10 +229,15 @@ def checked_reward(
 
         return checked_async
 
+    if elsewhere is not None:
+        elsewhere.add(one)
+
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if args or not kwargs.keys() >= _SCORED:
             return function(*args, **kwargs)
+        if elsewhere is not None:
+            return elsewhere.rewards(one, kwargs)
         return [reward for start, keywords in one.calls.cut(kwargs) for reward in one.now(start, keywords)]
 
     return checked
@@ -250,12 +263,14 @@ class _Scoring:
         self.calls.made.append(call)
         return checked
 
-    def now(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
-        """The rewards of a chunk of a synchronous function."""
+    def now(self, start: int, keywords: dict[str, Any], process: WorkerProcess | None = None) -> list[float | None]:
+        """The rewards of a chunk of a synchronous function, which runs in `process`, or here."""
 
         def attempt() -> tuple[RewardCall, Any]:
             call, given = self._begin(start, keywords)
-            return call, in_time(lambda: _listed(self.function(**given)), self.faults.timeout, "reward_timeout")
+            if process is not None:
+                return call, process.score(self.function, call, given, self.faults.timeout)
+            return call, in_time(lambda: listed(self.function(**given)), self.faults.timeout, "reward_timeout")
 
         try:
             call, rewards = Retrying(**self.faults.policy(self.name))(attempt)
@@ -282,11 +297,62 @@ class _Scoring:
         return self._end(*found, keywords)
 
 
+@dataclass
+class InWorkers:
+    """Runs the chunks of the synchronous functions of one scoring in processes of their own.
+
+    TRL calls one function after the other, all with the same keywords: the first call submits the chunks of all, so
+    that they run concurrently.
+    """
+
+    workers: RewardWorkers
+    functions: list[_Scoring] = field(default_factory=list)
+    keywords: dict[str, Any] | None = None
+    waiting: dict[int, list[Future[list[float | None]]]] = field(default_factory=dict)
+
+    def add(self, one: _Scoring) -> None:
+        """A function of this scoring.
+
+        Raises:
+            ConfigError: it cannot be sent to another process.
+        """
+        self.workers.take(one.function, one.name)
+        self.functions.append(one)
+
+    def _submit(self, one: _Scoring, keywords: dict[str, Any]) -> list[Future[list[float | None]]]:
+        return [self.workers.submit(functools.partial(one.now, start, part)) for start, part in one.calls.cut(keywords)]
+
+    def rewards(self, one: _Scoring, keywords: dict[str, Any]) -> list[float | None]:
+        """The rewards of all completions of a call; the error of its first chunk that failed ends the others."""
+        if self.keywords is None:
+            self.keywords = keywords
+            self.waiting = {each.number: self._submit(each, keywords) for each in self.functions}
+        first = self.keywords
+        same = first.keys() == keywords.keys() and all(first[name] is value for name, value in keywords.items())
+        submitted = self.waiting.pop(one.number, None) if same else None
+        futures = self._submit(one, keywords) if submitted is None else submitted
+        try:
+            return [reward for future in futures for reward in future.result()]
+        except BaseException:
+            for future in itertools.chain(futures, *self.waiting.values()):
+                future.cancel()
+            raise
+
+
 def check_reward_functions(
-    functions: list[Any], names: list[str], faults: Faults = STRICT, calls: RewardCalls | None = None
+    functions: list[Any],
+    names: list[str],
+    faults: Faults = STRICT,
+    calls: RewardCalls | None = None,
+    workers: RewardWorkers | None = None,
 ) -> list[Any]:
-    """Wrap the callables of a list; reward models (modules) are returned as they are."""
+    """Wrap the callables of a list; reward models (modules) are returned as they are.
+
+    Args:
+        workers: processes that synchronous functions run in; None: they run here.
+    """
+    elsewhere = None if workers is None else InWorkers(workers)
     return [
-        f if isinstance(f, torch.nn.Module) else checked_reward(f, name, faults, calls, number)
+        f if isinstance(f, torch.nn.Module) else checked_reward(f, name, faults, calls, number, elsewhere)
         for number, (f, name) in enumerate(zip(functions, names))
     ]

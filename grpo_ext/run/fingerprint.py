@@ -26,7 +26,7 @@ from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.reference import base_model_of
 
 FINGERPRINT = "grpo_ext_identity.json"
-_ROWS_READ = 100_000  # of a data set, evenly spread; the smaller ones are read whole, in a second or less
+_ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 # of a model's configuration: where it comes from, how it is stored and run; transformers sets the special tokens anew
 _NOT_COMPUTED = {
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import tempfile
 from pathlib import Path
 
 from accelerate.logging import get_logger
@@ -19,7 +20,7 @@ from .checkpoint import checkpoints, remove_unfinished
 from .manifest import read_manifest
 
 logger = get_logger(__name__)
-LOCK = ".grpo_ext.lock"
+LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 
 
@@ -27,7 +28,7 @@ def create_output_dir(folder: str | Path) -> None:
     """Make a run's folder.
 
     Raises:
-        ConfigError: it cannot be made, or not be written to.
+        ConfigError: it cannot be made.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -47,6 +48,8 @@ def _lock(folder: str | Path, patience: float = 0.0) -> FileLock | None:
     create_output_dir(folder)
     lock = FileLock(Path(folder) / LOCK)
     try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # the lock takes a folder that is read-only for one that is taken
         lock.acquire(timeout=patience)
     except Timeout:
         return None

@@ -21,7 +21,7 @@ from ..algorithms.advantages import AdvantageRule, groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
-from ..batching.sizes import BatchGeometry
+from ..batching.sizes import BatchGeometry, ceil_div
 from ..compat import View, on_view
 from ..config import GRPOConfig
 from ..errors import DataError
@@ -35,6 +35,7 @@ from ..forward.images import (
 )
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
+from ..rewards.pool import RewardWorkers
 from ..runtime.collectives import (
     any_process,
     gather_lists,
@@ -97,6 +98,7 @@ class RolloutSampler(TurnSampler):
         prompts: the data set of the loader made last, by whether it is for training.
         rollout, rollout_name: the rollout batch that is held; its epoch and its index in the epoch.
         checked: the reward functions as TRL's scoring calls them, while it runs.
+        workers: the processes that reward functions run in, where there are any.
         last_call: the scoring that ended last.
         steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
             made.
@@ -117,6 +119,7 @@ class RolloutSampler(TurnSampler):
         self.rollout_name: tuple[int, int] | None = None
         self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
+        self.workers: RewardWorkers | None = None
         self.further: FurtherPrompts | None = None
         self.steps: Any = None
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
@@ -147,8 +150,24 @@ class RolloutSampler(TurnSampler):
         if prepare is not None:
             prepare = PromptProcessor(processor, prepare.template, prepare.image_token)
         twin = RolloutSampler(accelerator, self.args, self.geometry, prepare, self.travelling)
-        twin.prompts, twin.memory = self.prompts, self.memory
+        twin.prompts, twin.memory, twin.workers = self.prompts, self.memory, self.workers
         return twin
+
+    def start_workers(self, functions: list[Any], names: list[str]) -> None:
+        """Start the processes that reward functions run in.
+
+        Raises:
+            ConfigError: a function cannot be sent there, or loaded there.
+        """
+        self.workers = RewardWorkers(self.args.reward_workers, self.args.seed)
+        check_reward_functions(functions, names, workers=self.workers)
+        self.workers.start()
+
+    def where_rewards_run(self) -> str | None:
+        """Where reward functions run, as text for people; None: in the training process."""
+        g = self.geometry
+        chunks = 1 if self.args.use_vllm else ceil_div(g.rollout_batch_size, g.rollout_chunk_size * g.num_processes)
+        return None if self.workers is None else self.workers.described(chunks)
 
     def hold(self, rollout: Rollout | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
@@ -380,7 +399,7 @@ class RolloutSampler(TurnSampler):
     @contextlib.contextmanager
     def checking(self, functions: list[Any], names: list[str], calls: RewardCalls | None = None) -> Iterator[None]:
         """Inside, `checked` are the reward functions, checked, and called as `calls` has it."""
-        self.checked = check_reward_functions(functions, names, self.faults, calls)
+        self.checked = check_reward_functions(functions, names, self.faults, calls, self.workers)
         try:
             yield
         finally:

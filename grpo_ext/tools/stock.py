@@ -20,7 +20,8 @@ LAYOUT = {
     *("score_completions_only", "skip_zero_contribution", "balance_by_cost", "compact_rollouts", "bitwise_invariant"),
     *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads", "allow_changed_on_resume"),
     *("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale"),
-    *("reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout", "allow_split_dependent"),
+    *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout"),
+    "allow_split_dependent",
     "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling
     *("rollout_threads", "rollout_device"),  # nor do these without rollout_lag
 }

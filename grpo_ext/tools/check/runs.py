@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import dill
 import torch
 import yaml
 from peft import PeftConfig
 from safetensors.torch import load_file
 
 from ...errors import LaunchError
-from ...rewards.registry import FILE_MODULE_PREFIX
+from ...rewards.worker import pack
 from ..stock import OURS
 
 
@@ -148,8 +147,7 @@ def run_all(
     """
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_") as name:
         folder = Path(name)
-        packed = {"path": sys.path, "files": _modules_from_files(runs), "runs": dill.dumps(list(runs), recurse=True)}
-        (folder / "runs.dill").write_bytes(dill.dumps(packed))
+        (folder / "runs.dill").write_bytes(pack(list(runs)))
         status, output = start(folder, processes, _environment(runs, processes), timeout_s)
         if status is None:
             raise LaunchError(
@@ -172,17 +170,6 @@ def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
         quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
     # the same number of threads for every launch: matrix products sum in another order otherwise
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **quiet}
-
-
-def _modules_from_files(runs: Sequence[Run]) -> dict[str, str]:
-    """Modules of reward functions that were loaded from a file and have no place on the path: name to file."""
-    files = {}
-    for function in (f for run in runs for f in run.rewards):
-        name = getattr(function, "__module__", None) or ""
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path is not None and name.startswith(FILE_MODULE_PREFIX):
-            files[name] = path
-    return files
 
 
 def _first_error(folder: Path) -> str:

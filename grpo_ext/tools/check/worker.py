@@ -14,9 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import dill
-
-from ...rewards.registry import load_file
+from ...rewards.worker import unpack
 
 
 class _Refused(Exception):
@@ -129,11 +127,7 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
 
 def main(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
-    packed = dill.loads((folder / "runs.dill").read_bytes())
-    sys.path.extend(p for p in packed["path"] if p not in sys.path)
-    for name, path in packed["files"].items():
-        load_file(path, name)
-    runs = dill.loads(packed["runs"])
+    runs = unpack((folder / "runs.dill").read_bytes())
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     from safetensors.torch import save_file
 

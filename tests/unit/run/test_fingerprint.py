@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from datasets import Dataset, Features, Image
 from peft import LoraConfig, get_peft_model
 
-from grpo_ext.run.fingerprint import differences, model_fingerprint
+from grpo_ext.run.fingerprint import changed, data_fingerprint, differences, model_fingerprint
 from tests.support.tiny import tiny_model
 
 
@@ -31,3 +33,31 @@ def test_an_adapter_is_the_same_in_every_process():
 def test_what_differs_is_named():
     old, new = ({"default": {"r": rank, "modules": ["a", "b"]}} for rank in (4, 8))
     assert differences("model.adapters", old, new) == [("model.adapters.default.r", 4, 8)]
+
+
+def test_what_an_older_checkpoint_does_not_know_is_not_compared():
+    settings = {"settings": {"seed": 1}, "tokenizer": None, "rewards": []}
+    old = {"data": {"rows": 3, "sha256": "few"}, "model": {"class": "A"}, **settings}
+    new = {"data": {"rows": 3, "rows_sha256": "all"}, "model": {"class": "A", "config": {}}, "tools": {}, **settings}
+    assert changed(old, new) == {}
+    new["data"] = {"rows": 4, "rows_sha256": "all"}
+    assert changed(old, new) == {"data": ({"rows": 3}, {"rows": 4})}
+
+
+@pytest.mark.parametrize("column", ["pixels", "nested"])
+def test_images_are_read_without_the_folder_they_lie_in(column, tmp_path):
+    def data(color: int, folder: str) -> Dataset:
+        image = {"bytes": bytes([color] * 40), "path": f"{folder}/picture.png"}
+        if column == "pixels":
+            return Dataset.from_list([{"image": image}], features=Features({"image": Image()}))
+        return Dataset.from_list([{"image": [image]}], features=Features({"image": [Image()]}))
+
+    assert data_fingerprint(data(1, "here")) == data_fingerprint(data(1, "/there"))
+    assert data_fingerprint(data(1, "here")) != data_fingerprint(data(2, "here"))
+
+
+def test_a_stream_has_no_fingerprint_and_any_sequence_of_rows_has_one():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    assert data_fingerprint(iter(rows)) is None
+    assert data_fingerprint(rows)["rows_sha256"] == data_fingerprint(Dataset.from_list(rows))["rows_sha256"]
+    assert data_fingerprint(rows[::-1]) != data_fingerprint(rows)

@@ -1,0 +1,245 @@
+"""What makes a run another run beside its settings: the model's configuration, the tools, every row of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import CheckpointError
+from tests.support.drop_in import CountingGame, conversations
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tool_runs import sampled
+from tests.support.trainers import BASE, SAVE, make, other
+
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
+
+
+def saved_run(folder: Path, **changes: Any) -> Path:
+    other(folder, **{"max_steps": 1, **changes}).train()
+    return folder / "checkpoint-1"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return saved_run(tmp_path_factory.mktemp("run") / "out")
+
+
+def refusal(checkpoint: Path, folder: Path, **changes: Any) -> str:
+    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
+        other(folder, **{"max_steps": 1, **changes}).train(resume_from_checkpoint=str(checkpoint))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_parameters": ROPE}, "rope_parameters.rope_theta: 10000.0 in the checkpoint, 500.0 now"),
+        ({"rope_parameters": YARN}, "rope_parameters.rope_type"),
+        ({"rms_norm_eps": 1e-2}, "rms_norm_eps: 1e-06 in the checkpoint, 0.01 now"),
+        ({"hidden_act": "gelu"}, 'hidden_act: "silu" in the checkpoint, "gelu" now'),
+        (WINDOW, "sliding_window: null in the checkpoint, 4 now"),
+    ],
+)
+def test_another_model_configuration_is_refused_and_each_field_is_named(checkpoint, tmp_path, changes, field):
+    message = refusal(checkpoint, tmp_path, model=tiny_model(**changes))
+    assert f"model.config.{field}" in message
+    assert "allow_changed_on_resume=['model.config']" in message
+
+
+def test_another_number_of_experts_is_refused(tmp_path):
+    checkpoint = saved_run(tmp_path / "out", model=tiny_model("moe"))
+    message = refusal(checkpoint, tmp_path, model=tiny_model("moe", num_experts_per_tok=1))
+    assert "model.config.num_experts_per_tok: 2 in the checkpoint, 1 now" in message
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_by_its_path_is_compared_with_what_was_loaded(tmp_path, bf16):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+
+    def train(resume: str | None = None, **loading: Any) -> None:
+        args = GRPOConfig(
+            str(tmp_path / "out"), **{**BASE, **SAVE, "max_steps": 1, "bf16": bf16, "model_init_kwargs": loading}
+        )
+        GRPOTrainer(str(tmp_path / "model"), letter_reward, args=args, train_dataset=prompts(12)).train(resume)
+
+    train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"model\.config\.rms_norm_eps: 1e-06 in the checkpoint, 0\.01 now"):
+        train(checkpoint, rms_norm_eps=1e-2)
+    train(checkpoint, attn_implementation="eager")  # how it is computed, not what
+
+
+def test_where_the_model_comes_from_and_how_it_is_run_may_differ(checkpoint, tmp_path):
+    elsewhere = type(tiny_model()).from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
+    elsewhere.config.use_cache = False
+    trainer = other(tmp_path, model=elsewhere, max_steps=1)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 1
+
+
+def test_a_configuration_that_is_changed_on_purpose_goes_through_with_a_word(checkpoint, tmp_path, caplog):
+    changes: dict[str, Any] = {"max_steps": 1, "allow_changed_on_resume": ["model"]}
+    trainer = other(tmp_path, model=tiny_model(rms_norm_eps=1e-2), **changes)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert "model.config.rms_norm_eps was 1e-06" in caplog.text
+
+
+# ---- Tools ----------------------------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> str:
+    """Add.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return str(a + b)
+
+
+def negate(a: int) -> str:
+    """Negate.
+
+    Args:
+        a: A number.
+    """
+    return str(-a)
+
+
+class Game(CountingGame):
+    """The same environment with another tool."""
+
+    def give_up(self) -> str:
+        """Give up."""
+        return "over"
+
+
+def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
+    settings = {**BASE, **SAVE, "max_steps": 1, "max_completion_length": 8}
+    return GRPOTrainer(
+        tiny_model(max_position_embeddings=4096),
+        None
+        if "environment_factory" in parts
+        else lambda completions, **_: [float(len(str(c)) % 3) for c in completions],
+        args=GRPOConfig(str(folder), **settings),
+        train_dataset=conversations(12),
+        processing_class=sampled(lambda ids: []),
+        **parts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ({"tools": [add, negate]}, {"tools": [add]}, "tools.negate: "),
+        ({"tools": [add]}, {"tools": [add, negate]}, "tools.negate: null in the checkpoint"),
+        ({"environment_factory": CountingGame}, {"environment_factory": Game}, "tools.Game.give_up: null"),
+    ],
+)
+def test_other_tools_are_refused_and_named(tmp_path, before, after, named):
+    with_tools(tmp_path / "out", **before).train()
+    checkpoint = str(tmp_path / "out" / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="belongs to another run") as refused:
+        with_tools(tmp_path / "other", **after).train(resume_from_checkpoint=checkpoint)
+    assert named in str(refused.value)
+    with_tools(tmp_path / "other", **before).train(resume_from_checkpoint=checkpoint)
+
+
+def test_another_description_of_a_tool_is_another_prompt(tmp_path):
+    def described(text: str) -> Any:
+        def look(a: int) -> str:
+            return str(a)
+
+        look.__doc__ = f"{text}\n\nArgs:\n    a: A number."
+        return look
+
+    with_tools(tmp_path / "out", tools=[described("Look.")]).train()
+    with pytest.raises(CheckpointError, match=r'tools\.look\.description: "Look\." in the checkpoint, "Read\." now'):
+        with_tools(tmp_path / "out", tools=[described("Read.")]).train(resume_from_checkpoint=True)
+
+
+# ---- Data -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [1, 500, 999])
+def test_one_row_of_a_thousand_is_noticed(tmp_path, row):
+    rows = prompts(1000).to_list()
+    checkpoint = saved_run(tmp_path / "out", train_dataset=Dataset.from_list(rows))
+    rows[row] = {**rows[row], "answer": "changed"}
+    message = refusal(checkpoint, tmp_path, train_dataset=Dataset.from_list(rows))
+    assert "data.rows_sha256: " in message
+    assert "allow_changed_on_resume=['data']" in message
+
+
+def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
+    rows = prompts(12)
+    checkpoint = saved_run(tmp_path / "out", train_dataset=rows)
+    rows.to_json(tmp_path / "rows.jsonl")
+    backwards = Dataset.from_list(rows.to_list()[::-1])
+    for same in (
+        Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache")),
+        backwards.select(range(11, -1, -1)),  # through an indices mapping
+    ):
+        trainer = other(tmp_path, train_dataset=same, max_steps=1)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert trainer.state.global_step == 1
+    assert "data.rows_sha256: " in refusal(checkpoint, tmp_path, train_dataset=backwards)
+
+
+# ---- Checkpoints without what a resume needs ------------------------------------------------------------------------
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+    checkpoint = saved_run(tmp_path / "out", save_only_model=True)
+    for wanted in (str(checkpoint), "latest", "auto"):
+        with pytest.raises(CheckpointError, match="no optimizer state and no learning-rate schedule") as refused:
+            other(tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=wanted)
+        assert f"model='{checkpoint}'" in str(refused.value)
+    make(tmp_path / "new", kind=type(tiny_model()).from_pretrained(checkpoint)).train()
+
+
+@pytest.mark.parametrize("deleted", [("optimizer.pt",), ("optimizer.pt", "scheduler.pt")])
+def test_a_checkpoint_that_lost_its_listing_is_broken(tmp_path, caplog, deleted):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    for name in ("checkpoint.json", *deleted):
+        (folder / "checkpoint-3" / name).unlink()
+    trainer = make(folder, **SAVE)
+    trainer.train(resume_from_checkpoint="latest")
+    assert "checkpoint-3 has lost its checkpoint.json" in caplog.text
+    assert trainer.state.global_step == 3
+    assert [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line] == pytest.approx(
+        [1e-3, 2e-3 / 3, 1e-3 / 3]  # the schedule goes on where checkpoint-2 was written
+    )
+
+
+def as_of_another_trainer(checkpoint: Path) -> Path:
+    for path in checkpoint.glob("grpo_ext_*"):
+        path.unlink()
+    (checkpoint / "checkpoint.json").unlink()
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("keep", [0.0, 0.6])
+def test_a_truncated_file_of_another_trainers_checkpoint_is_named(tmp_path, caplog, name, keep):
+    folder = tmp_path / "out"
+    make(folder, **SAVE, max_steps=2).train()
+    for checkpoint in folder.glob("checkpoint-*"):
+        as_of_another_trainer(checkpoint)
+    path = folder / "checkpoint-2" / name
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+    with pytest.raises(CheckpointError, match=rf"checkpoint-2/{name} is cut short or broken"):
+        make(folder, **SAVE, max_steps=2).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    trainer = make(folder, **SAVE, max_steps=2)
+    trainer.train(resume_from_checkpoint="latest")
+    assert f"Skipped a checkpoint: {path} is cut short" in caplog.text
+    assert trainer.state.global_step == 2

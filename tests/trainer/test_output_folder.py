@@ -1,0 +1,92 @@
+"""Two trainings in one output folder, and folders that cannot be written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from grpo_ext.errors import CheckpointError, ConfigError, RewardError
+from grpo_ext.run import output_folder
+from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.manifest import MANIFEST, read_manifest
+from tests.support.trainers import SAVE, make
+
+
+class AtStep(TrainerCallback):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, work: Any) -> None:
+        self.step, self.work = step, work
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.work()
+
+
+def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(output_folder, "_PATIENCE", 0.0)
+    folder, refusals = tmp_path / "out", []
+    first, second = make(folder, **SAVE), make(folder, **SAVE)
+
+    def resume_too() -> None:
+        with pytest.raises(CheckpointError) as refused:
+            make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        refusals.append(str(refused.value))
+
+    first.add_callback(AtStep(1, second.train))  # before the first has saved anything
+    first.add_callback(AtStep(3, resume_too))
+    first.train()
+    for trainer, name in ((first, "out"), (second, "out-2")):
+        assert Path(str(trainer.args.output_dir)) == tmp_path / name
+        assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
+        assert read_manifest(tmp_path / name)[-1]["ended"] == "finished"
+    assert "out belongs to another run (process" in caplog.text
+    assert "two runs would overwrite each other's checkpoints" in refusals[0]
+    make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
+
+
+def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    with pytest.raises(CheckpointError, match="belongs to another run:"):
+        make(folder, **SAVE, beta=0.1).train(resume_from_checkpoint=True)
+    make(folder, **SAVE).train(resume_from_checkpoint=True)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_built(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir='.*file/out' cannot be written to \(Not a directory\)"):
+        make(tmp_path / "file" / "out")
+
+
+def test_a_full_disk_before_training_is_a_sentence(tmp_path):
+    trainer = make(tmp_path)
+    (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"manifest\.json could not be written \(No space left on device\)"):
+        trainer.train()
+    assert not (tmp_path / f".{MANIFEST}").is_symlink()
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_disk_that_fills_up_while_training_costs_the_end_of_the_manifest_alone(tmp_path, caplog, fails):
+    trainer = make(tmp_path)
+
+    def fill() -> None:
+        (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
+        if fails:
+            raise RewardError("a failure of its own")
+
+    trainer.add_callback(AtStep(3, fill))
+    if fails:
+        with pytest.raises(RewardError, match="a failure of its own"):
+            trainer.train()
+    else:
+        assert trainer.train().global_step == 3
+    assert "manifest.json could not be written (No space left on device)" in caplog.text
+    assert not (tmp_path / f".{MANIFEST}").is_symlink()
+    assert read_manifest(tmp_path)[-1]["ended"] is None

@@ -1,0 +1,505 @@
+"""Reward functions in processes of their own: the same rewards and records, and nothing that hangs or dies stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import psutil
+import pytest
+import torch
+import trl
+from transformers import TrainerState
+
+from grpo_ext.errors import ConfigError, RewardError
+from grpo_ext.rewards.calls import RewardCalls
+from grpo_ext.rewards.guard import STRICT, Faults, check_reward_functions
+from grpo_ext.rewards.pool import RewardWorkers
+from grpo_ext.rewards.registry import resolve_rewards
+
+ROWS = {"prompts": list("pqrst"), "completions": ["a", "bb", "ccc", "dddd", "eeeee"], "answer": list("abcde")}
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60.0  # waited for in full by a test that fails alone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state():
+    accelerate.PartialState()  # the logger asks it which process this is
+
+
+@contextlib.contextmanager
+def working(number: int = 1, seed: int = 0) -> Iterator[RewardWorkers]:
+    workers = RewardWorkers(number, seed)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def score(
+    functions: list[Any],
+    workers: RewardWorkers | None = None,
+    faults: Faults = STRICT,
+    chunk: int | None = 2,
+    **columns: Any,
+) -> tuple[list[Any], list[Any]]:
+    """The rewards of each function, and the calls that returned, in the order of the completions."""
+    calls = RewardCalls(first=20, chunk=chunk)
+    names = [f"function_{number}" for number in range(len(functions))]
+    keywords = {**ROWS, **columns}
+    checked = check_reward_functions(functions, names, faults, calls, workers)
+    rewards = [function(**keywords) for function in checked]
+    return rewards, sorted(calls.made, key=lambda call: (call.first, call.number))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends."""
+    until = time.monotonic() + PATIENCE_S
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def its_process() -> Callable[..., Any]:
+    """A function that goes to a worker by value: this file takes seconds to import."""
+
+    def process_id(completions, **kwargs):
+        return [os.getpid()] * len(completions)
+
+    return process_id
+
+
+process_id = its_process()
+process_id.__name__ = "its_process_id"  # is looked up by this name
+
+
+# ---- The same as in the training process ----------------------------------------------------------------------------
+
+
+def kinds_of_functions() -> list[Callable[..., Any]]:
+    factor, exact = 3, [Decimal("0.5"), np.float32(2.5)]
+
+    def length(completions, answer, log_metric, log_extra, **kwargs):
+        log_metric("mean", np.mean([len(c) for c in completions]))
+        log_extra("length", [len(c) for c in completions])
+        log_metric(name="answers", value=len(answer))
+        log_extra(column="length", values=[])
+        return [factor * len(c) for c in completions]
+
+    def yielding(completions, trainer_state, **kwargs):
+        yield from (None if len(c) == 3 else trainer_state.global_step + trainer_state.epoch for c in completions)
+
+    class Scaled:
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        def __call__(self, completions, **kwargs):
+            return torch.tensor([self.by * len(c) for c in completions], dtype=torch.bfloat16)
+
+    return [
+        length,
+        yielding,
+        Scaled(0.5),
+        Scaled(0.25).__call__,
+        functools.partial(length, extra=1),
+        lambda completions, **kwargs: exact[: len(completions)],
+        *resolve_rewards(["length_penalty", f"{ROOT}/recipes/rewards/example.py:share_in_place"], 10),
+    ]
+
+
+def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
+    columns: dict[str, Any] = {"trainer_state": TrainerState(epoch=0.5, global_step=7), "completion_ids": [[1]] * 5}
+    columns |= {  # as TRL hands them over
+        "log_metric": trl.GRPOTrainer._log_metric.__get__(object()),
+        "log_extra": trl.GRPOTrainer._log_completion_extra.__get__(object()),
+    }
+    here = score(kinds_of_functions(), **columns)
+    assert [len(rewards) for rewards in here[0]] == [5] * 8
+    assert here[1][0].metrics == [("mean", 1.5), ("answers", 2.0)]
+    assert here[1][0].columns == {"length": [1, 2]}
+    for number in (1, 3):
+        with working(number) as workers:
+            assert score(kinds_of_functions(), workers, **columns) == here
+
+
+def test_recorders_of_the_users_own_are_called_in_the_training_process():
+    logged: list[Any] = []
+
+    def graded(completions, log_metric, **kwargs):
+        log_metric("n", len(completions))
+        return [0.0] * len(completions)
+
+    with working() as workers:
+        _, calls = score([graded], workers, log_metric=lambda *args: logged.append(args))
+    assert logged == [("n", 2), ("n", 2), ("n", 1)]
+    assert not any(call.metrics for call in calls)
+
+
+def test_chunks_of_all_functions_run_concurrently(tmp_path):
+    def meets(mine: str, other: str) -> Callable[..., Any]:
+        def graded(completions, **kwargs):
+            (tmp_path / mine).touch()
+            while not (tmp_path / other).exists():
+                time.sleep(0.01)
+            return [1.0] * len(completions)
+
+        return graded
+
+    def pair() -> list[Any]:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        return [meets("a", "b"), meets("b", "a")]
+
+    with working(2) as workers:
+        assert score(pair(), workers, Faults(timeout=PATIENCE_S), chunk=None)[0] == [[1.0] * 5] * 2
+    with working(1) as workers, pytest.raises(RewardError, match=r"no answer within reward_timeout=0\.3"):
+        score(pair(), workers, Faults(timeout=0.3), chunk=None)
+
+
+def test_asynchronous_functions_and_models_stay_in_the_training_process():
+    async def later(completions, **kwargs):
+        return process_id(completions)
+
+    model = torch.nn.Linear(1, 1)
+    with working() as workers:
+        checked = check_reward_functions([later, model, process_id], list("abc"), workers=workers)
+        assert asyncio.run(checked[0](**ROWS)) == [os.getpid()] * 5
+        assert checked[1] is model
+        assert checked[2](**ROWS) != [os.getpid()] * 5
+
+
+def test_a_call_with_other_keywords_is_made_anew():
+    def graded(completions, bonus=0.0, **kwargs):
+        return [len(c) + bonus for c in completions]
+
+    with working() as workers:
+        first, second = check_reward_functions([graded, graded], ["a", "b"], workers=workers)
+        assert first(**ROWS) == [1.0, 2.0, 3.0, 4.0, 5.0]
+        assert second(**ROWS, bonus=10.0) == [11.0, 12.0, 13.0, 14.0, 15.0]
+        assert second(**ROWS) == second(**{**ROWS, "completions": [*ROWS["completions"]]}) == first(**ROWS)
+
+
+def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
+    def drawn(completions, **kwargs):
+        if len(completions) == 1 and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise ConnectionError
+        return [random.random() + np.random.random() for _ in completions]
+
+    found = {}
+    retried = Faults(retries=1)
+    for name, number, seed, step, fails in [
+        ("one", 1, 0, 3, False),
+        ("three", 3, 0, 3, False),
+        ("again", 1, 0, 3, True),
+        ("seed", 1, 1, 3, False),
+        ("step", 1, 0, 4, False),
+    ]:
+        (tmp_path / "failed").unlink() if fails else (tmp_path / "failed").touch()
+        with working(number, seed) as workers:
+            found[name] = score([drawn], workers, retried, trainer_state=TrainerState(global_step=step))[0][0]
+    assert found["one"] == found["three"] == found["again"]
+    assert len({*found["one"], *found["seed"], *found["step"]}) == 15  # the control
+
+
+# ---- What a worker is -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_and_no_part_of_a_launch(monkeypatch):
+    def found(completions, trainer_state, log_extra, **kwargs):
+        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER")
+        modules = [name in sys.modules for name in ("torch", "transformers", __name__)]
+        log_extra("found", [[os.environ.get(name) for name in names], modules, sys.stdin.read(), trainer_state])
+        return [0.0] * len(completions)
+
+    for name in ("OMP_NUM_THREADS", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OTHER"):
+        monkeypatch.setenv(name, "4")
+    logged: list[Any] = []
+    with working() as workers:
+        score(
+            [found],
+            workers,
+            chunk=None,
+            trainer_state=TrainerState(),
+            log_extra=lambda _, values: logged.append(values),
+        )
+    variables, modules, stdin, state = logged[0]
+    assert variables == ["1", "", None, None, "4"]
+    assert modules == [False, False, False]
+    assert stdin == ""
+    assert vars(state) == vars(TrainerState())
+
+
+def test_a_function_that_initialises_an_accelerator_is_refused():
+    def greedy(completions, **kwargs):
+        devices = {kind: types.SimpleNamespace(is_initialized=lambda: True) for kind in ("cuda", "xpu")}
+        sys.modules["torch"] = types.SimpleNamespace(**devices)
+        return [0.0] * len(completions)
+
+    with working() as workers, pytest.raises(RewardError, match="has initialised cuda in a process of reward_workers"):
+        score([greedy], workers)
+
+
+def test_a_timed_call_runs_in_the_main_thread_and_what_it_forks_can_be_terminated():
+    def alarmed(completions, **kwargs):
+        signal.signal(signal.SIGALRM, lambda *_: None)  # in the main thread alone
+        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+        other.start()
+        other.terminate()
+        other.join()
+        return [other.exitcode] * len(completions)
+
+    with working() as workers:
+        assert score([alarmed], workers, Faults(timeout=PATIENCE_S))[0][0] == [-signal.SIGTERM] * 5
+
+
+def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_once(tmp_path):
+    def terminated(times: int) -> Callable[..., Any]:
+        def graded(completions, **kwargs):
+            tries = tmp_path / str(times)
+            tries.open("a").write(".")
+            if len(tries.read_text()) <= times:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return [1.0] * len(completions)
+
+        return graded
+
+    with working() as workers:
+        assert score([terminated(1)], workers, chunk=None)[0][0] == [1.0] * 5
+        with pytest.raises(RewardError, match=r"was ended by SIGTERM; .*reward_on_failure='none' goes on without"):
+            score([terminated(2)], workers, chunk=None)
+
+
+def test_a_function_that_cannot_be_sent_is_named_with_the_remedy():
+    database = sqlite3.connect(":memory:")
+
+    def queries(completions, **kwargs):
+        return [float(database.in_transaction) for _ in completions]
+
+    message = r"'judge' cannot be sent .*reward_workers=2 \(TypeError.*sqlite3.Connection.*at its first call"
+    with working(2) as workers, pytest.raises(ConfigError, match=message):
+        check_reward_functions([queries], ["judge"], workers=workers)
+
+
+def test_a_function_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch):
+    module = types.ModuleType("made_up_here")
+    exec("def graded(completions, **kwargs): return []", vars(module))
+    monkeypatch.setitem(sys.modules, "made_up_here", module)
+    with working() as workers:
+        check_reward_functions([process_id, module.graded], ["fine", "judge"], workers=workers)
+        with pytest.raises(
+            ConfigError, match=r"'judge' cannot be loaded .*No module named 'made_up_here'.*in a module"
+        ):
+            workers.start()
+
+
+# ---- What fails there -----------------------------------------------------------------------------------------------
+
+
+def unscorable() -> type[Exception]:
+    class Unscorable(ValueError):
+        def __init__(self, first: int, second: int) -> None:  # so that pickle cannot make it again
+            super().__init__(f"{first} and {second}")
+
+    return Unscorable
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [
+        lambda completions, **kwargs: [][1],
+        lambda completions, **kwargs: {}["answer"],
+        lambda completions: [0.0],
+        lambda completions, **kwargs: None,
+    ],
+    ids=["index", "key", "argument", "none"],
+)
+def test_an_error_reads_as_in_the_training_process(raises):
+    with pytest.raises(RewardError) as here:
+        score([raises])
+    with working() as workers, pytest.raises(RewardError) as there:
+        score([raises], workers)
+    assert str(there.value) == str(here.value)
+
+
+def test_an_error_of_a_class_that_cannot_be_pickled_is_named_and_shows_where_it_was_raised():
+    kind = unscorable()
+
+    def graded(completions, **kwargs):
+        raise kind(1, 2)
+
+    with working() as workers, pytest.raises(RewardError, match="raised Unscorable: 1 and 2;") as caught:
+        score([graded], workers)
+    assert "in graded" in str(caught.value.__cause__.__cause__)
+
+
+HANGS = {
+    "loop": "while True: pass",
+    "holds the interpreter lock": "re.match(r'(a+)+$', 'a' * 60 + 'b')",
+    "sleep": "time.sleep(3600)",
+}
+
+
+def hanging(how: str, folder: Path) -> Callable[..., Any]:
+    """A function that hangs on the completion "ccc", with a process that it has started."""
+    code = HANGS[how]
+
+    def graded(completions, **kwargs):
+        if "ccc" in completions:
+            other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            (folder / "pids").write_text(f"{os.getpid()} {other.pid}")
+            exec(code, {"re": re, "time": time})
+        return [1.0] * len(completions)
+
+    return graded
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(how, tmp_path, caplog):
+    faults = Faults(timeout=2.0, on_failure="none")
+    with working(2) as workers:
+        rewards, _ = score([hanging(how, tmp_path), process_id], workers, faults)
+        assert rewards[0] == [1.0, 1.0, None, None, 1.0]
+        assert None not in rewards[1]
+        assert "no answer within reward_timeout=2.0 seconds" in caplog.text
+        assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+        assert None not in score([process_id], workers, faults)[0][0]
+
+
+ENDINGS = {
+    "os._exit(0)": "its process ended with status 0",
+    "os._exit(7)": "its process ended with status 7",
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process was ended by SIGKILL, as the system does where memory ends",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "its process was ended by SIGSEGV",
+    "sys.exit(3)": "SystemExit: 3",
+}
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
+    def graded(completions, **kwargs):
+        if "ccc" in completions and len(list(tmp_path.iterdir())) < 2:
+            (tmp_path / f"{time.monotonic_ns()}").touch()
+            exec(code, {"os": os, "signal": signal, "sys": sys})
+        return [1.0] * len(completions)
+
+    with working() as workers:
+        with pytest.raises(RewardError, match=re.escape(ENDINGS[code])):
+            score([graded], workers)
+        assert score([graded], workers, Faults(retries=1))[0] == [[1.0] * 5]
+        assert "try 2 of 2 follows" in caplog.text
+
+
+def test_a_worker_that_dies_while_it_is_idle_is_replaced():
+    with working() as workers:
+        [[first, *_]], _ = score([process_id], workers)
+        os.kill(int(first), signal.SIGKILL)
+        assert gone(int(first))
+        [[second, *_]], _ = score([process_id], workers)
+        assert second != first
+
+
+def test_the_first_chunk_that_fails_ends_those_that_wait(tmp_path):
+    def graded(completions, **kwargs):
+        (tmp_path / completions[0]).touch()
+        raise ValueError(completions[0])
+
+    with working() as workers:
+        with pytest.raises(RewardError, match="raised ValueError: a;"):
+            score([graded, graded], workers, chunk=1)
+        score([process_id], workers)
+    assert len(list(tmp_path.iterdir())) < 5
+
+
+# ---- The end --------------------------------------------------------------------------------------------------------
+
+
+def test_workers_end_with_their_owner_also_in_a_call(tmp_path):
+    workers = RewardWorkers(2, 0)
+    checked = check_reward_functions([hanging("loop", tmp_path)], ["hangs"], workers=workers)
+
+    def call() -> None:
+        with contextlib.suppress(RewardError):
+            checked[0](**ROWS)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not (tmp_path / "pids").exists() or " " not in (tmp_path / "pids").read_text():
+        time.sleep(0.02)
+    idle = int(score([process_id], workers)[0][0][0])
+    pids = [idle, *map(int, (tmp_path / "pids").read_text().split())]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    workers.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_workers_end_when_nothing_refers_to_them():
+    workers = RewardWorkers(1, 0)
+    pid = int(score([process_id], workers)[0][0][0])
+    del workers
+    gc.collect()
+    assert gone(pid)
+
+
+SCRIPT = """
+    import os, re, signal, subprocess, sys, threading, time
+    import accelerate
+    from grpo_ext.rewards.guard import check_reward_functions
+    from grpo_ext.rewards.pool import RewardWorkers
+
+    print("imported", flush=True)
+    accelerate.PartialState()
+    LENGTHS = {"a": 1.5}
+
+    def graded(completions, **kwargs):
+        return [LENGTHS[c] for c in completions]
+
+    def hangs(completions, **kwargs):
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        open(sys_argv[1], "w").write(f"{os.getpid()} {other.pid} ")
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+    sys_argv = sys.argv
+    workers = RewardWorkers(1, 0)
+    fine, stuck = (check_reward_functions([f], [f.__name__], workers=workers)[0] for f in (graded, hangs))
+    print(fine(prompts=["p"], completions=["a"]), flush=True)
+    threading.Thread(target=stuck, kwargs={"prompts": ["p"], "completions": ["a"]}, daemon=True).start()
+    while not os.path.exists(sys.argv[1]) or open(sys.argv[1]).read().count(" ") < 2:
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    "ends", ["os.kill(os.getpid(), signal.SIGKILL)", pytest.param("raise ValueError", marks=pytest.mark.full)]
+)
+def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(ends, tmp_path):
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(textwrap.dedent(SCRIPT) + ends)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script, pids], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.splitlines() == ["imported", "[1.5]"], done.stderr  # the script was run once
+    assert done.returncode == (1 if "raise" in ends else -signal.SIGKILL)
+    assert all(gone(int(pid)) for pid in pids.read_text().split())

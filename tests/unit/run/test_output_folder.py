@@ -1,0 +1,80 @@
+"""The folder of a run: taken by one run at a time, and a sentence where it cannot be written to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from accelerate import PartialState
+
+from grpo_ext.errors import CheckpointError, ConfigError
+from grpo_ext.run import output_folder
+from grpo_ext.run.manifest import MANIFEST, write_manifest
+from grpo_ext.run.output_folder import HeldFolder, create_output_dir
+
+
+@pytest.fixture(autouse=True)
+def logging() -> None:
+    PartialState()  # Accelerate's loggers want to know the process
+
+
+def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
+    together, runs = threading.Barrier(4), [HeldFolder() for _ in range(4)]
+
+    def take(run: HeldFolder) -> tuple[str, str]:
+        together.wait(60)
+        return run.take(str(tmp_path / "out"), in_place=False)
+
+    with ThreadPoolExecutor(len(runs)) as threads:
+        folders, writers = zip(*threads.map(take, runs))
+    assert sorted(folders) == [str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")]
+    assert len(set(writers)) == 4
+
+
+def test_a_folder_that_was_released_is_taken_again(tmp_path):
+    first, second = HeldFolder(), HeldFolder()
+    assert first.take(str(tmp_path), in_place=False)[0] == str(tmp_path)
+    assert second.take(str(tmp_path), in_place=False)[0] == f"{tmp_path}-2"
+    first.release()
+    assert HeldFolder().take(str(tmp_path), in_place=False)[0] == str(tmp_path)
+
+
+def test_the_other_run_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(output_folder, "_PATIENCE", 0.0)
+    folder, other = str(tmp_path / "out"), HeldFolder()
+    other.take(folder, in_place=False)
+    with pytest.raises(CheckpointError, match="out belongs to another run that has just begun, and two runs would"):
+        HeldFolder().take(folder, in_place=True)
+    write_manifest(folder, [{"started": "2026-11-23T16:00:00+00:00", "process": 4242, "finished": None}])
+    with pytest.raises(CheckpointError, match=r"another run \(process 4242, started 2026-11-23T16:00:00\+00:00\)"):
+        HeldFolder().take(folder, in_place=True)
+    assert HeldFolder().take(folder, in_place=False)[0] == f"{folder}-2"
+    assert f"{folder} belongs to another run (process 4242, started 2026" in caplog.text
+    other.release()
+    HeldFolder().take(folder, in_place=True)
+
+
+def test_what_a_run_that_was_killed_left_unfinished_is_cleared_once_the_folder_is_taken(tmp_path):
+    half = tmp_path / "_writing-77-aa" / "checkpoint-2"
+    half.mkdir(parents=True)
+    HeldFolder().take(str(tmp_path), in_place=True)
+    assert not half.parent.exists()
+
+
+def test_a_folder_that_cannot_be_made_or_written_to_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir='.*file/out' cannot be written to \(Not a directory\); name a"):
+        create_output_dir(tmp_path / "file" / "out")
+    with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
+        HeldFolder().take("/proc/self", in_place=True)  # a folder in which nobody may make a file
+
+
+def test_a_manifest_on_a_full_disk_is_a_sentence_and_leaves_nothing_behind(tmp_path):
+    write_manifest(tmp_path, [{"step": 1}])
+    (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\).*free some space"):
+        write_manifest(tmp_path, [{"step": 2}])
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
+    assert json.loads((tmp_path / MANIFEST).read_text())["trainings"] == [{"step": 1}]
