@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ RANK = os.environ.get("RANK", "0")
 
 def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
     """Fail in the second step, at a place, on the processes named."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, when the first process has ended
 
     def fail(where: str) -> None:
         if where == place and RANK in ranks and trainer.state.global_step == 1:

@@ -28,10 +28,9 @@ def raised(folder: Path, place: str, ranks: str, lag: int = 0, launcher: bool = 
 
 @pytest.mark.parametrize(("place", "failure"), [("reward", REWARD), ("loss", LOSS)])
 def test_the_failure_of_one_process_is_named_by_the_other(tmp_path, place, failure):
-    (first, second), output = raised(tmp_path, place, "1")
+    (first, second), _ = raised(tmp_path, place, "1")
     assert first.startswith(f"ProcessError: process 1 failed: {failure}")
     assert second.startswith(failure)
-    assert "Connection closed by peer" not in output
 
 
 @pytest.mark.full
