@@ -498,7 +498,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "callback_handler",
     "chat_template",
     "chat_template_kwargs",
-    "control",
     "environment_factories",
     "environments",
     "eos_token_ids",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import TIMEOUT_MAX
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 import trl
@@ -22,8 +25,9 @@ from .algorithms.advantages import check_estimator, probe_estimator
 from .algorithms.losses import LOSS_TYPES, LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of, require_whole
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .precision.scale_rule import INITIAL_SCALE, ScaleRule
+from .runtime.quiet import quiet
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
 
 _LAYOUT_FIELDS = (
@@ -271,6 +275,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         compat.verify()
+        self._refuse_text()
         self._check_names()
         self._check_forward()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -303,7 +308,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.generation_batch_size = self.steps_per_generation = None
         self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
-            super().__post_init__()
+            with quiet():
+                super().__post_init__()
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
@@ -343,6 +349,18 @@ class GRPOConfig(trl.GRPOConfig):
     def _asks_for_deepspeed(self) -> bool:
         """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
         return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
+
+    def _refuse_text(self) -> None:
+        """Refuse text where a field takes numbers or truth values; transformers takes it, and fails later.
+
+        Raises:
+            ConfigError: names the field.
+        """
+        for name, kinds in _untexted().items():
+            if isinstance(value := getattr(self, name), str):
+                wanted = "True or False" if bool in kinds else f"a number ({name}={value})"
+                yaml = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if float in kinds and "e" in value else ""
+                raise ConfigError(f"{name}={value!r} is text; the field takes {wanted}, without quotes{yaml}.")
 
     def _check_names(self) -> None:
         known = {
@@ -585,7 +603,8 @@ class GRPOConfig(trl.GRPOConfig):
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
         """The configuration of a trainer: the given one, TRL's converted, or a default named after the model."""
         if args is None:
-            name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
+            place = getattr(getattr(model, "config", None), "_name_or_path", "")
+            name = model if isinstance(model, str) else str(place)
             return cls(f"{name.split('/')[-1]}-GRPO")
         return args if isinstance(args, GRPOConfig) else cls.from_trl(args)
 
@@ -626,6 +645,29 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
+
+@functools.cache
+def _untexted() -> dict[str, set[Any]]:
+    """The types of every field that takes numbers and truth values alone."""
+    kinds = {name: set(get_args(hint)) or {hint} for name, hint in get_type_hints(GRPOConfig).items()}
+    return {name: kind for name, kind in kinds.items() if kind <= {int, float, bool, type(None)}}
+
+
+def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
+    """A dataclass's `__init__`, which says of an unknown field which one may be meant."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - known.keys():
+            hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
+            raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+GRPOConfig.__init__ = _naming_fields(GRPOConfig.__init__)  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

@@ -58,6 +58,10 @@ class MemoryShortageError(GrpoExtError):
     """The smallest possible piece of work does not fit into the device's memory."""
 
 
+class ProcessError(GrpoExtError):
+    """Another process of the run has failed, and this one cannot go on without it."""
+
+
 class LaunchError(GrpoExtError):
     """The processes of a launch ended without results."""
 

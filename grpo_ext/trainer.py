@@ -59,8 +59,9 @@ from .run.recorded_completions import RecordedCompletions, record
 from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
-from .runtime.collectives import from_main_process, leave_in_order
+from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
+from .runtime.quiet import quiet
 from .sampling.ahead import RolloutsAhead, StoppedWaiting
 from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
@@ -68,7 +69,7 @@ from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import RewardSettings, RolloutSampler, TrlScoring
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .sampling.turns import Generation, ScoringCall
-from .sampling.twin import begin_ahead
+from .sampling.twin import begin_ahead, described
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -140,9 +141,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         environment_factory: Any = None,
     ) -> None:
         compat.verify()
-        if not isinstance(model, str):
-            checks.check_causal_lm(model)
         config = GRPOConfig.for_model(args, model)
+        checks.check_model(model, config)
         if config.rollout_lag:
             checks.refuse_own_forward(model)
         leave_in_order()
@@ -153,6 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         environment_factory = checked_environments(environment_factory, config.tool_timeout, rows)
         if processing_class is None:
             processing_class = compat.processing_class_of(model, config)
+        checks.check_end_token(processing_class, model)
         with_images = isinstance(processing_class, ProcessorMixin)
         if tools or environment_factory:
             check_tools(tools or [], processing_class, checks.first_rows(train_dataset, eval_dataset))
@@ -310,7 +311,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        loader = make_eval_loader(dataset, self._sampler.slices(self.num_generations_eval))
+        slices = self._sampler.slices(self.num_generations_eval)
+        loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
         self._sampler.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
         return loader
 
@@ -352,7 +354,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self._threads):
+        with torch.no_grad(), pinned(self._threads), quiet(), naming_failures():
             completions = self._prepare_inputs(inputs)
             context = self._step_runner.evaluate(self.model, completions, self._terms(model))
             self._clock.take()  # the phases that are logged are those of training
@@ -438,7 +440,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.top_entropy_quantile,
             self.aux_loss_enabled,
             experts_per_token(self.model),
+            self._between_micro_batches,
         )
+
+    def _between_micro_batches(self) -> None:
+        """The event that transformers' loop has between batches; a step and an evaluation are one batch to it."""
+        event = "on_substep_end" if self.model.training else "on_prediction_step"
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
 
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
@@ -831,17 +839,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
             self._announce()
             with (
+                quiet(),
                 pinned(self._threads),
                 computing_with(self._divided_threads()),
                 self._keeper.running(checkpoint, lambda: self.state),
                 self._telling_callbacks(),
+                naming_failures(),
             ):
                 try:
                     result = super().train(checkpoint, trial, ignore_keys_for_eval)
                 finally:
                     self._end_ahead()
-            limits = self._step_runner.limits
-            if limits.failures:
+            if (limits := self._step_runner.limits).failures:
                 self._keeper.say(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
@@ -885,18 +894,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
         drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
         form = self._scorer.described(self.model)
-        precision = None
-        if self.args.bf16:
-            slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
-            precision = f"bfloat16 (TRL's default){slower}"
-        ahead, lag = None, self.args.rollout_lag
-        if lag:
-            moved = self.ref_model.parameters() if self.ref_model is not None and self.args.sync_ref_model else ()
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
-            size = "this process's part of" if self._scorer.sharded else f"{mebibytes:,.0f} MiB,"
-            ahead = f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
-        rewards = self._sampler.where_rewards_run()
+        slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
+        precision = f"bfloat16 (TRL's default){slower}" if self.args.bf16 else None
+        ahead, rewards = described(self), self._sampler.where_rewards_run()
         plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead, rewards)
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 

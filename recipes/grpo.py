@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip  (before TRL)
+from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
+from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 import trl

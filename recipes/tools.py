@@ -11,7 +11,8 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip  (before TRL)
+from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
+from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 from accelerate.state import PartialState

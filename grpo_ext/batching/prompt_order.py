@@ -225,7 +225,16 @@ class FurtherPrompts:
 
 
 class StepLoader(DataLoader):
-    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside."""
+    """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside.
+
+    Attributes:
+        micro_batches: of an evaluation: its length, as progress bars count it; None: the length is the items'.
+    """
+
+    micro_batches: int | None = None
+
+    def __len__(self) -> int:
+        return super().__len__() if self.micro_batches is None else self.micro_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
@@ -268,12 +277,17 @@ def make_loader(
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
 
 
-def make_eval_loader(prompts: Any, rule: ProcessSlices) -> StepLoader:
-    """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means."""
+def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> StepLoader:
+    """The evaluation loader: one item, the whole set, so that metrics are means over it and not means of means.
+
+    Its length is the micro-batches of `micro_batch` completions on one process.
+    """
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = _EvalSet(rows, rule, layout)
-    return StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
+    loader = StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
+    loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
+    return loader
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ is checked of a trainer that TRL's constructor has built; the rest can be asked 
 
 from .ahead import refuse_own_forward
 from .data import check_data_sets, check_stream, first_rows, with_rows
-from .model import check_causal_lm, loading, refuse_frozen
+from .model import check_end_token, check_model, find_model, loading, refuse_frozen
 from .trainer import check_bitwise, check_trainer, uncovered_sampling, why_logprobs
 
 __all__ = [
     "check_bitwise",
-    "check_causal_lm",
     "check_data_sets",
+    "check_end_token",
+    "check_model",
     "check_stream",
     "check_trainer",
+    "find_model",
     "first_rows",
     "loading",
     "refuse_frozen",

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.quantised import outlier_thresholds
 from ..precision.loss_scaler import half_weights
+from ..runtime.quiet import quiet
 
+_HUB_SECONDS = 10.0
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
 # what these kinds of PEFT adapters do in a forward pass
@@ -21,6 +34,15 @@ _SPLIT_DEPENDENT_ADAPTERS = {
     "LILY": "averages its router over the micro-batch",
     "PVERA": "draws noise for each micro-batch",
 }
+
+
+def check_model(model: Any, config: GRPOConfig) -> None:
+    """`find_model` of a name, and `check_causal_lm` of an object."""
+    if isinstance(model, str):
+        load: Any = config.model_init_kwargs or {}
+        find_model(model, load, says=config.process_index == 0)
+    else:
+        check_causal_lm(model)
 
 
 def check_causal_lm(model: Any) -> None:
@@ -38,6 +60,72 @@ def check_causal_lm(model: Any) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+
+
+def find_model(name: str, load: Mapping[str, Any], says: bool = True) -> None:
+    """Print which model is loaded, and from where; the Hub is asked once (by transformers six times for every file).
+
+    Args:
+        load: arguments of `from_pretrained`.
+        says: this process prints.
+
+    Raises:
+        ModelError: there is no such folder, and the Hub has no such model, or cannot be asked.
+    """
+    say = functools.partial(print, flush=True) if says else lambda line: None
+    if Path(name).exists():
+        say(f"Loading model {name} ...")
+        return
+    place: dict[str, Any] = {key: load[key] for key in ("revision", "token") if load.get(key) is not None}
+    absent = f"model {name!r} is no folder here (looked in {Path.cwd()})"
+    try:
+        huggingface_hub.snapshot_download(name, local_files_only=True, cache_dir=load.get("cache_dir"), **place)
+        say(f"Loading model {name} from the Hub's cache ...")
+        return
+    except HFValidationError:
+        raise ModelError(
+            f"{absent}, and no name of a model of the Hub, which are `owner/name`; check the path."
+        ) from None
+    except LocalEntryNotFoundError:
+        say(f"{name} is no folder here; trying the Hub ...")
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=_HUB_SECONDS, **place)
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{absent}, and the Hub has no model of this name that is open to you; check the path or the name, and "
+            "log in (`hf auth login`) if it is private."
+        ) from None
+    except OfflineModeIsEnabled:
+        raise ModelError(
+            f"{absent}, and not in the Hub's cache, which alone is read with HF_HUB_OFFLINE=1; check the path, or "
+            "unset HF_HUB_OFFLINE."
+        ) from None
+    except HfHubHTTPError:  # the Hub is there and says something else: transformers asks again, and explains it
+        return
+    except Exception as error:  # of the network, by whichever library huggingface_hub talks through
+        raise ModelError(
+            f"{absent}, and the Hub could not be asked for a model of this name ({type(error).__name__}: {error}); "
+            "check the path, or the network."
+        ) from None
+
+
+def check_end_token(processing_class: Any, model: Any) -> None:
+    """Refuse a tokenizer without an end token, at which completions end and with which the others are filled up.
+
+    Raises:
+        ModelError: names the end token of the model, where that has one.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.eos_token_id is not None:
+        return
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    token = "'<the token>'" if not isinstance(first, int) else repr(tokenizer.convert_ids_to_tokens(first))
+    raise ModelError(
+        f"the tokenizer ({type(tokenizer).__name__}) has no end token, at which a completion ends; set it before the "
+        f"trainer is built, tokenizer.eos_token = {token}, and pass it as processing_class; or save it in the model's "
+        "folder."
+    )
 
 
 def refuse_frozen(model: nn.Module) -> None:
@@ -182,7 +270,8 @@ def loading() -> Iterator[None]:
         ConfigError, ModelError: in place of transformers' ImportError and ValueError.
     """
     try:
-        yield
+        with quiet():
+            yield
     except ImportError as error:
         if "quantiz" not in str(error) and "GGUF" not in str(error):
             raise

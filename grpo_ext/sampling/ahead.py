@@ -270,8 +270,9 @@ class RolloutsAhead:
         everyone = gather_lists([(done, said, forms)])
         if error is not None:
             raise error
-        if failed := next((said for _, said, _ in everyone if said is not None), None):
-            raise RolloutError(f"another process could not make its part of a rollout batch: {failed}")
+        for rank, (_, said, _) in enumerate(everyone):
+            if said is not None:
+                raise RolloutError(f"process {rank} could not make its part of a rollout batch: {said}")
         if not all(done for done, _, _ in everyone):
             raise StoppedWaiting
         if len({forms for _, _, forms in everyone}) > 1:

@@ -27,6 +27,18 @@ from .ahead import RolloutsAhead, Sampled, Worker
 from .tool_calls import TimedTools
 
 
+def described(trainer: Any) -> str | None:
+    """How far a trainer samples ahead and what it holds for that, in words; None where it does not."""
+    lag, reference = trainer.args.rollout_lag, trainer.ref_model
+    if not lag:
+        return None
+    moved = reference.parameters() if reference is not None and trainer.args.sync_ref_model else ()
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
+    size = "this process's part of" if trainer._scorer.sharded else f"{mebibytes:,.0f} MiB,"
+    return f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
+
+
 def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
     """What samples ahead for a trainer.
 

@@ -54,18 +54,20 @@ def run_micro_batches(
     gradients: NativeGradients | None,
     micro_batches: Sequence[MicroBatch],
     loss_of: Callable[[MicroBatch], torch.Tensor],
+    between: Callable[[], None] = lambda: None,
 ) -> None:
     """Forward and backward over the micro-batches inside Accelerate's `accumulate`; then one sum over the processes.
 
     Args:
         gradients: how gradients are added up; None where the engine (FSDP, DeepSpeed) does it, in its last backward.
+        between: runs after every micro-batch but the last.
 
     Raises:
         StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
     if gradients is None:
-        _run_sharded(accelerator, model, micro_batches, loss_of)
+        _run_sharded(accelerator, model, micro_batches, loss_of, between)
         return
     # more than there are, so that none synchronises; a power of two, so that dividing by it is exact
     count = 1 << len(micro_batches).bit_length()
@@ -74,7 +76,9 @@ def run_micro_batches(
     with out_of_memory_on_all(accelerator, gradients.discard):
         gradients.start()
         try:
-            for micro_batch in micro_batches:
+            for number, micro_batch in enumerate(micro_batches):
+                if number:
+                    between()
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(micro_batch) * count)
         finally:
@@ -90,6 +94,7 @@ def _run_sharded(
     model: torch.nn.Module,
     micro_batches: Sequence[MicroBatch],
     loss_of: Callable[[MicroBatch], torch.Tensor],
+    between: Callable[[], None],
 ) -> None:
     """The micro-batches of an engine that reduces gradients in the backward pass.
 
@@ -103,7 +108,9 @@ def _run_sharded(
     accelerator.gradient_accumulation_steps = count
     accelerator.step = 0
     try:
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
+            if number:
+                between()
             with accelerator.accumulate(model), deepspeed_minimum():
                 accelerator.backward(loss_of(micro_batch) * scale, **options)
     finally:

@@ -51,6 +51,7 @@ class StepTerms:
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
+        between: runs after every micro-batch of this process but the last.
     """
 
     loss_of: Callable[[Inputs], torch.Tensor]
@@ -59,6 +60,7 @@ class StepTerms:
     top_entropy_quantile: float = 1.0
     router: bool = False
     experts_per_token: int = 1
+    between: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ class OptimizerStep:
                 with self.clock.phase("window"), self.scorer.running(model):
                     context = self.measure(model, rollout, plan, terms, gradients)
                     part_of_loss = functools.partial(self._loss, rollout, context, terms)
-                    run_micro_batches(self.accelerator, model, gradients, plan.micro_batches, part_of_loss)
+                    run_micro_batches(
+                        self.accelerator, model, gradients, plan.micro_batches, part_of_loss, terms.between
+                    )
                 return context, plan
             except StepOutOfMemory as shortage:
                 reason = str(shortage)
@@ -132,7 +136,9 @@ class OptimizerStep:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `run`."""
         plan = self.plan(model, rollout, self.args.per_device_eval_batch_size, terms)
         context = self.measure(model, rollout, plan, terms)
-        for part in plan.micro_batches:
+        for number, part in enumerate(plan.micro_batches):
+            if number:
+                terms.between()
             self._loss(rollout, context, terms, part)
         return context
 

@@ -15,6 +15,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 def quiet_libraries() -> None:
     """Keep the libraries' remarks off the console; this project's own warnings stay."""
+    from . import starting  # noqa: F401, isort: skip  (before they are imported)
     import datasets
     from transformers.utils import logging as transformers_logging
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.support.tool_runs import CASES, SETTINGS
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
-NAMES = [name for name in CASES if name != "leak"]
+NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
 SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
 FULL = ("scripted", "dynamic", "tools")
 
@@ -144,11 +145,26 @@ def test_twins_are_told_apart(runs):
     assert {True, False} in turns.values()
 
 
-def test_a_tool_that_answers_what_its_process_knows_is_seen(runs):
-    (alone,) = runs("leak", 1, 24)
-    one, other = runs("leak", 2, SIZES["leak"])
-    assert one["table"]["transcript"] == other["table"]["transcript"] != alone["table"]["transcript"]
+@pytest.mark.parametrize(("name", "column"), [("leak", "transcript"), ("partial", "Partial")])
+def test_a_tool_or_a_reward_that_knows_its_process_is_seen(runs, name, column):
+    (alone,) = runs(name, 1, 24)
+    one, other = runs(name, 2, SIZES[name])
+    assert one["table"][column] == other["table"][column] != alone["table"][column]
     assert error(alone["update"], one["update"]) > DIFFERENT
+
+
+def test_environments_give_rewards_on_every_process_and_hang_and_fail_on_one(runs):
+    (alone,), seen = runs("rewarding", 1, 24), runs("rewarding", 2, SIZES["rewarding"])
+    here = [Counter(one["happened"]) for one in seen]
+    assert sum(here, Counter()) == Counter(alone["happened"])
+    assert all(counts["Game"] and counts["Broken"] for counts in here)
+    assert [(counts["hung"] > 0, counts["failed"] > 0) for counts in here] == [(False, False), (True, True)]
+    table = alone["table"]
+    asked = [not math.isnan(reward) for reward in table["Broken"]]  # NaN: does not apply
+    hung = [row for row, line in enumerate(table["transcript"]) if "tool_timeout=0.7" in line]
+    assert 0 < len(hung) <= here[1]["hung"]  # an answer for which there is no room is left out
+    assert not any(asked[row] or math.isnan(table["transcript_reward"][row]) for row in hung)
+    assert sum(asked) == sum(counts["Broken"] for counts in here)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])

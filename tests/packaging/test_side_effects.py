@@ -3,8 +3,10 @@ What TRL's own import changes is TRL's."""
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,39 @@ def test_import_changes_nothing():
 def test_importing_the_trainer_changes_no_more_than_trl_does():
     theirs = f"{SEEDED}; from trl import GRPOConfig, GRPOTrainer"
     assert differences(*states(theirs, "from grpo_ext import Console, GRPOConfig, GRPOTrainer")[1:]) == {}
+
+
+LOADING = "Loading torch, transformers and TRL ...\n"
+HEAR = "import os, sys; sys.stderr = sys.stdout; "
+
+
+def test_importing_the_trainer_says_nothing():
+    assert python("-c", f"{HEAR}from grpo_ext import Console, GRPOConfig, GRPOTrainer", cwd=ROOT) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import grpo_ext.tools.starting", "Loading torch, transformers and TRL ...\n"),
+        (
+            "from grpo_ext.tools.quiet import quiet_libraries as f; f(); f()",
+            "Loading torch, transformers and TRL ...\n",
+        ),
+        ("os.environ['RANK'] = '1'; import grpo_ext.tools.starting", ""),
+        ("sys.modules['torch'] = None; import grpo_ext.tools.starting", ""),
+    ],
+    ids=["a recipe", "a command", "another process", "loaded already"],
+)
+def test_an_import_that_takes_seconds_is_announced_once(code, said):
+    assert python("-c", HEAR + code, cwd=ROOT) == said
+
+
+@pytest.mark.parametrize("recipe", ["grpo.py", "tools.py"])
+def test_recipes_announce_it_before_they_import(recipe):
+    tree = ast.parse((ROOT / "recipes" / recipe).read_text())
+    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [f"{getattr(node, 'module', '')}.{node.names[0].name}".strip(".") for node in nodes]
+    assert next(n for n in names if n.split(".")[0] not in sys.stdlib_module_names) == "grpo_ext.tools.starting"
 
 
 def test_a_change_would_be_found():

@@ -93,6 +93,8 @@ async def refuse(number: int) -> str:
 
 
 calls_here = [0]
+happened: list[str] = []  # on this process: the environments that were asked for a reward, what hung, what failed
+HANGS, FAILS = 3, 1  # sizes of rows
 DIES_AT: dict[str, int] = {}  # the call that kills the process, by the number of the process
 
 
@@ -140,7 +142,33 @@ class Game:
         return "so " * (self.size + number % 3)
 
     def get_reward(self) -> float:
+        happened.append(type(self).__name__)
         return self.calls / (1 + self.size)
+
+
+class Broken(Game):
+    """One that hangs in the rows of one size, and fails in those of another."""
+
+    def tell(self, number: int) -> str:
+        """Tell at length, if at all.
+
+        Args:
+            number: How long.
+        """
+        if self.size == HANGS:
+            happened.append("hung")
+            time.sleep(600)
+        if self.size == FAILS:
+            happened.append("failed")
+            raise ValueError(f"out of order {number % 2}")
+        return super().tell(number)
+
+
+class Partial(Game):
+    """One whose reward knows its process: no split could learn the same."""
+
+    def get_reward(self) -> float:
+        return super().get_reward() + int(os.environ.get("RANK", "0")) * self.calls
 
 
 class Shop:
@@ -161,6 +189,7 @@ class Shop:
         return f"is {len(self.asked)}"
 
     async def get_reward(self) -> float:
+        happened.append(type(self).__name__)
         await asyncio.sleep(0)
         return sum(self.asked) % 5 / 5
 
@@ -292,7 +321,15 @@ CASES = {
         all_at_once,
         config={"max_steps": 3, "rollout_lag": 2, "tool_timeout": 5.0},
     ),
+    # on two processes both ask two kinds of environments for rewards, and those of one hang and fail
+    "rewarding": Case(
+        {"environment_factory": {"game": Game, "broken": Broken}},
+        ["tell", "count"],
+        kinds=["game", "broken"],
+        config={"tool_timeout": 0.7, "global_batch_size": 32, "max_completion_length": 120},
+    ),
     "leak": Case({"tools": [leak]}, ["leak"]),
+    "partial": Case({"environment_factory": Partial}, ["tell", "count"]),
 }
 
 
@@ -349,6 +386,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
 
     turns.sample_chunk = remembered
     calls_here[0] = 0
+    happened.clear()
     before = parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -370,6 +408,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "weights": parameters(trainer),
         "said": said,
         "calls": calls_here[0],
+        "happened": list(happened),
     }
 
 

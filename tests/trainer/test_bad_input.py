@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
+import pickle
+from unittest.mock import MagicMock
+
+import huggingface_hub
 import pytest
 import torch
 import transformers
 import trl
 from datasets import Dataset
+from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -60,7 +68,13 @@ SIZES = [
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
     ({"tool_timeout": -1}, ["tool_timeout=-1", "more than 0"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
-    ({"reward_timeout": "5"}, ["reward_timeout='5'", "more than 0"]),
+    ({"reward_timeout": "5"}, ["reward_timeout='5'", "a number (reward_timeout=5)"]),
+    ({"learning_rate": "1e-4"}, ["learning_rate='1e-4'", "a number (learning_rate=1e-4)", "1.0e-4"]),
+    ({"max_steps": "5"}, ["max_steps='5'", "a number (max_steps=5)"]),
+    ({"bf16": "False"}, ["bf16='False'", "True or False"]),
+    ({"num_generation": 4}, ["no field 'num_generation'", "did you mean 'num_generations'"]),
+    ({"global_batch": 4, "learning_rates": 1.0}, ["no field", "did you mean"]),
+    ({"xyzzy": 4}, ["no field 'xyzzy'", "help(GRPOConfig)"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]
 
@@ -141,6 +155,97 @@ def test_a_model_without_a_head_is_refused(tmp_path):
 def test_a_model_object_without_a_name_needs_its_tokenizer(tmp_path):
     with pytest.raises(ConfigError, match="pass the tokenizer as processing_class"):
         build(tmp_path, extra={"processing_class": None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("object", "tokenizer.eos_token = '<eos>'"),
+        ("several", "tokenizer.eos_token = '<eos>'"),
+        ("path", "<the token>"),
+    ],
+)
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path, kind, named):
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    tokenizer.eos_token = None
+    if kind == "several":
+        model.generation_config.eos_token_id = [1, 5]
+    if kind == "path":
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        model = str(tmp_path / "model")
+    with pytest.raises(ModelError, match="no end token") as error:
+        build(tmp_path, model=model, extra={"processing_class": None if kind == "path" else tokenizer})
+    assert named in str(error.value)
+
+
+ABSENT = {
+    "runs/nope": ["no folder here", "not in the Hub's cache", "HF_HUB_OFFLINE=1"],
+    "nope": ["no folder here", "not in the Hub's cache"],
+    "/runs/nope": ["'/runs/nope' is no folder here", "no name of a model of the Hub"],
+    "runs/demo 1": ["no folder here", "no name of a model of the Hub"],
+    "runs/a/b": ["no folder here", "no name of a model of the Hub"],
+}
+
+
+@pytest.mark.parametrize("own_tokenizer", [False, True])
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_model_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path, monkeypatch, name, own_tokenizer):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    extra = {"processing_class": tiny_tokenizer() if own_tokenizer else None}
+    with pytest.raises(ModelError) as error:
+        build(tmp_path, model=name, extra=extra)
+    assert all(words in str(error.value) for words in ABSENT[name]), str(error.value)
+
+
+ANSWERS = {
+    "no network": (OSError("Name or service not known"), "could not be asked.*OSError: Name or service not known"),
+    "unknown": (RepositoryNotFoundError("404", response=MagicMock()), "has no model of this name"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_the_hub_is_asked_once_and_that_is_said(tmp_path, monkeypatch, capsys, answer):
+    asked, (error, words) = [], ANSWERS[answer]
+
+    def model_info(self, name, **options):
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with pytest.raises(ModelError, match=words):
+        build(tmp_path, model="runs/nope", extra={"processing_class": None})
+    assert asked == ["runs/nope"]
+    assert capsys.readouterr().out == "runs/nope is no folder here; trying the Hub ...\n"
+
+
+def test_what_is_loaded_is_said(tmp_path, capsys):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    build(tmp_path, model=str(tmp_path / "model"), extra={"processing_class": None})
+    assert capsys.readouterr().out == f"Loading model {tmp_path / 'model'} ...\n"
+    build(tmp_path)
+    assert capsys.readouterr().out == ""  # an object is loaded already
+
+
+def test_settings_can_be_copied_and_changed(tmp_path):
+    config = GRPOConfig(**config_kwargs(tmp_path))
+    assert copy.copy(config).num_generations == pickle.loads(pickle.dumps(config)).num_generations == 4
+    assert dataclasses.replace(config, learning_rate=0.5).learning_rate == 0.5
+    with pytest.raises(ConfigError, match="did you mean 'num_generations'"):
+        dataclasses.replace(config, num_generation=2)
+    assert inspect.signature(GRPOConfig).parameters["num_generations"].default == 8
+
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        depth: int = 3
+
+    mine = Mine(**config_kwargs(tmp_path), depth=4)
+    assert (mine.depth, mine.num_generations) == (4, 4)
+    options = ["--output_dir", str(tmp_path), "--depth", "5", "--learning_rate", "1e-4", "--bf16", "False"]
+    (parsed,) = transformers.HfArgumentParser(Mine).parse_args_into_dataclasses(options)
+    assert (parsed.depth, parsed.learning_rate, parsed.bf16) == (5, 1e-4, False)
 
 
 def test_something_that_is_no_model_is_refused(tmp_path):

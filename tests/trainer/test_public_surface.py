@@ -25,7 +25,7 @@ reward_timeout rollout_batch_size rollout_chunk_size score_completions_only skip
 """
 ERRORS = """
 CheckpointError ConfigError ContractError DataError GrpoExtError MemoryShortageError ModelError PrecisionError
-RewardError RolloutError SplitDependentError
+ProcessError RewardError RolloutError SplitDependentError
 """
 # beside these, `plan`, `check` and `bench` take every option of recipes/grpo.py
 COMMANDS = {

@@ -11,6 +11,7 @@ from typing import Any
 from trl import ModelConfig
 
 from ...batching.sizes import SETTINGS, ceil_div
+from ...checks import find_model
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ..data import prompt_lengths
@@ -67,6 +68,8 @@ def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if (dtype := load.pop("dtype")) not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype={dtype!r}: a bench has weights in float32 or bfloat16; use one of them.")
     refuse_ours(settings)
+    if (name := model.model_name_or_path) is not None and not name.endswith(".json"):
+        find_model(name, load, says=False)
     skipped = {*left_out(settings), *OF_A_SHAPE, "model_name_or_path", "dtype"}
     used = {**fields_of(settings, GRPOConfig), **fields_of(settings, ModelConfig), "model_init_kwargs": load}
     return {name: value for name, value in used.items() if name not in skipped}, dtype

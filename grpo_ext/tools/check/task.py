@@ -12,6 +12,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
+from ...checks import find_model
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
 from ..options import (
@@ -74,7 +75,9 @@ def load_task(given: Mapping[str, Any]) -> Task:
         task = load_demo_named(script, model)
         source, dataset, about = str(task.model_path), task.train_dataset, f"the demo: {task.about}"
     else:
-        source, dataset = str(model.model_name_or_path), load_data(script, training.seed)[0]
+        source = str(model.model_name_or_path)
+        find_model(source, load_arguments(training, model))
+        dataset = load_data(script, training.seed)[0]
         about = f"{source} on {script.dataset_name}"
     settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
     adapter: Any = get_peft_config(model)

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from ...algorithms.keyed_random import uniform
 from ...batching.micro_batches import Form, StepSizes, assign_rows
 from ...batching.sizes import BatchGeometry, ceil_div, group_numbers
+from ...checks import find_model
 from ...config import forms_of
-from ...errors import ConfigError
+from ...errors import ConfigError, ModelError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
 from ...runtime.recompute import PRODUCTS, check_recompute
@@ -40,7 +41,7 @@ def load_config(model: str) -> Any:
     """The configuration of a model id, a folder, or a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or is not of a language model.
+        ConfigError: it cannot be read, or is not of a language model. ModelError: there is no such model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -48,7 +49,10 @@ def load_config(model: str) -> Any:
         if model.endswith(".json"):
             config = AutoConfig.for_model(**json.loads(Path(model).read_text()))
         else:
+            find_model(model, {}, says=False)
             config = AutoConfig.from_pretrained(model)
+    except ModelError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         of_hub = not (model.endswith(".json") or Path(model).exists() or model.count("/") > 1)

@@ -379,8 +379,9 @@ def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream
     g = geometry(chunk_groups=2)
     parts = []
     for rank in range(processes):
-        steps = make_eval_loader(Stream(5) if as_stream else data(5), rule(g, processes, rank))
+        steps = make_eval_loader(Stream(5) if as_stream else data(5), rule(g, processes, rank), micro_batch=3)
         steps.set_epoch(4)
+        assert len(steps) == math.ceil(5 * GENERATIONS / (3 * processes))  # micro-batches of one process
         (item,) = list(steps)
         assert item.request.epoch == 0  # the same completions in every evaluation of the same model
         assert item.request.layout.rollout_prompts == range(5)
@@ -389,7 +390,7 @@ def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream
 
 
 def test_an_empty_evaluation_set_has_no_item():
-    assert list(make_eval_loader([], rule(geometry()))) == []
+    assert list(make_eval_loader([], rule(geometry()), micro_batch=3)) == []
 
 
 def test_what_a_reward_writes_into_a_row_does_not_reach_the_data():

@@ -183,6 +183,19 @@ def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accu
     assert synced == [False, False, False, True] * 2
 
 
+@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
+def test_something_runs_after_every_micro_batch_but_the_last(accelerator, kind):
+    order, model = list[str](), torch.nn.Linear(4, 1, bias=False)
+
+    def loss_of(part: MicroBatch) -> torch.Tensor:
+        order.append("micro-batch")
+        return model(X[list(part.rows)].float()).sum()
+
+    gradients = adding(kind, model, accelerator)
+    run_micro_batches(accelerator, model, gradients, plan(11, 4), loss_of, lambda: order.append("between"))
+    assert order == ["micro-batch", "between", "micro-batch", "between", "micro-batch"]
+
+
 def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
     synced = []
     model = torch.nn.Linear(4, 1)

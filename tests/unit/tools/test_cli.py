@@ -7,12 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import yaml
 from peft import LoraConfig
 from typer.testing import CliRunner
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.tools import cli
 from grpo_ext.tools.cli import app, integers
 from grpo_ext.tools.options import read_settings
@@ -135,6 +136,7 @@ def checked(monkeypatch, tmp_path):
         raise ConfigError("stop here")
 
     monkeypatch.setattr("grpo_ext.tools.check.check", check)
+    monkeypatch.setattr("grpo_ext.tools.check.task.find_model", lambda *names: None)
 
     def run(content, *flags):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
@@ -242,3 +244,16 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert lora == planned({"beta": 0.0}, "--use_peft", "True", "--lora_r", "4") != full
     assert planned({"bf16": False}) == planned({"beta": 0.0}, "--bf16", "False") != full
     assert planned({"gradient_checkpointing": False}) != full
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "bench"])
+def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, command):
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **options: asked.append(name) or 1 / 0)
+    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it would last beyond this test
+    (tmp_path / "data.jsonl").write_text('{"prompt": "ab>", "answer": "ab"}\n')
+    options = ["--model_name_or_path", "runs/nope", "--dataset_name", str(tmp_path / "data.jsonl")]
+    done = runner.invoke(app, [command, *options])
+    assert isinstance(done.exception, ModelError)
+    assert "model 'runs/nope' is no folder here" in str(done.exception)
+    assert asked == ["runs/nope"]

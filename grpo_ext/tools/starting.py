@@ -1,0 +1,7 @@
+"""Imported before torch and TRL, whose import takes seconds: says so, on the main process and on standard error."""
+
+import os
+import sys
+
+if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+    print("Loading torch, transformers and TRL ...", file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""Run by test_failures.py on two processes: a run in which one of them fails, or both, and what each of them raises."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+
+RANK = os.environ.get("RANK", "0")
+
+
+def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
+    """Fail in the second step, at a place, on the processes named."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, when the first process has ended
+
+    def fail(where: str) -> None:
+        if where == place and RANK in ranks and trainer.state.global_step == 1:
+            raise KeyError("no score today")
+
+    def reward(**kwargs: Any) -> list[float]:
+        fail("reward")
+        return letter_reward(**kwargs)
+
+    class Trainer(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            fail("loss")
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = Trainer(
+        tiny_model(),
+        reward,
+        GRPOConfig(**config_kwargs(folder / "run", max_steps=4, rollout_lag=lag)),
+        prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    try:
+        trainer.train()
+    except Exception as error:
+        (folder / f"{RANK}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), int(sys.argv[4]))

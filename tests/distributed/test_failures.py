@@ -1,0 +1,52 @@
+"""One of two processes fails: both say which one, and why, and neither waits for the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import accelerate_launch, two_processes
+
+SCRIPT = Path(__file__).with_name("failing.py")
+REWARD = "RewardError: reward function 'reward' raised KeyError: 'no score today'"
+LOSS = "KeyError: 'no score today'"
+
+
+def raised(folder: Path, place: str, ranks: str, lag: int = 0, launcher: bool = False) -> tuple[list[str], str]:
+    """What each process has raised, with its type, and what all of them printed."""
+    arguments = (str(folder), place, ranks, str(lag))
+    if launcher:
+        done = accelerate_launch(SCRIPT, *arguments, timeout=150)
+        status, output = done.returncode, done.stdout + done.stderr
+    else:
+        status, output = two_processes(SCRIPT, *arguments, timeout=150)
+    assert status, output[-3000:]
+    return [": ".join(json.loads((folder / f"{rank}.json").read_text())) for rank in (0, 1)], output
+
+
+@pytest.mark.parametrize(("place", "failure"), [("reward", REWARD), ("loss", LOSS)])
+def test_the_failure_of_one_process_is_named_by_the_other(tmp_path, place, failure):
+    (first, second), _ = raised(tmp_path, place, "1")
+    assert first.startswith(f"ProcessError: process 1 failed: {failure}")
+    assert second.startswith(failure)
+
+
+@pytest.mark.full
+def test_the_failure_of_process_0_is_named_where_a_launcher_holds_the_store(tmp_path):
+    (first, second), _ = raised(tmp_path, "reward", "0", launcher=True)
+    assert first.startswith(REWARD)
+    assert second.startswith(f"ProcessError: process 0 failed: {REWARD}")
+
+
+def test_what_fails_on_all_processes_is_said_by_each_as_its_own(tmp_path):
+    errors, output = raised(tmp_path, "reward", "0,1")
+    assert all(error.startswith(REWARD) for error in errors)
+    assert "ProcessError" not in output
+
+
+def test_a_failure_beside_training_is_named_with_its_process(tmp_path):
+    (first, second), _ = raised(tmp_path, "reward", "1", lag=1)
+    assert first.startswith(f"RolloutError: process 1 could not make its part of a rollout batch: {REWARD}")
+    assert second.startswith(REWARD)

@@ -1,0 +1,125 @@
+"""Callbacks get the events that they get from TRL: a micro-batch is a substep, and a batch of an evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+
+import grpo_ext
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+
+EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
+# 16 completions a step and 24 an evaluation, in micro-batches of 4
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 4}
+
+
+class Recorder(transformers.TrainerCallback):
+    """Keeps the names of the events in their order, and what the evaluation's loader says its length is."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.lengths: set[int] = set()
+
+
+def recorded(name: str) -> Any:
+    def event(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append(name)
+        if name == "on_prediction_step":
+            self.lengths.add(len(kwargs["eval_dataloader"]))
+
+    return event
+
+
+for name in EVENTS:
+    setattr(Recorder, name, recorded(name))
+
+
+def make(package: Any, folder: Any, *callbacks: Any, trainer_class: Any = None, **settings: Any) -> Any:
+    kwargs = config_kwargs(folder, **{**SIZES, "max_steps": 3, **settings})
+    for name in ("global_batch_size", "rollout_chunk_size"):
+        kwargs.pop(name)
+    return (trainer_class or package.GRPOTrainer)(
+        tiny_model(),
+        letter_reward,
+        package.GRPOConfig(**kwargs),
+        prompts(),
+        prompts(6),
+        processing_class=tiny_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+@stock_scores
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"bf16": None, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch"},
+        {"num_generations_eval": 5, "per_device_eval_batch_size": 5, "gradient_accumulation_steps": 2},
+    ],
+    ids=["evaluations", "default precision and checkpoints", "other sizes"],
+)
+def test_the_events_are_those_of_stock_trl_in_their_order(tmp_path, settings):
+    events = []
+    for package in (trl, grpo_ext):
+        recorder = Recorder()
+        trainer = make(package, tmp_path / package.__name__, recorder, **settings)
+        trainer.train()
+        trainer.evaluate()
+        events.append(recorder.events)
+    stock, ours = events
+    assert Counter(ours) == Counter(stock)
+    assert ours == stock
+    assert Counter(stock)["on_substep_end"] > 0
+    assert Counter(stock)["on_prediction_step"] > 3
+
+
+def test_progress_bars_know_how_many_micro_batches_an_evaluation_has(tmp_path, capsys):
+    recorder = Recorder()
+    trainer = make(grpo_ext, tmp_path, recorder, disable_tqdm=False)
+    trainer.evaluate()
+    assert recorder.lengths == {Counter(recorder.events)["on_prediction_step"]} == {6}
+    assert "6/6" in capsys.readouterr().err
+
+
+class RunsOut(grpo_ext.GRPOTrainer):
+    """The third forward of a run ends in a shortage of memory."""
+
+    forwards = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        if self.forwards == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_a_step_that_runs_again_counts_its_micro_batches_again(tmp_path):
+    recorder = Recorder()
+    trainer = make(grpo_ext, tmp_path, recorder, trainer_class=RunsOut, max_steps=1)
+    trainer.train()
+    # after two of four micro-batches, and then between eight of half the size
+    assert Counter(recorder.events)["on_substep_end"] == 2 + 7
+    assert Counter(recorder.events)["on_step_end"] == 1
+
+
+class Stop(transformers.TrainerCallback):
+    """Asks for a stop, and for a checkpoint, in the middle of the second step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            control.should_training_stop = control.should_save = True
+
+
+def test_a_step_is_whole_where_a_callback_stops_the_run_inside_it(tmp_path):
+    recorder = Recorder()
+    trainer = make(grpo_ext, tmp_path, recorder, Stop())
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert Counter(recorder.events)["on_substep_end"] == 2 * 3
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
