@@ -56,6 +56,11 @@ def _function(module: str, name: str) -> Callable[..., Any]:
     return missing
 
 
+def store_of_processes() -> Any:
+    """The key-value store that torch's process group was made with, for which torch has no public name."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 profiling_context = _function("trl.extras.profiling", "profiling_context")
 get_config_model_id = _function("trl.trainer.utils", "get_config_model_id")
 create_model_from_path = _function("trl.trainer.utils", "create_model_from_path")

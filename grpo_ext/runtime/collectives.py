@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..compat import gathering_through
+from ..compat import gathering_through, store_of_processes
 from ..errors import CheckpointError, GrpoExtError, ProcessError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
@@ -211,11 +211,12 @@ def naming_failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not several or isinstance(error, ProcessError):
             raise
         failure = None
         with suppress(Exception):  # the store may be gone too
-            store = dist.distributed_c10d._get_default_store()
+            store = store_of_processes()
             if not _is_of_collective(error):
                 store.compare_set(key, "", f"process {dist.get_rank()} failed: {type(error).__name__}: {error}")
             elif store.check([key]):
