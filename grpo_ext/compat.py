@@ -352,6 +352,7 @@ OVERRIDES: dict[str, Point] = {
         "_tokenize_prompts": "prompts",
         "training_step": "model inputs num_items_in_batch",
         "prediction_step": "model inputs prediction_loss_only ignore_keys",
+        "predict": "test_dataset ignore_keys metric_key_prefix",
         "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
         "_compute_loss": "model inputs",
     }.items()

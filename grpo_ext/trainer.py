@@ -167,7 +167,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._is_twin = False  # the trainer that samples ahead, on a thread
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
-        self._said_no_pass = False
+        self._warned_without_pass_at_k = False
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
@@ -371,28 +371,33 @@ class GRPOTrainer(trl.GRPOTrainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
-        self._metrics["eval"].clear()  # of a prediction, which logs none of them
-        self._sampler.rewards_BF = None
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
         for name, value in self._pass_metrics().items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers', whose metrics are not logged and so must not reach the next evaluation's."""
+        output = super().predict(*args, **kwargs)
+        self._metrics["eval"].clear()
+        return output
+
     def _pass_metrics(self) -> dict[str, float]:
-        rewards_BF, name, threshold = (
-            self._sampler.rewards_BF,
-            self.args.eval_pass_reward,
-            self.args.eval_pass_threshold,
-        )
+        rewards_BF, self._sampler.rewards_BF = self._sampler.rewards_BF, None
+        name = self.args.eval_pass_reward
         if rewards_BF is None:  # an empty set
             return {}
         which = slice(None) if name is None else [self.reward_func_names.index(name)]
         weights_F = self.reward_weights if name is None else torch.ones(1)
         rewards_PG = weighted_sum(rewards_BF[:, which], weights_F).view(-1, self.num_generations_eval)
-        metrics = pass_metrics(rewards_PG.tolist(), threshold)
-        if "pass@1" not in metrics and self.args.num_generations_eval is not None and not self._said_no_pass:
-            self._said_no_pass = True
+        metrics = pass_metrics(rewards_PG.tolist(), self.args.eval_pass_threshold)
+        if (
+            "pass@1" not in metrics
+            and self.args.num_generations_eval is not None
+            and not self._warned_without_pass_at_k
+        ):
+            self._warned_without_pass_at_k = True
             logger.warning(
                 "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
                 "reward that has passed, or eval_pass_reward to the reward function that says what has."
@@ -835,7 +840,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         checks.refuse_frozen(self.model)
         self._sampler.hold(None, None)
         self._losses, self._waiting = [], []
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._keeper.folder.release)
+            ending.callback(self._sampler.end_workers)
+            ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
             self._announce()
             with (
@@ -844,7 +852,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 computing_with(self._divided_threads()),
                 self._keeper.running(checkpoint, lambda: self.state),
                 self._telling_callbacks(),
-                naming_failures(),
             ):
                 try:
                     result = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -855,9 +862,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
-        finally:
-            self._sampler.end_workers()
-            self._keeper.folder.release()
 
     def _divided_threads(self) -> int | None:
         """With a lag, the threads that training computes with, where sampling takes some of them."""
@@ -896,8 +900,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         form = self._scorer.described(self.model)
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
         precision = f"bfloat16 (TRL's default){slower}" if self.args.bf16 else None
-        ahead, rewards = described(self), self._sampler.where_rewards_run()
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, ahead, rewards)
+        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, described(self))
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     @contextlib.contextmanager

@@ -421,7 +421,6 @@ def describe_plan(
     form: str | None = None,
     precision: str | None = None,
     ahead: str | None = None,
-    rewards: str | None = None,
 ) -> str:
     """The resolved plan as text, for people: one line a fact.
 
@@ -432,7 +431,6 @@ def describe_plan(
         form: how completions run through the model, where that is known.
         precision: what it computes in, where that is to be said.
         ahead: what it takes to sample ahead of training, where that is done.
-        rewards: where reward functions run, where that is not the training process.
     """
     g, own = geometry, geometry.num_generations
     per_process = g.micro_batches_per_process()
@@ -447,7 +445,7 @@ def describe_plan(
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
         ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
     ]
-    more = (("forward", form), ("precision", precision), ("sampling ahead", ahead), ("rewards", rewards))
+    more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, said) for name, said in more if said is not None]
     if g.global_batch_size % own:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))

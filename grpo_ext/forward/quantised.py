@@ -24,8 +24,8 @@ def outlier_thresholds(model: nn.Module) -> dict[str, float]:
 
 
 def trained_values(model: Any) -> dict[str, torch.Tensor]:
-    """The values of the trained parameters of a model object, by name; nothing is copied. None for a model's name."""
-    if not isinstance(model, nn.Module):
+    """The values of the trained parameters of a quantised model object, by name; nothing is copied."""
+    if not getattr(model, "is_quantized", False):
         return {}
     return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
 

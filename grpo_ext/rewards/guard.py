@@ -28,13 +28,15 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
+    sleep_using_event,
     stop_after_attempt,
+    stop_when_event_set,
     wait_exponential,
 )
 
 from ..errors import RewardError, shortened
 from .calls import RewardCall, RewardCalls
-from .worker import listed
+from .worker import as_list
 
 if TYPE_CHECKING:
     from .workers import RewardWorkers
@@ -128,8 +130,12 @@ class Faults:
     retries: int = 0
     on_failure: str = "error"
 
-    def policy(self, name: str) -> dict[str, Any]:
-        """Keywords of tenacity's retry loops."""
+    def policy(self, name: str, ended: threading.Event | None = None) -> dict[str, Any]:
+        """Keywords of tenacity's retry loops.
+
+        Args:
+            ended: once it is set, no further try is made.
+        """
 
         def say(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
@@ -138,8 +144,10 @@ class Faults:
                 f"{self.retries + 1} follows."
             )
 
-        return {
-            "stop": stop_after_attempt(self.retries + 1),
+        last = stop_after_attempt(self.retries + 1)
+        waiting = {} if ended is None else {"sleep": sleep_using_event(ended)}
+        return waiting | {
+            "stop": last if ended is None else last | stop_when_event_set(ended),
             "wait": wait_exponential(multiplier=0.5, max=30),
             "retry": retry_if_exception_type(Exception),
             "before_sleep": say,
@@ -263,18 +271,31 @@ class _Scoring:
         self.calls.made.append(call)
         return checked
 
-    def now(self, start: int, keywords: dict[str, Any], score: Callable[..., Any] | None = None) -> list[float | None]:
-        """The rewards of a chunk of a synchronous function, which `score` runs in a worker; None: it runs here."""
+    def now(
+        self,
+        start: int,
+        keywords: dict[str, Any],
+        ended: threading.Event | None = None,
+        score: Callable[..., Any] | None = None,
+    ) -> list[float | None]:
+        """The rewards of a chunk of a synchronous function.
+
+        Args:
+            ended: once it is set, no further try is made.
+            score: runs the function in a worker; None: it runs here.
+        """
 
         def attempt() -> tuple[RewardCall, Any]:
             call, given = self._begin(start, keywords)
             if score is not None:
                 return call, score(self.function, call, given, self.faults.timeout)
-            return call, in_time(lambda: listed(self.function(**given)), self.faults.timeout, "reward_timeout")
+            return call, in_time(lambda: as_list(self.function(**given)), self.faults.timeout, "reward_timeout")
 
         try:
-            call, rewards = Retrying(**self.faults.policy(self.name))(attempt)
+            call, rewards = Retrying(**self.faults.policy(self.name, ended))(attempt)
         except Exception as error:
+            if ended is not None and ended.is_set():
+                raise
             return self.faults.after_the_last(self.name, error, keywords["completions"])
         return self._end(call, rewards, keywords)
 
@@ -316,11 +337,12 @@ class InWorkers:
         Raises:
             ConfigError: it cannot be sent to another process.
         """
-        self.workers.take(one.function, one.name)
+        self.workers.add(one.function, one.name)
         self.functions.append(one)
 
     def _submit(self, one: _Scoring, keywords: dict[str, Any]) -> list[Future[list[float | None]]]:
-        return [self.workers.submit(functools.partial(one.now, start, part)) for start, part in one.calls.cut(keywords)]
+        ended, chunks = self.workers.ended, one.calls.cut(keywords)
+        return [self.workers.submit(functools.partial(one.now, start, part, ended)) for start, part in chunks]
 
     def rewards(self, one: _Scoring, keywords: dict[str, Any]) -> list[float | None]:
         """The rewards of all completions of a call; the first chunk that fails for good ends the others."""

@@ -46,8 +46,8 @@ def unpack(packed: bytes) -> Any:
     return dill.loads(value)
 
 
-def listed(rewards: Any) -> Any:
-    """Generators run where they can be timed and tried again."""
+def as_list(rewards: Any) -> Any:
+    """Run a generator here, so that the timeout and the retries cover it."""
     return list(rewards) if isinstance(rewards, Iterator) else rewards
 
 
@@ -125,7 +125,7 @@ def score(
     try:
         function = _function(packed)
         _seed(seed)
-        rewards = listed(function(**keywords, **{name: record[name] for name in recorders}))
+        rewards = as_list(function(**keywords, **{name: record[name] for name in recorders}))
         pickle.dumps((rewards, logged))
     except BaseException as error:  # sys.exit() too: a call that failed
         return None, [], Failure.of(error)

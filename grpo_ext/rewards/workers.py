@@ -7,7 +7,8 @@ rewards.guard; what runs in a worker is rewards.worker.
 
 from __future__ import annotations
 
-import operator
+import functools
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +27,11 @@ from .worker import RECORDERS, begin, load, pack, score
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_ENVIRONMENT = {**dict.fromkeys(_ONE_THREAD, "1"), **dict.fromkeys(_DEVICES, "")}
+_ENVIRONMENT = {
+    **dict.fromkeys(_ONE_THREAD, "1"),
+    **dict.fromkeys(_DEVICES, ""),
+    "LOKY_MAX_MEMORY_LEAK_SIZE": "1e15",  # a function may load a model at its first call
+}
 
 
 class WorkerDied(RuntimeError):
@@ -39,7 +44,7 @@ class WorkerDied(RuntimeError):
 
 
 class PackedFunction(NamedTuple):
-    """A reward function for other processes; holding `function` keeps its `id`."""
+    """A reward function for other processes. Keeps `function` alive, so that its `id` is not reused."""
 
     name: str
     function: Callable[..., Any]
@@ -47,7 +52,7 @@ class PackedFunction(NamedTuple):
 
 
 class RewardWorker:
-    """One process, used by one thread at a time; started when it is asked, and again after it has ended."""
+    """One process, used by one thread at a time. Starts at its first call, and again after it has ended."""
 
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
@@ -62,19 +67,16 @@ class RewardWorker:
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
         """
-        if self._executor is None:
-            self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
-        future = None
+        executor = self._executor
+        if executor is None:
+            executor = self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
         try:
-            future = self._executor.submit(function, *arguments)
-            return future.result(seconds)
+            return executor.submit(function, *arguments).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
             raise WorkerDied(f"its process has ended {exit_codes}".rstrip()) from None
         except FutureTimeout:
-            if future is None or future.done():  # the function's own
-                raise
             self.kill()
             raise CallTimeout(seconds, "reward_timeout") from None
 
@@ -85,16 +87,28 @@ class RewardWorker:
             executor.shutdown(kill_workers=True)
 
 
+def _load_error(packed: bytes, worker: RewardWorker) -> str | None:
+    try:
+        failure = worker.run(load, packed)
+    except WorkerDied as error:
+        return str(error)
+    return None if failure is None else str(failure)
+
+
 class RewardWorkers:
     """The processes of one training process, each asked by a thread of its own.
 
     Args:
         number: of processes.
         seed: of the run.
+
+    Attributes:
+        ended: set by `kill`, for the jobs of that time; what is submitted afterwards has another one.
     """
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed
+        self.ended = threading.Event()
         self._functions: dict[int, PackedFunction] = {}  # by `id`
         self._workers = [RewardWorker() for _ in range(number)]
         self._idle: SimpleQueue[RewardWorker] = SimpleQueue()
@@ -103,7 +117,7 @@ class RewardWorkers:
         # a worker ends with the thread that started it (rewards.worker.begin), so these live as long as this object
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
-    def take(self, function: Callable[..., Any], name: str) -> None:
+    def add(self, function: Callable[..., Any], name: str) -> None:
         """Be ready to call a function.
 
         Raises:
@@ -126,12 +140,13 @@ class RewardWorkers:
         Raises:
             ConfigError: a function cannot be loaded there.
         """
-        for one in self._functions.values():
-            for error in self._threads.map(operator.methodcaller("run", load, one.packed), self._workers):
+        for packed in self._functions.values():
+            load_in = functools.partial(_load_error, packed.packed)
+            for error in self._threads.map(load_in, self._workers):
                 if error is not None:
                     self.kill()
                     raise ConfigError(
-                        f"reward function '{one.name}' cannot be loaded in a process of reward_workers "
+                        f"reward function '{packed.name}' cannot be loaded in a process of reward_workers "
                         f"({error}), a fresh interpreter without an accelerator; define it in the script or in a "
                         "module that can be imported, let it make what it needs at its first call, or set "
                         "reward_workers=0."
@@ -139,12 +154,14 @@ class RewardWorkers:
 
     def submit(self, job: Callable[[Callable[..., Any]], Any]) -> Future[Any]:
         """Do a job with the next process that is free: `job(score)`, see `_score`."""
-        return self._threads.submit(self._with_worker, job)
+        return self._threads.submit(self._with_worker, job, self.ended)
 
-    def _with_worker(self, job: Callable[[Callable[..., Any]], Any]) -> Any:
+    def _with_worker(self, job: Callable[[Callable[..., Any]], Any], ended: threading.Event) -> Any:
         worker = self._idle.get()
         try:
-            return job(lambda *arguments: self._score(worker, *arguments))
+            if ended.is_set():
+                raise WorkerDied("the reward workers have been ended")
+            return job(functools.partial(self._score, worker))
         finally:
             self._idle.put(worker)
 
@@ -169,7 +186,8 @@ class RewardWorkers:
         plain = {name: value for name, value in keywords.items() if name not in recorders}
         state = plain.get("trainer_state")
         if (step := getattr(state, "global_step", None)) is not None:
-            plain["trainer_state"] = SimpleNamespace(**vars(state))  # its class would import transformers there
+            # its class would import transformers there, and its log grows with the run
+            plain["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {call.number} {call.first}".encode())
         request = (score, self._functions[id(function)].packed, seed, plain, list(recorders))
@@ -187,19 +205,8 @@ class RewardWorkers:
         return rewards
 
     def kill(self) -> None:
-        """End all processes, also in the middle of a call; the next call starts them again."""
+        """End all processes and the jobs that were submitted; the next call starts processes again."""
+        self.ended.set()
+        self.ended = threading.Event()
         for worker in self._workers:
             worker.kill()
-
-    def described(self, chunks: int) -> str:
-        """What runs here, as text for people.
-
-        Args:
-            chunks: calls of each function for a rollout batch, on one training process.
-        """
-        calls = chunks * len(self._functions)
-        names = ", ".join(one.name for one in self._functions.values()) or "none: only synchronous ones run there"
-        text = f"{self.number} process(es) for {names}"
-        if 0 < calls < self.number:
-            text += f"; {calls} call(s) for a rollout batch keep no more busy, a smaller rollout_chunk_size makes more"
-        return text

@@ -198,11 +198,11 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 @contextmanager
 def naming_failures() -> Iterator[None]:
-    """What fails inside on one process is named by the others, whose collectives end because that process is gone.
+    """Name the first failure of a process on the others, whose collectives it breaks.
 
     No collective: the first failure goes into the store of the process group, and is read where a collective breaks. A
     launcher holds the store (torchrun, `accelerate launch`), or process 0, whose failure is then lost to the others.
-    All processes come here equally often.
+    Every process must enter this the same number of times, because a counter tells one use from the next.
 
     Raises:
         ProcessError: in place of the error of a collective, with the failure and its process.
@@ -233,16 +233,18 @@ def _is_of_collective(error: Exception) -> bool:
 
 
 def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every process; where it is refused there, it is refused on all of them."""
-    value, refusal = None, None
+    """What the main process makes, on every process; where that fails there, it fails on all of them."""
+    value, failure = None, None
     if accelerator.is_main_process:
         try:
             value = make()
         except GrpoExtError as error:
-            refusal = error
-    value, refusal = broadcast_value((value, refusal))
-    if refusal is not None:
-        raise refusal
+            failure = error
+        except Exception as error:  # its class may not be one that can be sent
+            failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
+    value, failure = broadcast_value((value, failure))
+    if failure is not None:
+        raise failure
     return value
 
 

@@ -43,6 +43,7 @@ class _Without(logging.Filter):
 _FILTERS = {name: _Without(text) for name, text in _RECORDS.items()}
 _lock = threading.Lock()
 _inside = [0]  # how many are in `quiet` now
+_extended: list[Any] = []  # the list of filters that was in force at the first of them
 
 
 @contextlib.contextmanager
@@ -50,11 +51,11 @@ def quiet() -> Iterator[None]:
     """Inside, the remarks above are not shown, on any thread; may be entered again inside."""
     # not `catch_warnings`: at its end it takes back filters that others have set meanwhile, and warnings that were
     # shown once are shown again
-    filters: Any = warnings.filters
     with _lock:
         _inside[0] += 1
         if _inside[0] == 1:
-            filters.extend(_ENTRIES)  # at the end: the first filter that fits decides
+            _extended[:] = [warnings.filters]
+            warnings.filters.extend(_ENTRIES)  # type: ignore[attr-defined]  # at the end: the first that fits decides
             for name, without in _FILTERS.items():
                 logging.getLogger(name).addFilter(without)
     try:
@@ -65,6 +66,6 @@ def quiet() -> Iterator[None]:
             if _inside[0] == 0:
                 for entry in _ENTRIES:
                     with contextlib.suppress(ValueError):  # a user has set all filters anew
-                        filters.remove(entry)
+                        _extended[0].remove(entry)
                 for name, without in _FILTERS.items():
                     logging.getLogger(name).removeFilter(without)

@@ -21,7 +21,7 @@ from ..algorithms.advantages import AdvantageRule, groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.exact import exact_mean
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
-from ..batching.sizes import BatchGeometry, ceil_div
+from ..batching.sizes import BatchGeometry
 from ..compat import View, on_view
 from ..config import GRPOConfig
 from ..errors import DataError
@@ -170,12 +170,6 @@ class RolloutSampler(TurnSampler):
         """End these processes; the next call of a reward function starts them again."""
         if self.workers is not None:
             self.workers.kill()
-
-    def where_rewards_run(self) -> str | None:
-        """Where reward functions run, as text for people; None: in the training process."""
-        g = self.geometry
-        chunks = 1 if self.args.use_vllm else ceil_div(g.rollout_batch_size, g.rollout_chunk_size * g.num_processes)
-        return None if self.workers is None else self.workers.described(chunks)
 
     def hold(self, rollout: Rollout | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""

@@ -135,14 +135,6 @@ def test_workers_end_with_the_training(tmp_path, fails):
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_the_plan_says_what_runs_where(tmp_path, capsys):
-    trained(tmp_path, 5)
-    plan = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("rewards"))
-    assert "5 process(es) for graded, sparse; 4 call(s) for a rollout batch keep no more busy" in plan
-    trained(tmp_path, 2)
-    assert "keep no more busy" not in capsys.readouterr().out
-
-
 def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
     database = sqlite3.connect(":memory:")
 
@@ -159,7 +151,7 @@ def test_environments_stay_in_the_training_process(tmp_path, tool_tokenizer):
         make(tmp_path, rewards=None, dataset=conversations(), tokenizer=tool_tokenizer, extra=extra, reward_workers=2)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "2", None])
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
 def test_a_number_of_workers_that_is_none_is_refused(tmp_path, value):
     with pytest.raises(ConfigError, match=r"reward_workers=.*0 or more"):
         GRPOConfig(**config_kwargs(tmp_path, reward_workers=value))

@@ -444,6 +444,53 @@ def test_workers_end_with_their_owner_also_in_a_call(tmp_path):
     assert all(gone(pid) for pid in pids)
 
 
+def test_a_kill_is_final_for_the_jobs_of_that_time(tmp_path, caplog):
+    def slow(completions, **kwargs):
+        with (tmp_path / "starts").open("a") as file:
+            file.write(".")
+        time.sleep(60)
+
+    def bad(completions, **kwargs):
+        while not (tmp_path / "starts").exists():
+            time.sleep(0.01)
+        raise ValueError("scored")
+
+    with working(2) as workers:
+        with pytest.raises(RewardError, match="'function_0' raised ValueError: scored;"):
+            score([bad, slow], workers, Faults(retries=1), chunk=None)
+        assert score([process_id], workers)[0] != [[]]  # goes on afterwards
+    assert (tmp_path / "starts").read_text() == "."
+    assert "'function_1' failed" not in caplog.text
+
+
+def test_a_process_that_ends_while_it_loads_a_function_is_named():
+    class Ends:
+        def __call__(self, completions, **kwargs):
+            return []
+
+        def __reduce__(self):
+            return os._exit, (3,)
+
+    with working() as workers:
+        check_reward_functions([Ends()], ["judge"], workers=workers)
+        with pytest.raises(ConfigError, match=r"'judge' cannot be loaded .*\{EXIT\(3\)\}"):
+            workers.start()
+
+
+def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
+    loaded: list[bytes] = []
+
+    def loads(completions, log_extra, **kwargs):
+        if not loaded:
+            loaded.append(b"1" * 400_000_000)
+            time.sleep(1.2)  # loky looks at the memory of a process once a second
+        return [float(os.getpid()) for _ in completions]
+
+    with working() as workers:
+        rewards, _ = score([loads], workers, chunk=1, log_extra=lambda *_: None)
+    assert len(set(rewards[0])) == 1
+
+
 def test_workers_end_when_nothing_refers_to_them():
     workers = RewardWorkers(1, 0)
     pid = int(score([process_id], workers)[0][0][0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+
 import pytest
 import torch
 from datasets import Dataset, Features, Image
@@ -61,3 +64,17 @@ def test_a_stream_has_no_fingerprint_and_any_sequence_of_rows_has_one():
     assert data_fingerprint(iter(rows)) is None
     assert data_fingerprint(rows)["rows_sha256"] == data_fingerprint(Dataset.from_list(rows))["rows_sha256"]
     assert data_fingerprint(rows[::-1]) != data_fingerprint(rows)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (datetime.datetime(2026, 1, 1), datetime.datetime(2026, 1, 2)),
+        (datetime.timedelta(1), datetime.timedelta(2)),
+        (decimal.Decimal("0.5"), decimal.Decimal("0.25")),
+    ],
+)
+def test_values_that_json_has_not_are_read(one, other):
+    assert data_fingerprint(Dataset.from_list([{"answer": one}])) != data_fingerprint(
+        Dataset.from_list([{"answer": other}])
+    )
