@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from . import checks, compat
 from .algorithms.advantages import AdvantageRule, weighted_sum
 from .algorithms.losses import adapted_entropy_coefficient
-from .algorithms.pass_at_k import pass_metrics
+from .algorithms.pass_at_k import are_pass_or_fail, pass_metrics
 from .batching.micro_batches import Form
 from .batching.prompt_order import (
     FurtherPrompts,
@@ -168,6 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
         self._warned_without_pass_at_k = False
+        self._pass_or_fail = True  # every reward so far was 0 or 1
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
@@ -373,7 +374,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
-        for name, value in self._pass_metrics().items():
+        for name, value in (self._pass_metrics() if len(dataloader) else {}).items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
@@ -383,26 +384,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["eval"].clear()
         return output
 
+    def _pass_rewards(self) -> torch.Tensor:
+        """The rewards (B,) that pass@k is about, of the completions that were sampled last."""
+        rewards_BF, name = self._sampler.rewards_BF, self.args.eval_pass_reward
+        assert rewards_BF is not None  # something was sampled
+        if name is None:
+            return weighted_sum(rewards_BF, self.reward_weights)
+        return rewards_BF[:, self.reward_func_names.index(name)]
+
     def _pass_metrics(self) -> dict[str, float]:
-        rewards_BF, self._sampler.rewards_BF = self._sampler.rewards_BF, None
-        name = self.args.eval_pass_reward
-        if rewards_BF is None:  # an empty set
-            return {}
-        which = slice(None) if name is None else [self.reward_func_names.index(name)]
-        weights_F = self.reward_weights if name is None else torch.ones(1)
-        rewards_PG = weighted_sum(rewards_BF[:, which], weights_F).view(-1, self.num_generations_eval)
-        metrics = pass_metrics(rewards_PG.tolist(), self.args.eval_pass_threshold)
-        if (
-            "pass@1" not in metrics
-            and self.args.num_generations_eval is not None
-            and not self._warned_without_pass_at_k
-        ):
+        least = self.args.eval_pass_threshold
+        if least is None and self._pass_or_fail:
+            least = 1.0
+        if least is None and self.args.num_generations_eval is not None and not self._warned_without_pass_at_k:
             self._warned_without_pass_at_k = True
             logger.warning(
                 "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
                 "reward that has passed, or eval_pass_reward to the reward function that says what has."
             )
-        return metrics
+        return pass_metrics(self._pass_rewards().view(-1, self.num_generations_eval).tolist(), least)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
@@ -424,7 +424,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._ahead is not None and self.model.training:
             rows = self._due(rows.request)
         score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
-        return self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
+        rollout = self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
+        self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._pass_rewards().tolist())
+        return rollout
 
     def _terms(self, model: Any) -> StepTerms:
         """What the loss of a step is made of; `model` as the loop calls it."""
@@ -850,8 +852,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 quiet(),
                 pinned(self._threads),
                 computing_with(self._divided_threads()),
-                self._keeper.running(checkpoint, lambda: self.state),
                 self._telling_callbacks(),
+                self._keeper.running(checkpoint, lambda: self.state),
             ):
                 try:
                     result = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -1003,13 +1005,21 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _parts(self) -> RunParts:
         unwrap = self.accelerator.unwrap_model
         reference = None if self.ref_model is None else unwrap(self.ref_model)
-        parts = (self.optimizer, self.processing_class, self.train_dataset, self.reward_weights)
-        return RunParts(unwrap(self.model), reference, *parts)
+        return RunParts(
+            model=unwrap(self.model),
+            reference=reference,
+            optimizer=self.optimizer,
+            processing_class=self.processing_class,
+            tokenizer=self._tokenizer,
+            end_tokens=self.eos_token_ids,
+            train_dataset=self.train_dataset,
+            reward_weights=self.reward_weights,
+            reward_names=self.reward_func_names,
+            tools=self.tools or (),
+        )
 
     def _fingerprint(self) -> dict[str, Any]:
-        parts, whole = self._parts(), not self._scorer.sharded
-        names, tools = list(self.reward_func_names), self.tools or []
-        return fingerprint_of_run(self.args, self.geometry, parts, self._tokenizer, names, tools, whole)
+        return fingerprint_of_run(self.args, self.geometry, self._parts(), whole=not self._scorer.sharded)
 
     def _run_state(self) -> RunState:
         """What a checkpoint holds beside model, optimizer and scheduler."""

@@ -38,14 +38,18 @@ def logged_k(num_generations: int) -> list[int]:
     return sorted({*range(1, min(num_generations, _ALL_UP_TO) + 1), *powers, num_generations})
 
 
-def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None = None) -> dict[str, float]:
+def are_pass_or_fail(rewards: Iterable[float]) -> bool:
+    """Whether every reward is 0 or 1, to float32's rounding, or NaN: nobody scored the completion."""
+    return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
+
+
+def pass_metrics(rewards_PG: Sequence[Sequence[float]], least: float | None) -> dict[str, float]:
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 
     Args:
         rewards_PG: NaN where no function scored the completion. It does not count, and a prompt with fewer than k
             that do is left out of pass@k.
-        threshold: the least reward that has passed, to float32's rounding. None: 1, and no pass@k where a reward is
-            neither 0 nor 1.
+        least: the least reward that has passed, to float32's rounding; None: no pass@k.
 
     Returns:
         By name, without what no prompt has.
@@ -53,12 +57,11 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None 
     scored = [row for rewards in rewards_PG if (row := [reward for reward in rewards if not math.isnan(reward)])]
     if not scored:
         return {}
-    group, least = len(rewards_PG[0]), 1.0 if threshold is None else threshold
-    passed = [[reward > least or math.isclose(reward, least, rel_tol=1e-6) for reward in row] for row in scored]
+    group = len(rewards_PG[0])
     metrics = {f"mean@{group}": exact_mean([exact_mean(row) for row in scored])}
-    rewards = {reward for row in scored for reward in row}
-    if threshold is None and not all(reward == 0.0 or math.isclose(reward, 1.0, rel_tol=1e-6) for reward in rewards):
+    if least is None:
         return metrics
+    passed = [[reward > least or math.isclose(reward, least, rel_tol=1e-6) for reward in row] for row in scored]
     for k in logged_k(group):
         if values := [pass_at_k(len(row), sum(row), k) for row in passed if len(row) >= k]:
             metrics[f"pass@{k}"] = exact_mean(values)

@@ -175,6 +175,11 @@ STRICT = Faults()
 class CallTimeout(TimeoutError):
     """A call that did not return within the time that a setting gives it."""
 
+    remedy = (
+        "a larger reward_timeout gives it more time, reward_retries makes the call again, and reward_on_failure='none' "
+        "goes on without."
+    )
+
     def __init__(self, seconds: float | None, setting: str) -> None:
         super().__init__(f"no answer within {setting}={seconds} seconds")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import io
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import dill
+import numpy
 
 from .registry import FILE_MODULE_PREFIX, load_file
 
@@ -30,10 +32,25 @@ _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_")
 
 
+class _Pickler(dill.Pickler):
+    """dill's, which opens files again where it reads them, and so would empty one that is open for writing."""
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, io.IOBase) and obj not in (sys.stdin, sys.stdout, sys.stderr):
+            raise TypeError(f"cannot send the open file {getattr(obj, 'name', obj)!r}")
+        super().save(obj, save_persistent_id)
+
+
 def pack(value: Any) -> bytes:
-    """A value with functions in it, for another interpreter: what `__main__` defines by value, the rest by name."""
+    """A value with functions in it, for another interpreter: what `__main__` defines by value, the rest by name.
+
+    Raises:
+        Exception: something in it cannot be sent, an open file among it.
+    """
     files = {name: module.__file__ for name, module in sys.modules.items() if name.startswith(FILE_MODULE_PREFIX)}
-    return pickle.dumps((sys.path, files, dill.dumps(value, recurse=True)))
+    packed = io.BytesIO()
+    _Pickler(packed, recurse=True).dump(value)
+    return pickle.dumps((sys.path, files, packed.getvalue()))
 
 
 def unpack(packed: bytes) -> Any:
@@ -134,7 +151,6 @@ def score(
 
 def _seed(seed: int) -> None:
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+    numpy.random.seed(seed)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(seed)

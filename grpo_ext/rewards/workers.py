@@ -75,7 +75,7 @@ class RewardWorker:
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
-            raise WorkerDied(f"its process has ended {exit_codes}".rstrip()) from None
+            raise WorkerDied(f"its process has ended: {exit_codes.strip('{}') or 'no exit code'}") from None
         except FutureTimeout:
             self.kill()
             raise CallTimeout(seconds, "reward_timeout") from None

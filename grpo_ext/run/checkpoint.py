@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..errors import CheckpointError
 LISTING = "checkpoint.json"
 OWN_FILES = "grpo_ext_*"  # what this package adds to a checkpoint; one with such files has a listing
 FORMAT = 1
+_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")  # of every engine
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out what begins with an underscore
 
@@ -119,7 +120,9 @@ def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> 
     """
     root = Path(folder)
     if not root.is_dir():
-        return f"{root} does not exist"
+        return f"{root} {'is no folder' if root.exists() else 'does not exist'}"
+    if inside := checkpoints(root):
+        return f"{root} is a run, not a checkpoint; the newest in it is {inside[-1]}"
     try:
         listing = read_listing(root)
     except CheckpointError as error:
@@ -144,11 +147,13 @@ def _why_broken_without_listing(root: Path, salvage: bool) -> str | None:
         return f"{root} has lost its {LISTING}"
     if not (root / "trainer_state.json").is_file():
         return f"{root} has neither {LISTING} nor trainer_state.json"
+    if not any(path for pattern in _WEIGHTS for path in root.glob(pattern)):
+        return f"{root} holds no weights"
     return next((f"{path} is cut short or broken" for path in _files(root) if not _opens(path)), None)
 
 
 def _opens(path: Path) -> bool:
-    """Whether the end of a file is there; True for formats that do not tell."""
+    """Whether a file is complete; True for formats that do not tell."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_bytes())
@@ -156,22 +161,29 @@ def _opens(path: Path) -> bool:
             with safe_open(path, "pt"):
                 pass
         elif path.suffix in (".pt", ".pth", ".bin"):
-            return zipfile.is_zipfile(path)  # the directory of a zip file is its end
+            with zipfile.ZipFile(path) as archive:
+                return archive.testzip() is None
     except Exception:  # whatever the parsers raise
         return False
     return True
 
 
-def missing_for_resume(folder: str | Path) -> list[str]:
-    """What a checkpoint lacks of the optimizer state and the learning-rate schedule, in words.
+def why_not_resumable(folder: str | Path) -> str | None:
+    """Why a run cannot go on from a checkpoint: it is broken, or lacks optimizer state or learning-rate schedule.
 
     DeepSpeed writes both into a folder `global_step*`.
     """
     root = Path(folder)
-    if any(root.glob("global_step*")):
-        return []
+    if (reason := why_broken(root)) is not None or any(root.glob("global_step*")):
+        return reason
     missing = [] if any(root.glob("*optimizer*")) else ["optimizer state"]
-    return missing if (root / "scheduler.pt").is_file() else [*missing, "learning-rate schedule"]
+    missing += [] if (root / "scheduler.pt").is_file() else ["learning-rate schedule"]
+    if not missing:
+        return None
+    return (
+        f"{root} holds no {' and no '.join(missing)} (save_only_model=True writes none), which a resumed run would "
+        f"begin anew; a new run can begin with its weights, model={str(root)!r}"
+    )
 
 
 def is_verified(folder: str | Path) -> bool:
@@ -185,11 +197,17 @@ def processes_of(folder: str | Path) -> int | None:
     return None if listing is None else listing.get("processes")
 
 
-def newest_whole(folder: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and why newer ones were skipped."""
+def newest_whole(
+    folder: str | Path, why_not: Callable[[Path], str | None] = why_broken
+) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and why newer ones were skipped.
+
+    Args:
+        why_not: why a checkpoint is skipped; None: it is not.
+    """
     skipped: list[str] = []
     for path in reversed(checkpoints(folder)):
-        reason = why_broken(path)
+        reason = why_not(path)
         if reason is None:
             return path, skipped
         skipped.append(reason)

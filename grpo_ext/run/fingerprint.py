@@ -98,7 +98,7 @@ _OURS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-COMPARED = ("data", "model", "tokenizer", "rewards", "tools")  # compared as well as the settings
+COMPARED = ("data", "model", "tokenizer", "end_tokens", "rewards", "tools")  # compared as well as the settings
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -216,6 +216,7 @@ def model_fingerprint(
         "class": type(model).__name__,
         "config": config_fingerprint(getattr(base_model_of(model), "config", None)),
         "parameters": count,
+        "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "sha256": digest.hexdigest(),
         "adapters": adapters,
         "frozen": frozen,
@@ -239,10 +240,11 @@ def config_fingerprint(config: Any) -> dict[str, Any] | None:
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
-    """The schema of every tool, by its name; that of an environment's tool is `Environment.name`."""
+    """The schema of every tool, by its name, and their order; a tool of an environment is `Environment.name`."""
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
-    return {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
+    schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
+    return schemas | {"(order)": list(schemas)}  # in which a chat template shows them
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
@@ -273,23 +275,20 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def fingerprint_of_run(
-    args: Any, geometry: Any, parts: Any, tokenizer: Any, rewards: list[str], tools: Iterable[Any], whole: bool
-) -> dict[str, Any]:
+def fingerprint_of_run(args: Any, geometry: Any, parts: Any, whole: bool) -> dict[str, Any]:
     """Everything that is compared on resume, in plain JSON types.
 
     Args:
-        parts: the run's models and data, a `run.keeper.RunParts`.
-        rewards: names of the reward functions.
-        tools: functions, and methods of environments.
+        parts: what the run is made of, a `run.keeper.RunParts`.
         whole: whether this process holds all weights.
     """
     return {
         "data": data_fingerprint(parts.train_dataset),
         "model": _plain(model_fingerprint(parts.model, parts.reference, whole)),
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        "rewards": rewards,
-        "tools": tools_fingerprint(tools),
+        "tokenizer": tokenizer_fingerprint(parts.tokenizer),
+        "end_tokens": sorted(parts.end_tokens),
+        "rewards": list(parts.reward_names),
+        "tools": tools_fingerprint(parts.tools),
         "settings": settings_of(args, geometry),
     }
 
@@ -301,6 +300,8 @@ def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> N
         ConfigError: names the nearest one.
     """
     comparable = [*settings, *COMPARED]
+    if isinstance(allowed, str):
+        raise ConfigError(f"allow_changed_on_resume={allowed!r} is text; use a list of names, [{allowed!r}].")
     for name in allowed or ():
         if name.split(".")[0] not in comparable:
             meant = did_you_mean(name, comparable, f"use names of settings, or of {', '.join(COMPARED)}.")
@@ -322,7 +323,7 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
         return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
 
-    result = differing(saved, current, ("tokenizer", "rewards", "tools"))
+    result = differing(saved, current, ("tokenizer", "end_tokens", "rewards", "tools"))
     old, new = saved.get("data"), current.get("data")
     if old is not None and new is not None:
         known = sorted(old.keys() & new.keys())

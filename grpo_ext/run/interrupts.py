@@ -6,6 +6,7 @@ same step. A second Ctrl-C stops at once. Installed by the trainer for the durat
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +59,10 @@ class InterruptWatch(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
     def _asked(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a child that a reward function or a tool has forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.requested and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
@@ -70,6 +75,7 @@ class InterruptWatch(TrainerCallback):
     def listening(self) -> Iterator[None]:
         """Inside, SIGTERM and SIGINT ask for a stop; only the main thread of a program can listen."""
         self.requested = self.stopping = False
+        self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             yield
             return

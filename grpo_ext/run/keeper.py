@@ -8,11 +8,10 @@ Trainer has an event for it; what has none, the trainer's override points hand o
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,13 @@ from .checkpoint import (
     check_space,
     checkpoints,
     is_verified,
-    missing_for_resume,
     newest_whole,
     no_space,
     processes_of,
     publish,
     rotate,
     set_aside_later,
-    why_broken,
+    why_not_resumable,
     write_listing,
     writing_folder,
 )
@@ -63,16 +61,21 @@ class RunParts:
     Attributes:
         model: the policy, as PEFT wraps it; reference: of its own, or None.
         optimizer: None before training.
-        processing_class: tokenizer or processor.
-        train_dataset, reward_weights: of the run.
+        processing_class: tokenizer or processor; tokenizer: its tokenizer; end_tokens: ids at which completions end.
+        train_dataset, reward_weights, reward_names: of the run.
+        tools: functions, and methods of environments.
     """
 
     model: Any
     reference: Any
     optimizer: Any
     processing_class: Any
+    tokenizer: Any
+    end_tokens: Collection[int]
     train_dataset: Any
     reward_weights: torch.Tensor
+    reward_names: Sequence[str]
+    tools: Sequence[Any]
 
 
 class RunKeeper(TrainerCallback):
@@ -164,11 +167,9 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
-        checkpoint = self.find(wanted)
         self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
-        folder = Path(str(self.args.output_dir)).resolve()
-        in_place = checkpoint is not None and Path(checkpoint).resolve().parent == folder
-        self._take_folder(in_place)
+        in_place = self._take_folder(wanted)
+        checkpoint = self.find(wanted)
         if checkpoint is not None:
             self._resumed = self._read(checkpoint, num_generations)
         if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
@@ -176,15 +177,28 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
-    def _take_folder(self, in_place: bool) -> None:
-        """Hold the run's folder, or a free one beside it, which the script's own arguments name from then on too."""
-        take = functools.partial(self.folder.take, str(self.args.output_dir), in_place)
-        folder, self.folder.writer = from_main_process(self.accelerator, take)
+    def _take_folder(self, wanted: str | bool | None) -> bool:
+        """Hold the run's folder, or a free one beside it, which the script's own arguments name from then on too.
+
+        Returns:
+            Whether a run of the folder goes on in it.
+        """
+        own = Path(str(self.args.output_dir))
+
+        def take() -> tuple[str, str, bool]:
+            if isinstance(wanted, str) and wanted not in ("latest", "auto"):
+                in_place = Path(wanted).resolve().parent == own.resolve()
+            else:
+                in_place = bool(wanted) and bool(checkpoints(own))
+            return *self.folder.take(str(own), in_place), in_place
+
+        folder, self.folder.writer, in_place = from_main_process(self.accelerator, take)
         for args in (self.args, self.given):
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
+        return in_place
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None, state: Callable[[], TrainerState]) -> Iterator[None]:
@@ -251,10 +265,10 @@ class RunKeeper(TrainerCallback):
             if wanted == "auto" and not checkpoints(folder):
                 return None, None, []
             if isinstance(wanted, str) and wanted not in ("latest", "auto"):
-                return wanted, why_broken(wanted), []
-            newest, skipped = newest_whole(folder)
+                return wanted, why_not_resumable(wanted), []
+            newest, skipped = newest_whole(folder, why_not_resumable)
             if newest is None:
-                return None, f"{folder} holds no whole checkpoint", skipped
+                return None, f"{folder} holds no whole checkpoint: {'; '.join(skipped) or 'it has none'}", []
             return str(newest), None, skipped
 
         path, reason, skipped = from_main_process(self.accelerator, find)
@@ -268,12 +282,6 @@ class RunKeeper(TrainerCallback):
             )
         if path is None:
             return None
-        if missing := missing_for_resume(path):
-            raise CheckpointError(
-                f"{path} holds no {' and no '.join(missing)} (save_only_model=True writes none), which a resumed run "
-                "would begin anew in silence; resume from a checkpoint that has them, or begin a new run with the "
-                f"weights: model={path!r}."
-            )
         there = processes_of(path)
         if self._deepspeed and there not in (None, self.accelerator.num_processes):
             raise CheckpointError(

@@ -76,6 +76,7 @@ class HeldFolder:
 
     def __init__(self) -> None:
         self.writer = "checkpoint"
+        self._process = os.getpid()
         self._lock: FileLock | None = None
 
     def take(self, folder: str, in_place: bool) -> tuple[str, str]:
@@ -92,6 +93,7 @@ class HeldFolder:
             ConfigError: it cannot be written to.
         """
         self.release()
+        self._process = os.getpid()
         if in_place:
             self._lock = _folder_of_run(folder)
         else:
@@ -100,27 +102,26 @@ class HeldFolder:
 
     def release(self) -> None:
         """Let other runs have the folder."""
-        if self._lock is not None:
+        if self._lock is not None and os.getpid() == self._process:  # a forked child's release would be its parent's
             self._lock.release()
             self._lock = None
 
 
 def _free_folder(folder: str) -> tuple[str, FileLock]:
     """`folder`, or the first of `folder-2`, `folder-3`, ... without checkpoints that no run holds, and its lock."""
-    reasons: list[str] = []
+    reasons, earlier = list[str](), False
     for name in itertools.chain([folder], (f"{folder.rstrip('/')}-{number}" for number in itertools.count(2))):
         lock = None if checkpoints(name) else _lock(name)
         if lock is not None and not checkpoints(name):
             if reasons:
-                logger.warning(
-                    f"{'; '.join(reasons)}. This run saves to {name}. To go on with an earlier run, call "
-                    "train(resume_from_checkpoint=True)."
-                )
+                hint = "To go on with an earlier run, pass resume_from_checkpoint the path of one of its checkpoints."
+                logger.warning(f"{'; '.join(reasons)}. This run saves to {name}. {hint if earlier else ''}".rstrip())
             return name, lock
         if lock is not None:
             lock.release()  # a run saved and ended in between
-        if earlier := checkpoints(name):
-            reasons.append(f"{name} holds {len(earlier)} checkpoint(s) of an earlier run, which are left alone")
+        if count := len(checkpoints(name)):
+            earlier = True
+            reasons.append(f"{name} holds {count} checkpoint(s) of an earlier run, which are left alone")
         else:
             reasons.append(f"{name} belongs to {_holder(name)}")
     raise AssertionError("numbers do not end")

@@ -210,7 +210,7 @@ def naming_failures() -> Iterator[None]:
     key = f"grpo_ext/failure/{next(_naming)}"
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not several or isinstance(error, ProcessError):
             raise
@@ -226,7 +226,7 @@ def naming_failures() -> Iterator[None]:
         raise ProcessError(failure) from None
 
 
-def _is_of_collective(error: Exception) -> bool:
+def _is_of_collective(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))

@@ -82,7 +82,7 @@ def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
         ConfigError: an unknown name or a value of another type; a file that is missing or holds no settings.
     """
     argv = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))  # type: ignore[arg-type]
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig), allow_abbrev=False)  # type: ignore[arg-type]
     parser.error = refuse_option  # type: ignore[method-assign]
     if argv[-1:] == ["--config"]:
         refuse_option("--config wants a file")

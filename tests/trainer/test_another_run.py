@@ -141,6 +141,7 @@ def with_tools(folder: Path, **parts: Any) -> GRPOTrainer:
     [
         ({"tools": [add, negate]}, {"tools": [add]}, "tools.negate: "),
         ({"tools": [add]}, {"tools": [add, negate]}, "tools.negate: null in the checkpoint"),
+        ({"tools": [add, negate]}, {"tools": [negate, add]}, "tools.(order): "),
         ({"environment_factory": CountingGame}, {"environment_factory": Game}, "tools.Game.give_up: null"),
     ],
 )
@@ -203,6 +204,8 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
         with pytest.raises(CheckpointError, match="no optimizer state and no learning-rate schedule") as refused:
             other(tmp_path / "out", save_only_model=True).train(resume_from_checkpoint=wanted)
         assert f"model='{checkpoint}'" in str(refused.value)
+    with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
+        other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
     make(tmp_path / "new", kind=type(tiny_model()).from_pretrained(checkpoint)).train()
 
 
@@ -226,6 +229,27 @@ def as_of_another_trainer(checkpoint: Path) -> Path:
         path.unlink()
     (checkpoint / "checkpoint.json").unlink()
     return checkpoint
+
+
+def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):
+    folder = tmp_path / "out"
+    make(folder, **SAVE, max_steps=3).train()
+    for checkpoint in folder.glob("checkpoint-*"):
+        as_of_another_trainer(checkpoint)
+    (folder / "checkpoint-3" / "model.safetensors").unlink()
+    (folder / "checkpoint-2" / "scheduler.pt").unlink()
+    trainer = make(folder, **SAVE, max_steps=3)
+    trainer.train(resume_from_checkpoint="latest")
+    assert "checkpoint-3 holds no weights" in caplog.text
+    assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
+    assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
+    assert (folder / "checkpoint-2.replaced-1").is_dir()
+
+
+def test_other_end_tokens_are_another_run(checkpoint, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "a"
+    assert "end_tokens: [1] in the checkpoint" in refusal(checkpoint, tmp_path, processing_class=tokenizer)
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,17 @@ def test_rewards_that_are_not_0_or_1_have_a_mean_alone_and_that_is_said_once(tmp
     assert "eval_pass@4" in with_threshold
     make(tmp_path, reward=graded).evaluate(prompts(4))  # nobody asked for samples of an evaluation
     assert "no pass@k" not in caplog.text
+
+
+def test_partial_credit_has_no_pass_at_k_also_while_all_rewards_are_0(tmp_path):
+    def partial(completions: list[str], **kwargs: Any) -> list[float]:
+        evaluates = not trainer.model.training
+        return [0.0 if evaluates else 0.1 * len(text) for text in completions]
+
+    trainer = make(tmp_path, reward=partial, max_steps=1, **FOUR)
+    assert "eval_pass@1" in trainer.evaluate(prompts(4))  # nothing tells yet
+    trainer.train()
+    assert list(passes(trainer.evaluate(prompts(4)))) == ["eval_mean@4"]
 
 
 def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,22 @@ def test_all_processes_stop_after_the_step_in_which_one_was_asked(tmp_path):
     assert folder.name == "checkpoint-2"
     assert why_broken(folder) is None
     assert {(tmp_path / f"status_{rank}").read_text() for rank in (0, 1)} == {str(EXIT_STATUS)}
+
+
+def test_what_a_reward_function_forks_can_be_terminated(tmp_path, capsys):
+    codes = []
+
+    def forks_one(completions: list[str], **kwargs: Any) -> list[float]:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        time.sleep(0.2)
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        return [float(len(text)) for text in completions]
+
+    trainer = make(tmp_path / "out", max_steps=1, reward=forks_one)
+    trainer.train()
+    assert codes == [-signal.SIGTERM]
+    assert trainer.state.global_step == 1
+    assert "Stopping" not in capsys.readouterr().out

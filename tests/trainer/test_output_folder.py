@@ -12,6 +12,7 @@ from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run import output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.manifest import MANIFEST, read_manifest
+from grpo_ext.run.output_folder import HeldFolder
 from tests.support.trainers import SAVE, make
 
 
@@ -90,3 +91,21 @@ def test_a_disk_that_fills_up_while_training_costs_the_end_of_the_manifest_alone
     assert "manifest.json could not be written (No space left on device)" in caplog.text
     assert not (tmp_path / f".{MANIFEST}").is_symlink()
     assert read_manifest(tmp_path)[-1]["ended"] is None
+
+
+def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    first = make(folder, **SAVE)
+    first.train()
+    second, release = make(folder, **SAVE), HeldFolder.take
+
+    def take(held: HeldFolder, name: str, in_place: bool) -> tuple[str, str]:
+        (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends
+        return release(held, name, in_place)
+
+    (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    monkeypatch.setattr(HeldFolder, "take", take)
+    second.train(resume_from_checkpoint="latest")
+    assert second.state.global_step == 3
+    assert (folder / "checkpoint-3").is_dir()
+    assert not list(folder.glob("*.replaced-*"))

@@ -22,7 +22,7 @@ from ...batching.micro_batches import Form, StepSizes, assign_rows
 from ...batching.sizes import BatchGeometry, ceil_div, group_numbers
 from ...checks import find_model
 from ...config import forms_of
-from ...errors import ConfigError, ModelError
+from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
 from ...runtime.recompute import PRODUCTS, check_recompute
@@ -41,7 +41,7 @@ def load_config(model: str) -> Any:
     """The configuration of a model id, a folder, or a JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or is not of a language model. ModelError: there is no such model.
+        ConfigError: it cannot be read, there is no such model, or it is not of a language model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -51,10 +51,8 @@ def load_config(model: str) -> Any:
         else:
             find_model(model, {}, says=False)
             config = AutoConfig.from_pretrained(model)
-    except ModelError:
-        raise
     except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         of_hub = not (model.endswith(".json") or Path(model).exists() or model.count("/") > 1)
         remedy = (
             f"without a network, name a folder of the model, or its configuration alone, which is {HUB}/{model}/raw/"

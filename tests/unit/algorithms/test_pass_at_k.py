@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 
-from grpo_ext.algorithms.pass_at_k import first_and_last, logged_k, pass_at_k, pass_metrics
+from grpo_ext.algorithms.pass_at_k import are_pass_or_fail, first_and_last, logged_k, pass_at_k, pass_metrics
 
 NAN = math.nan
 
@@ -54,7 +54,7 @@ def test_all_small_k_are_logged_and_then_powers_of_two_and_the_last():
 
 
 def test_metrics_are_means_over_prompts():
-    metrics = pass_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    metrics = pass_metrics([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], 1.0)
     assert metrics == {
         "mean@3": pytest.approx(1 / 3),
         "pass@1": pytest.approx(1 / 3),
@@ -64,25 +64,27 @@ def test_metrics_are_means_over_prompts():
 
 
 def test_completions_that_nobody_scored_do_not_count():
-    metrics = pass_metrics([[1.0, NAN, 0.0], [NAN, NAN, 1.0], [NAN, NAN, NAN]])
+    metrics = pass_metrics([[1.0, NAN, 0.0], [NAN, NAN, 1.0], [NAN, NAN, NAN]], 1.0)
     assert metrics == {"mean@3": 0.75, "pass@1": 0.75, "pass@2": 1.0}  # one prompt has two, none has three
-    assert pass_metrics([[NAN, NAN]]) == {}
-    assert pass_metrics([]) == {}
+    assert pass_metrics([[NAN, NAN]], 1.0) == {}
+    assert pass_metrics([], 1.0) == {}
 
 
 def test_rewards_that_are_not_0_or_1_need_a_threshold():
     graded = [[0.7, 0.2], [0.1, 0.69]]
-    assert pass_metrics(graded) == {"mean@2": pytest.approx(0.4225)}
+    assert pass_metrics(graded, None) == {"mean@2": pytest.approx(0.4225)}
     assert pass_metrics(graded, 0.7) == {"mean@2": pytest.approx(0.4225), "pass@1": 0.25, "pass@2": 0.5}
     assert pass_metrics([[1.0, 0.0]], 0.0)["pass@1"] == 1.0
-    assert "pass@1" not in pass_metrics([[1.0, -1.0]])
+    assert not are_pass_or_fail([1.0, -1.0])
+    assert not are_pass_or_fail(graded[0])
+    assert are_pass_or_fail([0.0, 1.0, 0.99999994, NAN])
 
 
 def test_a_reward_equal_to_the_threshold_has_passed_in_float32_too():
     as_float32 = 0.699999988079071
     assert as_float32 < 0.7
     assert pass_metrics([[as_float32, 0.6999]], 0.7)["pass@1"] == 0.5
-    assert pass_metrics([[0.99999994, 0.0]])["pass@1"] == 0.5  # a weighted sum
+    assert pass_metrics([[0.99999994, 0.0]], 1.0)["pass@1"] == 0.5  # a weighted sum
 
 
 def test_the_first_and_the_last_k_of_every_evaluation_set():

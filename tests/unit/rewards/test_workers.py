@@ -203,6 +203,8 @@ def test_a_call_with_other_keywords_is_made_anew():
 
 def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
     def drawn(completions, **kwargs):
+        import numpy as np  # in the worker, for the first time in its first call
+
         if len(completions) == 1 and not (tmp_path / "failed").exists():
             (tmp_path / "failed").touch()
             raise ConnectionError
@@ -278,7 +280,7 @@ def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_
 
     with working() as workers:
         assert score([terminated(1)], workers, chunk=None)[0][0] == [1.0] * 5
-        with pytest.raises(RewardError, match=r"\{SIGTERM\(-15\)\}; .*reward_on_failure='none' goes on without"):
+        with pytest.raises(RewardError, match=r"SIGTERM\(-15\); .*reward_on_failure='none' goes on without"):
             score([terminated(2)], workers, chunk=None)
 
 
@@ -291,6 +293,22 @@ def test_a_function_that_cannot_be_sent_is_named_with_the_remedy():
     message = r"'judge' cannot be sent .*reward_workers=2 \(TypeError.*sqlite3.Connection.*at its first call"
     with working(2) as workers, pytest.raises(ConfigError, match=message):
         check_reward_functions([queries], ["judge"], workers=workers)
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "a"])
+def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path, mode):
+    (tmp_path / "notes").write_text("header")
+    with (tmp_path / "notes").open(mode) as notes:
+        if mode == "w":
+            notes.write("header")
+            notes.flush()
+
+        def noting(completions, **kwargs):
+            return [float(notes.closed) for _ in completions]
+
+        with working() as workers, pytest.raises(ConfigError, match=r"'judge' cannot be sent .*the open file .*notes"):
+            check_reward_functions([noting], ["judge"], workers=workers)
+    assert (tmp_path / "notes").read_text() == "header"
 
 
 def test_a_function_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch):
@@ -379,10 +397,10 @@ def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(h
 
 
 ENDINGS = {
-    "os._exit(0)": "its process has ended {EXIT(0)}",
-    "os._exit(7)": "its process has ended {EXIT(7)}",
-    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended {SIGKILL(-9)}",
-    "os.kill(os.getpid(), signal.SIGSEGV)": "its process has ended {SIGSEGV(-11)}",
+    "os._exit(0)": "its process has ended: EXIT(0)",
+    "os._exit(7)": "its process has ended: EXIT(7)",
+    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended: SIGKILL(-9)",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "its process has ended: SIGSEGV(-11)",
     "sys.exit(3)": "SystemExit: 3",
 }
 
@@ -473,7 +491,7 @@ def test_a_process_that_ends_while_it_loads_a_function_is_named():
 
     with working() as workers:
         check_reward_functions([Ends()], ["judge"], workers=workers)
-        with pytest.raises(ConfigError, match=r"'judge' cannot be loaded .*\{EXIT\(3\)\}"):
+        with pytest.raises(ConfigError, match=r"'judge' cannot be loaded .*EXIT\(3\)"):
             workers.start()
 
 

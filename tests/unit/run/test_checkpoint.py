@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run import checkpoint
@@ -121,6 +122,8 @@ def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
     folder.mkdir()
     assert "neither" in str(why_broken(folder))
     (folder / "trainer_state.json").write_text("{}")
+    assert "holds no weights" in str(why_broken(folder))
+    save_file({}, folder / "adapter_model.safetensors")
     assert why_broken(folder) is None
     assert not checkpoint.is_verified(folder)
 

@@ -297,6 +297,7 @@ def test_what_cannot_be_read_is_one_error(copy, tmp_path):
     (copy / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors is cut short or broken"):
         export(copy, tmp_path / "out")
+    save_file({}, copy / "model.safetensors")
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"neither config\.json nor"):
         export(copy, tmp_path / "out")
