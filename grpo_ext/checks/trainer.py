@@ -76,17 +76,6 @@ def check_parallelism(tensor_parallel_size: int) -> None:
         )
 
 
-def check_pass_reward(name: str | None, names: list[str]) -> None:
-    """Refuse an `eval_pass_reward` that is none of the reward functions.
-
-    Raises:
-        ConfigError: names the nearest one, or all.
-    """
-    if name is not None and name not in names:
-        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
-        raise ConfigError(f"eval_pass_reward={name!r} is no reward function of this run; {meant}")
-
-
 def why_logprobs(config: GRPOConfig) -> str | None:
     """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
     if not (config.use_vllm and config.vllm_importance_sampling_correction):
@@ -110,7 +99,11 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             if module is not None:
                 disable_random_parts(module)
     _check_images_and_tools(trainer)
-    check_pass_reward(config.eval_pass_reward, trainer.reward_func_names)
+    name, names = config.eval_pass_reward, trainer.reward_func_names
+    if name is not None and names.count(name) != 1:
+        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
+        how_many = "the name of several reward functions" if name in names else "no reward function of this run"
+        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {meant}")
     refuse_unknown_head(base_model_of(policy))
     refuse_dora_in_8_bits(policy)
     check_overrides(type(trainer), ours)

@@ -19,6 +19,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.interrupts import RunCallback
 from grpo_ext.run.manifest import MANIFEST, read_manifest
 from tests.support.architectures import architecture
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
@@ -420,6 +421,18 @@ def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
     (entry,) = read_manifest(tmp_path)
     assert entry["ended"] == "failed"
     assert "parameters_sha256" not in entry
+
+
+def test_callbacks_that_learn_of_the_end_find_it_in_the_manifest(tmp_path):
+    class Reads(RunCallback):
+        def on_run_end(self) -> None:
+            ends.append(read_manifest(tmp_path)[-1]["ended"])
+
+    ends: list[str] = []
+    trainer = make(tmp_path)
+    trainer.add_callback(Reads())
+    trainer.train()
+    assert ends == ["finished"]
 
 
 def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
