@@ -378,9 +378,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """transformers', whose metrics are not logged and so must not reach the next evaluation's."""
-        output = super().predict(*args, **kwargs)
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._metrics["eval"].clear()
         return output
 
