@@ -224,8 +224,8 @@ class RolloutSampler(TurnSampler):
         self.rewards_BF = rewards_BF
         if torch.isnan(rewards_BF).all():
             logger.warning(
-                f"No completion of this rollout was scored: {', '.join(rewards.names)} returned None for all of them, "
-                "so nothing is learned from it; check that the reward functions fit the data."
+                f"No completion of this rollout was scored: {', '.join(rewards.names)} returned None for all of "
+                "them, so nothing can be learned or said from it; check that the reward functions fit the data."
             )
         return rollout
 

@@ -201,7 +201,9 @@ def test_bad_input_as_a_process(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(RECIPE.parents[1])}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 2
-    assert result.stderr == "error: --global_batchsize is no option; did you mean --global_batch_size?\n"
+    loading, error = result.stderr.splitlines()
+    assert loading == "Loading torch, transformers and TRL ..."
+    assert error == "error: --global_batchsize is no option; did you mean --global_batch_size?"
 
 
 def test_the_problems_of_the_real_model_train_another_chat_model_with_either_trainer(launch, tmp_path):

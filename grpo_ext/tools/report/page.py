@@ -88,7 +88,7 @@ def write_comparison(paths: Sequence[str | Path], output: str | Path | None = No
             "headlines": [dict(headline(run)) for run in runs],
             "differences": differences([run.settings for run in runs]),
             "final": {name: [_last(run, name) for run in runs] for every in runs for name in every.names()},
-            "same": [panel.title for panel in plots if panel.difference == 0.0],
+            "same": [panel.title for panel in plots if panel.identical],
         },
     )
 

@@ -39,8 +39,10 @@ class Line:
         return ends if {low, high} <= {first, last} else f"{ends} (least {number(low)}, most {number(high)})"
 
     def gap(self, other: Line) -> float:
-        """The largest difference at a step; infinite where the steps are others."""
-        return max(abs(a - b) for a, b in zip(self.values, other.values)) if self.steps == other.steps else math.inf
+        """The largest difference at a step that both have; infinite where they share none."""
+        values = dict(zip(self.steps, self.values))
+        shared = (abs(values[step] - value) for step, value in zip(other.steps, other.values) if step in values)
+        return max(shared, default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,13 @@ class Panel:
 
     @property
     def difference(self) -> float:
-        """The largest difference between two curves at a step; infinite for one curve, or curves of other steps."""
+        """The largest difference between two curves at a step that both have; infinite where there is none."""
         return max((a.gap(b) for a, b in itertools.combinations(self.lines, 2)), default=math.inf)
+
+    @property
+    def identical(self) -> bool:
+        """Whether several curves have the same steps and values."""
+        return self.difference == 0.0 and len({tuple(line.steps) for line in self.lines}) == 1
 
     @property
     def caption(self) -> str:

@@ -280,8 +280,12 @@ def test_runs_that_agree_are_said_to_and_every_curve_is_seen(tmp_path):
     assert "Identical in all runs, to the last digit: Reward; " in same.text
     assert "a, b: identical, 0.1 at step 0, 0.4 at step 2" in same.text
     others = Page(write_comparison(runs[1:], tmp_path / "others"))
-    assert "The runs differ by at most 0.1. b: 0.1 at step 0" in others.text
+    assert "At the steps that the runs share they differ by at most 0.1. b: 0.1 at step 0" in others.text
     assert "to the last digit: Reward" not in others.text
+    longer = make_run(tmp_path / "d", [line(i, reward=r, loss=0.5) for i, r in enumerate((0.1, 0.2, 0.4, 0.6))])
+    partly = Page(write_comparison([runs[0], longer], tmp_path / "partly"))
+    assert "At the steps that the runs share they are identical. a: 0.1 at step 0, 0.4 at step 2; d: 0.1" in partly.text
+    assert "to the last digit: Reward" not in partly.text
     all_three = Page(write_comparison(runs, tmp_path / "all"))
     assert "a, b: identical, 0.1 at step 0, 0.4 at step 2; c: 0.1 at step 0" in all_three.text
     (reward,) = (p for p in comparison_panels(loaded[:2], ["a", "b"]) if p.name == "reward")
