@@ -168,37 +168,40 @@ class RunKeeper(TrainerCallback):
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
         self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
-        in_place = self._take_folder(wanted)
-        checkpoint = self.find(wanted)
+        named = isinstance(wanted, str) and wanted not in ("latest", "auto")
+        checkpoint = self.find(wanted) if named else None
+        folder, in_place = self._take_folder(wanted, checkpoint)
+        if not named:  # the newest one is that of the moment at which the folder is held
+            checkpoint = self.find(wanted)
         if checkpoint is not None:
             self._resumed = self._read(checkpoint, num_generations)
+        self._write_to(folder)
         if checkpoint is not None and in_place and self.args.should_save and (later := set_aside_later(checkpoint)):
             names = ", ".join(path.name for path in later)
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
-    def _take_folder(self, wanted: str | bool | None) -> bool:
-        """Hold the run's folder, or a free one beside it, which the script's own arguments name from then on too.
-
-        Returns:
-            Whether a run of the folder goes on in it.
-        """
+    def _take_folder(self, wanted: str | bool | None, checkpoint: str | None) -> tuple[str, bool]:
+        """Hold the run's folder, or a free one beside it; which one, and whether a run of the folder goes on in it."""
         own = Path(str(self.args.output_dir))
 
         def take() -> tuple[str, str, bool]:
-            if isinstance(wanted, str) and wanted not in ("latest", "auto"):
-                in_place = Path(wanted).resolve().parent == own.resolve()
+            if checkpoint is not None:
+                in_place = Path(checkpoint).resolve().parent == own.resolve()
             else:
                 in_place = bool(wanted) and bool(checkpoints(own))
             return *self.folder.take(str(own), in_place), in_place
 
         folder, self.folder.writer, in_place = from_main_process(self.accelerator, take)
+        return folder, in_place
+
+    def _write_to(self, folder: str) -> None:
+        """Write to a folder from now on, also where the script saves to the `output_dir` of its own arguments."""
         for args in (self.args, self.given):
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
-        return in_place
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None, state: Callable[[], TrainerState]) -> Iterator[None]:

@@ -57,6 +57,17 @@ def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path):
     make(folder, **SAVE).train(resume_from_checkpoint=True)
 
 
+def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
+    folder = tmp_path / "out"
+    make(folder, **SAVE).train()
+    trainer = make(folder, **SAVE)
+    with pytest.raises(CheckpointError, match="nope does not exist"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nope"))
+    assert Path(str(trainer.args.output_dir)) == folder
+    trainer.train(resume_from_checkpoint="latest")
+    assert trainer.state.global_step == 3
+
+
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_built(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"output_dir='.*file/out' cannot be written to \(Not a directory\)"):
