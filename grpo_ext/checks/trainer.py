@@ -83,6 +83,19 @@ def why_logprobs(config: GRPOConfig) -> str | None:
     return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
 
 
+def _check_rewards(trainer: Any, config: GRPOConfig) -> None:
+    name, names = config.eval_pass_reward, trainer.reward_func_names
+    if name is not None and names.count(name) != 1:
+        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
+        how_many = "the name of several reward functions" if name in names else "no reward function of this run"
+        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {meant}")
+    if config.reward_workers and trainer.environment_factories is not None:
+        raise ConfigError(
+            f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
+            "environments, which cannot leave the training process; use reward_workers=0."
+        )
+
+
 def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     """Everything that is refused of a trainer; what the promise does not cover of it, as sentences.
 
@@ -99,11 +112,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             if module is not None:
                 disable_random_parts(module)
     _check_images_and_tools(trainer)
-    name, names = config.eval_pass_reward, trainer.reward_func_names
-    if name is not None and names.count(name) != 1:
-        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
-        how_many = "the name of several reward functions" if name in names else "no reward function of this run"
-        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {meant}")
+    _check_rewards(trainer, config)
     refuse_unknown_head(base_model_of(policy))
     refuse_dora_in_8_bits(policy)
     check_overrides(type(trainer), ours)
@@ -131,11 +140,6 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         _check_dynamic_sampling(trainer, ours)
     if config.rollout_lag:
         check_ahead(trainer, config)
-    if config.reward_workers and trainer.environment_factories is not None:
-        raise ConfigError(
-            f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
-            "environments, which cannot leave the training process; use reward_workers=0."
-        )
     return uncovered + _check_lengths(trainer, config)
 
 
