@@ -18,25 +18,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward.scorer import Scorer
 from grpo_ext.sampling import turns
+from tests.support.benches import SETTINGS, Clock
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
 STEPS, FIRST, LENGTH = 14, 2, 48
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-
-
-class Clock(TrainerCallback):
-    """When steps end."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
 
 
 def waiting_sampler(seconds: Iterator[float]) -> Any:
@@ -76,19 +66,11 @@ def seconds_per_step(
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             folder,
-            global_batch_size=32,
             rollout_chunk_size=32,
-            per_device_train_batch_size=16,
-            num_generations=8,
             max_completion_length=LENGTH,
             max_steps=STEPS,
             rollout_lag=lag,
-            logging_steps=1,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
+            **SETTINGS,
         )
         trainer = GRPOTrainer(tiny_model(**SHAPE), score, args, prompts(64), processing_class=tiny_tokenizer())
         trainer.add_callback(clock := Clock())

@@ -17,22 +17,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.benches import SETTINGS, Clock
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 
 STEPS, FIRST = 8, 2
-
-
-class Clock(TrainerCallback):
-    """When steps end."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
 
 
 def reward(seconds: float, computes: bool) -> Callable[..., list[float]]:
@@ -54,19 +44,11 @@ def seconds_per_step(workers: int, function: Callable[..., list[float]]) -> floa
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             folder,
-            global_batch_size=32,
             rollout_chunk_size=8,
-            per_device_train_batch_size=16,
-            num_generations=8,
             max_completion_length=16,
             max_steps=STEPS,
             reward_workers=workers,
-            logging_steps=1,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
+            **SETTINGS,
         )
         trainer = GRPOTrainer(tiny_model(), function, args, prompts(64), processing_class=tiny_tokenizer())
         trainer.add_callback(clock := Clock())
