@@ -23,6 +23,7 @@ ROOMS = (
     "config",
     "forward",
     "rewards",
+    "rollouts",
     "sampling",
     "step",
     "run",

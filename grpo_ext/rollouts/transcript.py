@@ -1,0 +1,68 @@
+"""A transcript: one completion as it grows, turn by turn, on the process that samples it.
+
+Differs from TRL, which keeps a list per column (ids, masks, messages, images) and finds its way between them by index.
+Made by the worker, extended by the engine and by tools, read by `join`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass
+class Transcript:
+    """See the module.
+
+    Attributes:
+        row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.
+        key: of the random numbers of its tokens (algorithms.keyed_random), int64.
+        number: of the row in the data set; None in a stream.
+        prompt: text, or messages: after the environment's reset, with images in their content. Tools' turns are added
+            to it, as TRL adds them to the prompts that reward functions get.
+        prompt_ids: token ids of the prompt, without padding.
+        ids: token ids of the completion so far.
+        mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
+        logps: what the engine that sampled says of each token (None: it could not tell this one), 0.0 on tokens of
+            tools; None where the engine tells none.
+        completion: text, or messages.
+        images: of the prompt, then those that tools have shown; empty for text.
+        prompt_images: how many of `images` are the prompt's.
+        environment: the instance that this completion acts in; None without environments.
+        environment_name: its name among several factories; None where there is one.
+        calls: tool calls of the last message that wait for an answer.
+        turns: how often tools have answered.
+    """
+
+    row: dict[str, Any]
+    key: int
+    number: int | None = None
+    prompt: Any = ""
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logps: list[float | None] | None = None
+    completion: Any = ""
+    images: list[Any] = field(default_factory=list)
+    prompt_images: int = 0
+    environment: Any = None
+    environment_name: str | None = None
+    calls: list[Mapping[str, Any]] = field(default_factory=list)
+    turns: int = 0
+
+    def add_sampled(self, ids: list[int], logps: list[float | None] | None) -> None:
+        """Append tokens that the model wrote."""
+        self.ids = [*self.ids, *ids]
+        self.mask = [*self.mask, *[1] * len(ids)]
+        if logps is not None:
+            self.logps = [*(self.logps or ()), *logps]
+
+    def add_answer(self, ids: list[int]) -> None:
+        """Append tokens of tools or of an environment."""
+        self.ids = [*self.ids, *ids]
+        self.mask = [*self.mask, *[0] * len(ids)]
+        if self.logps is not None:
+            self.logps = [*self.logps, *[0.0] * len(ids)]
