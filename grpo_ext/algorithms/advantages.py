@@ -194,6 +194,18 @@ class AdvantageRule:
             return estimated_advantages(self.estimator, rewards_BF, weights_F, num_generations)
         return group_advantages(rewards_BF, weights_F, num_generations, self.scale_rewards, self.aggregation)
 
+    def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
+        """The share of completions whose reward has no standard deviation, as TRL logs it (`frac_reward_zero_std`)."""
+        rewards = weighted_sum(rewards_BF, weights_F)
+        if self.aggregation == "normalize_then_sum":
+            rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
+        if self.aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
+            std = (nan_std(rewards) if rewards.numel() > 1 else torch.zeros(())).expand_as(rewards)
+        else:
+            grouped = rewards.view(-1, num_generations)
+            std = nan_std(grouped, dim=1) if num_generations > 1 else torch.zeros(len(grouped))
+        return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
+
     @property
     def depends_on_the_batch(self) -> bool:
         """Whether the advantages of a group may depend on the other groups of the rollout batch."""
@@ -276,11 +288,15 @@ def _sum_then_normalize(
 
 
 def _normalize_then_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+    rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
+    batch_std = nan_std(rewards) if rewards.numel() > 1 else torch.zeros((), device=rewards.device)
+    return (rewards - torch.nanmean(rewards)) / (batch_std + EPSILON)
+
+
+def _normalized_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
     grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
     mean = torch.nanmean(grouped, dim=1, keepdim=True)
     std = nan_std(grouped, dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(mean)
     rewards = weighted_sum(((grouped - mean) / (std + EPSILON)).view_as(rewards_BF), weights_F)
     unscored = torch.isnan(rewards_BF).all(dim=1)
-    rewards = torch.where(unscored, torch.nan, torch.nan_to_num(rewards, nan=0.0))
-    batch_std = nan_std(rewards) if rewards.numel() > 1 else torch.zeros((), device=rewards.device)
-    return (rewards - torch.nanmean(rewards)) / (batch_std + EPSILON)
+    return torch.where(unscored, torch.nan, torch.nan_to_num(rewards, nan=0.0))

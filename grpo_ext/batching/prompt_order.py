@@ -1,14 +1,14 @@
 """Loaders: one item per optimizer step, holding the rows this process samples from for the step's rollout batch.
 
 Differs from TRL's `RepeatSampler`: the order depends on (seed, epoch) alone, no prompt is dropped, and every process
-walks the same order and takes its own part of it, so the number of processes changes nothing. Feeds sampling.sampler.
+walks the same order and takes its own part of it, so the number of processes changes nothing. Feeds rollouts.source.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +39,25 @@ class RolloutRequest:
     first_prompt: int = 0
 
 
-class StepRows(list):
-    """The rows of one process for one rollout batch (a list of dicts, as TRL expects), with their `request`.
+@dataclass(frozen=True)
+class StepRows(Sequence[dict[str, Any]]):
+    """The rows of one process for one rollout batch, in the place of TRL's list of rows.
 
-    `numbers` are those of the rows in the data set; a stream has none. `made` is the scoring of these rows, where it
-    ran beside training (sampling.ahead).
+    Attributes:
+        rows: one for each completion; none in a step that goes on with a rollout batch.
+        request: what they were asked for.
+        numbers: of the rows in the data set; a stream has none.
     """
 
-    made: Any = None
+    rows: list[dict[str, Any]]
+    request: RolloutRequest
+    numbers: Sequence[int] = ()
 
-    def __init__(self, rows: Iterable[dict[str, Any]], request: RolloutRequest, numbers: Sequence[int] = ()) -> None:
-        super().__init__(rows)
-        self.request, self.numbers = request, numbers
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    def __reduce__(self) -> Any:
-        # loader workers pickle it, and a list is pickled without the arguments of __init__
-        return (StepRows, (list(self), self.request, self.numbers))
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
 
 
 def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:

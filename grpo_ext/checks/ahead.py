@@ -15,7 +15,7 @@ from ..errors import ConfigError, ModelError
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
-from ..sampling.decoding import own_generate
+from ..rollouts.decoding import own_generate
 from .model import random_parts
 
 

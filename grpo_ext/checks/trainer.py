@@ -21,7 +21,7 @@ from ..precision.loss_scaler import refuse_half_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
-from ..sampling.decoding import own_generate
+from ..rollouts.decoding import own_generate
 from .ahead import check_ahead
 from .data import (
     check_chat_template,

@@ -1,7 +1,7 @@
 """Models whose weights processes share (FSDP2, ZeRO), with the weights of some moment in them for a while.
 
 Differs from `Snapshot`: a forward of theirs is a collective, which the main thread alone may run, so a second object
-would compute nothing beside training. What is kept of a moment is each process's part. Used by sampling.ahead.
+would compute nothing beside training. What is kept of a moment is each process's part. Used by rollouts.ahead.
 """
 
 from __future__ import annotations

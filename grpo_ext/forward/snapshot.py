@@ -1,7 +1,7 @@
 """Models as they were at some moment, for a thread that runs them while the run trains on.
 
 Differs from a deep copy: what is not trained (the base under an adapter, a reference that stays) is shared, and the
-weights of a moment are put in place without being copied again. Used by sampling.ahead.
+weights of a moment are put in place without being copied again. Used by rollouts.ahead.
 """
 
 from __future__ import annotations

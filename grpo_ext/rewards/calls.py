@@ -2,7 +2,7 @@
 
 Differs from TRL, which calls a function with the rows of a process: a chunk holds the same completions for every
 number of processes, so a function that looks beyond the group, its metrics and its columns are the same too.
-Filled while a rollout batch is scored; put into TRL's records by sampling.sampler.
+Filled while a rollout batch is scored; put into TRL's records by rollouts.records.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ class Transcript:
     Attributes:
         row: of the data set, this completion's own copy: a `rollout_func` may add columns to it.
         key: of the random numbers of its tokens (algorithms.keyed_random), int64.
+        place: among the completions of this process.
         number: of the row in the data set; None in a stream.
-        prompt: text, or messages: after the environment's reset, with images in their content. Tools' turns are added
-            to it, as TRL adds them to the prompts that reward functions get.
+        prompt: text, or messages: after the environment's reset, with images in their content.
         prompt_ids: token ids of the prompt, without padding.
         ids: token ids of the completion so far.
         mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
@@ -39,6 +39,7 @@ class Transcript:
 
     row: dict[str, Any]
     key: int
+    place: int = 0
     number: int | None = None
     prompt: Any = ""
     prompt_ids: list[int] = field(default_factory=list)

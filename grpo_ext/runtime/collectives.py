@@ -1,7 +1,6 @@
 """Collectives that take a different number of rows from every process, including none.
 
-Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design. Used
-around TRL's scoring code and by sampling.sampler.
+Accelerate's `gather` wants equal shapes on all processes; their parts of a rollout batch are unequal by design.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..compat import gathering_through, store_of_processes
+from ..compat import store_of_processes
 from ..errors import CheckpointError, GrpoExtError, ProcessError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
@@ -33,7 +32,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 def alone() -> Iterator[None]:
     """Inside, and in this thread, there is one process: nothing is gathered.
 
-    For work beside training (sampling.ahead), as two threads would run their collectives in an order that differs from
+    For work beside training (rollouts.ahead), as two threads would run their collectives in an order that differs from
     process to process.
     """
     token = _alone.set(True)
@@ -41,12 +40,6 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _alone.reset(token)
-
-
-def gather_nothing(accelerator: Accelerator) -> None:
-    """Let the collectives of an accelerator give back what they are given, for work beside training."""
-    for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
-        setattr(accelerator, name, lambda value=None, *args, **kwargs: value)
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
@@ -90,23 +83,25 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
 
 
 @contextmanager
-def ragged_scoring(accelerator: Accelerator, empty: bool) -> Iterator[None]:
-    """Let TRL's scoring gather different numbers of rows; an `empty` process takes part but adds none.
+def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
+    """Inside, `accelerator.gather` takes a different number of rows from every process, for a user's overrides.
 
-    The functions agree with those that TRL calls where every process has as many rows.
+    TRL gives every process as many rows, so code that is written for it gathers as if all had as many.
+
+    Args:
+        empty: this process takes part but adds none of its rows; a sum or a count of it is zero.
     """
-    rows = 0 if empty else None
 
-    def some(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:  # sums and counts: a process without prompts adds nothing
+    def gather_any(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:
             return equal_gather(torch.zeros_like(tensor) if empty else tensor)
-        return ragged_gather(tensor, rows)
+        return ragged_gather(tensor, 0 if empty else None)
 
-    def objects(items: Any) -> Any:
-        return gather_lists([] if empty else items)
-
-    with gathering_through(accelerator, some, objects, _alone.get()):
+    vars(accelerator)["gather"] = gather_any
+    try:
         yield
+    finally:
+        del accelerator.gather
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:

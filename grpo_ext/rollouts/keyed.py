@@ -28,7 +28,7 @@ from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
 from .decoding import compact_decode, growing_cache, unique
-from .rollout import padded
+from .batch import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -139,7 +139,7 @@ def sample_chunk(
         keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
-        compact: run each different prompt once, and let finished rows leave the batch (sampling.decoding).
+        compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
         images: of the rows' prompts, for a model that takes images.
 
     Returns:
@@ -152,19 +152,15 @@ def sample_chunk(
     if compact:
         pictures = [None] * len(prompts) if images is None else images.numbers_B
         firsts, numbers = unique(zip(map(tuple, prompts), pictures))
-    ids = [torch.tensor(prompts[row], dtype=torch.long) for row in firsts]
-    input_ids = padded(ids, config.pad_token_id, "left", pad_to_multiple_of).to(device)
-    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", pad_to_multiple_of).to(device)
+    inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
     filters, greedy = _split_sampling(config, model)
-    width = input_ids.size(1)
+    width = inputs["input_ids"].size(1)
     keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    seen = {} if images is None else images.inputs(firsts, input_ids, [len(row) for row in ids], width)
-    inputs |= seen
+    of_prompts = inputs.keys() - {"input_ids", "attention_mask", *TOKEN_TYPES}
     if compact:
         rows = torch.tensor(numbers, device=device)
-        once = [name for name in seen if name not in TOKEN_TYPES]
-        inputs["custom_generate"] = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=once)
+        decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
+        inputs["custom_generate"] = decode
         inputs["past_key_values"] = growing_cache(model)
     processors = LogitsProcessorList([*filters, keyed])
     output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
@@ -172,6 +168,40 @@ def sample_chunk(
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(eos_token_ids)
     return [_until_eos(row, ends) for row in output[:, width:].tolist()]
+
+
+def sample_once(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+    pad_to_multiple_of: int | None = None,
+    images: RowImages | None = None,
+) -> list[list[int]]:
+    """One completion for each row with the model's `generate`, called as TRL calls it; arguments as `sample_chunk`."""
+    inputs = _inputs(prompts, range(len(prompts)), config, device, pad_to_multiple_of, images)
+    output = model.generate(**inputs, generation_config=config)
+    ends = frozenset(eos_token_ids)
+    return [_until_eos(row, ends) for row in output[:, inputs["input_ids"].size(1) :].tolist()]
+
+
+def _inputs(
+    prompts: Sequence[Sequence[int]],
+    chosen: Sequence[int],
+    config: GenerationConfig,
+    device: torch.device,
+    multiple: int | None,
+    images: RowImages | None,
+) -> dict[str, torch.Tensor]:
+    """The model's arguments for the chosen rows: prompts padded on the left, and what it makes of their images."""
+    ids = [torch.tensor(prompts[row], dtype=torch.long) for row in chosen]
+    input_ids = padded(ids, config.pad_token_id, "left", multiple).to(device)
+    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", multiple).to(device)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if images is not None:
+        inputs |= images.inputs(chosen, input_ids, [len(row) for row in ids], input_ids.size(1))
+    return inputs
 
 
 def _until_eos(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:

@@ -4,10 +4,9 @@ Rollout batch r is sampled with the weights that were there when training of rol
 ones: with those at the start), so which weights sample which prompts is fixed beforehand and speed changes nothing.
 Differs from asynchronous trainers that take what is ready first.
 
-A thread samples, scores and rewards this process's part of a rollout batch on a `Snapshot`, without a collective
-(`runtime.collectives.alone`), and keeps what each part of TRL's scoring returned. At the step that needs it, all
-processes run TRL's scoring once more with what is kept (`sampling.recording`): there it gathers. So collectives
-are run by the main thread alone, in one order.
+A thread runs the local phase of a rollout batch on a `Snapshot` of the models, without a collective
+(`runtime.collectives.alone`). At the step that needs it, the main thread joins what the threads of all processes have
+made. So collectives are run by the main thread alone, in one order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..errors import ConfigError, RolloutError
 from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
-from .turns import ScoringCall
+from .worker import LocalRollout, Terms
 
 _AT_EXIT_S = 60.0  # a reward that hangs may not keep the program for longer
 
@@ -47,13 +46,13 @@ class Sampled:
     """A process's part of a rollout batch.
 
     Attributes:
-        call: the scoring, with what is kept of it.
+        local: with its rewards, and log-probabilities where the thread runs forwards.
         forms: how the models ran, the same on every process.
         seconds: that its phases took.
         idle: seconds that the thread had waited for work before.
     """
 
-    call: ScoringCall
+    local: LocalRollout
     forms: tuple[str, ...]
     seconds: dict[str, float]
     idle: float
@@ -66,13 +65,13 @@ class Job:
     Attributes:
         step: the optimizer step that it is for first, from 0.
         rows: of this process.
-        weights: that sample it; state: what else does (see `RolloutsAhead`).
+        weights: that sample it; terms: what else was read of the trainer when it was begun.
     """
 
     step: int
     rows: StepRows
     weights: Weights
-    state: Any
+    terms: Terms
     sampled: Future[Sampled]
 
     @property
@@ -146,9 +145,9 @@ class RolloutsAhead:
     Args:
         steps: the steps of the training set.
         last: the number of optimizer steps of the run.
-        sample: on the thread: this process's part of a rollout batch by these weights, with what `state` gave.
-        state: what callbacks change of the trainer, as it is when a rollout batch is begun: its state, as it was when
-            these weights were taken, its reward functions, its settings of generation.
+        sample: on the thread: this process's part of a rollout batch, by these weights and terms.
+        terms: what is read of the trainer when a rollout batch is begun, with its progress as it was when these weights
+            were taken.
         stopping: whether this process was asked to stop.
         send: sends the weights that are in place to a server that samples, on all processes together; None without
             one. It holds one set of weights at a time, so they are sent once it has answered all requests.
@@ -160,13 +159,13 @@ class RolloutsAhead:
         last: int,
         snapshot: Snapshot | ShardedSnapshot,
         worker: Worker,
-        sample: Callable[[StepRows, Weights, Any, float], Sampled],
-        state: Callable[[Weights], Any],
+        sample: Callable[[StepRows, Weights, Terms, float], Sampled],
+        terms: Callable[[Weights], Terms],
         stopping: Callable[[], bool],
         send: Callable[[], None] | None = None,
     ) -> None:
         self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
-        self.sample, self.state, self.stopping, self.send = sample, state, stopping, send
+        self.sample, self.terms, self.stopping, self.send = sample, terms, stopping, send
         self.waited = 0.0  # seconds, since it was last set to zero
         self._sent: Weights | None = None
         self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
@@ -210,10 +209,10 @@ class RolloutsAhead:
 
     def _begin(self, step: int, weights: Weights) -> None:
         rows = self.steps.rows(self.steps.request(step))
-        self.jobs.append(self._submit(step, rows, weights, self.state(weights)))
+        self.jobs.append(self._submit(step, rows, weights, self.terms(weights)))
         self._next = step + 1
 
-    def _submit(self, step: int, rows: StepRows, weights: Weights, state: Any) -> Job:
+    def _submit(self, step: int, rows: StepRows, weights: Weights, terms: Terms) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
             with self.snapshot.in_place(weights):
@@ -221,9 +220,9 @@ class RolloutsAhead:
             self._sent = weights
 
         def work(idle: float) -> Sampled:
-            return self.sample(rows, weights, state, idle)
+            return self.sample(rows, weights, terms, idle)
 
-        return Job(step, rows, weights, state, self.worker.submit(work))
+        return Job(step, rows, weights, terms, self.worker.submit(work))
 
     def due(self, request: RolloutRequest) -> Job:
         """The rollout batch of a step, once every process has its part; all processes come here together."""
@@ -233,15 +232,13 @@ class RolloutsAhead:
                 f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "
                 f"ahead is for {job.name}; a subclass or a callback has moved one of the two."
             )
-        job.rows.made = self._settled(job).call
+        self._settled(job)
         return job
 
     def further(self, rows: StepRows) -> Sampled:
         """More completions for the rollout batch that is due (dynamic sampling), by the same weights."""
         due = self.jobs[0]
-        sampled = self._settled(self._submit(due.step, rows, due.weights, due.state))
-        rows.made = sampled.call
-        return sampled
+        return self._settled(self._submit(due.step, rows, due.weights, due.terms))
 
     def weights_of_due(self) -> AbstractContextManager[None]:
         """Inside, models whose weights processes share compute with those that have sampled what is due."""

@@ -1,0 +1,155 @@
+"""What samples the next tokens of transcripts: the model's own `generate`, by key and in chunks cut by global order.
+
+Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
+token depends on the transcript's key and its position alone, and a chunk has the same shapes wherever it runs. vLLM is
+in rollouts.vllm. Called by the worker, once for every turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from ..errors import PrecisionError
+from ..forward.adapters import is_prompt_learning
+from ..forward.images import RowImages
+from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..runtime.collectives import max_over_processes
+from ..runtime.out_of_memory import Halving
+from .decoding import own_generate, why_not_compact, without_router_logits
+from .keyed import can_sample_by_key, sample_chunk, sample_once
+from .transcript import Transcript
+
+Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and what the engine says of each
+
+
+class Engine(Protocol):
+    """Samples one turn of some transcripts of this process."""
+
+    def generate(
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+    ) -> list[Sampled]:
+        """New tokens of each transcript, in order.
+
+        Args:
+            config: transformers' settings as they are for this rollout batch; None with vLLM.
+            num_generations: transcripts of a prompt, which stand together.
+        """
+        ...
+
+
+def chunks_of(transcripts: Sequence[Transcript], size: int, equal_lengths: bool = False) -> list[list[Transcript]]:
+    """The transcripts of each chunk; later turns keep the chunks of the first.
+
+    Args:
+        size: completions of a chunk, in whole groups.
+        equal_lengths: cut chunks further, shortest first, so that no row is padded.
+    """
+    chunks: dict[tuple[int, int], list[Transcript]] = {}
+    for transcript in transcripts:
+        length = len(transcript.prompt_ids) + len(transcript.ids) if equal_lengths else 0
+        chunks.setdefault((transcript.place // size, length), []).append(transcript)
+    return [chunks[key] for key in sorted(chunks)]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What does not change during a run.
+
+    Attributes:
+        device: of the model.
+        chunk_size: completions of a chunk, at most.
+        eos_token_ids: any of these ends a completion.
+        filler: a token, for rows that no result contains.
+        multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
+        compact: each different prompt runs once, and finished rows leave the batch.
+        sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
+        fp16: for the explanation of scores that are not finite.
+    """
+
+    device: torch.device
+    chunk_size: int
+    eos_token_ids: Sequence[int]
+    filler: int
+    multiple: int | None = None
+    compact: bool = True
+    sharded: bool = False
+    fp16: bool = False
+
+
+class TransformersEngine:
+    """Samples with the `generate` of a model.
+
+    Args:
+        model: gives the policy, as PEFT wraps it.
+        generating: the contexts of generation; gives the model inside.
+        images_of: the images of transcripts, for a model that takes some.
+        memory: the number of completions that fit into one `generate`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], Any],
+        generating: Callable[[], contextlib.AbstractContextManager[Any]],
+        settings: EngineSettings,
+        images_of: Callable[[Sequence[Transcript]], RowImages | None],
+        memory: Halving,
+    ) -> None:
+        self.model, self.generating, self.settings = model, generating, settings
+        self.images_of, self.memory = images_of, memory
+
+    def samples_by_key(self, config: GenerationConfig) -> bool:
+        """Whether the random number of every token follows from its key."""
+        return can_sample_by_key(config) and own_generate(self.model()) is None
+
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """The chunks of a turn, one `generate` each."""
+        size = max(1, self.settings.chunk_size // num_generations) * num_generations
+        # virtual tokens stand before the padding, so there must be none
+        return chunks_of(transcripts, size, equal_lengths=is_prompt_learning(self.model()))
+
+    def generate(
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+    ) -> list[Sampled]:
+        """New tokens of each transcript; where a forward is a collective every process comes here for every turn.
+
+        Raises:
+            PrecisionError: the model's scores are no distribution.
+        """
+        assert config is not None
+        chunks = self.chunks(transcripts, num_generations)
+        calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
+        stand_in = [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
+        ids_of: dict[int, list[int]] = {}
+        with without_router_logits(self.model().config), self.generating() as model:
+            for number in range(calls):
+                chunk = chunks[number] if number < len(chunks) else stand_in
+                pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
+                ids_of |= zip(map(id, chunk), (ids for piece in pieces for ids in piece))
+        return [(ids_of[id(transcript)], None) for transcript in transcripts]
+
+    def _sample(
+        self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
+    ) -> list[list[int]]:
+        rows, settings, policy = [chunk[i] for i in part], self.settings, self.model()
+        prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
+        multiple = None if is_prompt_learning(policy) else settings.multiple
+        if not self.samples_by_key(config):
+            return sample_once(model, prompts, config, settings.eos_token_ids, settings.device, multiple, images)
+        keys_B, offsets_B = (torch.tensor(values) for values in ([r.key for r in rows], [len(r.ids) for r in rows]))
+        compact = settings.compact and not settings.sharded and why_not_compact(model, config) is None
+        arguments = (prompts, keys_B, offsets_B, config, settings.eos_token_ids, settings.device)
+        try:
+            return sample_chunk(model, *arguments, multiple, compact, images)
+        except PrecisionError as error:
+            if settings.sharded:  # the other processes would not come along
+                raise
+            first = FirstModule()
+            with first.watching(model), contextlib.suppress(PrecisionError):
+                sample_chunk(model, *arguments, multiple, compact, images)
+            raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None

@@ -1,0 +1,218 @@
+"""The join: the one exchange of a rollout batch's data between processes.
+
+Differs from TRL, which gathers rewards, lengths, logs and texts in some ten places of two methods, as if every process
+had as many rows. Here each process sends its share once, of any size; what follows (advantages over whole groups, log
+values, the table of completions) is computed from what all have, the same on every process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..algorithms.advantages import AdvantageRule
+from ..errors import PrecisionError, ProcessError, RolloutError
+from ..forward.images import packed_images
+from ..rewards.calls import RewardCall
+from ..runtime.collectives import gather_lists
+from .batch import ROW_IMAGES, ROW_NUMBER, Column, Ragged, RolloutBatch, concatenated
+from .transcript import Transcript
+from .worker import LocalRollout
+
+GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
+
+
+@dataclass(frozen=True)
+class JoinRules:
+    """How a rollout batch is put together.
+
+    Attributes:
+        rule, weights_F: from rewards to advantages.
+        ends: a completion that ends in none of these tokens is truncated.
+        reads_images: images are read again from the data set, by the numbers of the rows; sends_images: they travel
+            with their rows, as tools or environments may bring some; logs_images: they are logged (`log_multimodal`).
+    """
+
+    rule: AdvantageRule
+    weights_F: torch.Tensor
+    ends: frozenset[int]
+    reads_images: bool = False
+    sends_images: bool = False
+    logs_images: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is logged of a completion."""
+
+    prompt: Any
+    completion: Any
+    images: Any
+    gold: Any
+    prompt_tokens: int
+    tokens: int  # that the model wrote
+    truncated: bool
+
+
+@dataclass
+class Share:
+    """What one process sends."""
+
+    columns: dict[str, Column] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    rewards_BF: torch.Tensor | None = None
+    reward_calls: list[RewardCall] = field(default_factory=list)
+    tool_calls: int = 0
+    tool_failures: int = 0
+    failure: tuple[type[Exception], str] | None = None
+
+
+@dataclass
+class Round:
+    """One round of a rollout batch, in global order, the same on every process.
+
+    Attributes:
+        batch: its completions, with their advantages.
+        rewards_BF: their rewards.
+        entries: what is logged of each completion.
+        reward_calls: with what functions logged, in the order of the completions.
+        tool_calls, tool_failures: numbers of them.
+        own: which of its rows are this process's.
+    """
+
+    batch: RolloutBatch
+    rewards_BF: torch.Tensor
+    entries: list[Entry]
+    reward_calls: list[RewardCall]
+    tool_calls: int
+    tool_failures: int
+    own: range
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def join(
+    local: LocalRollout,
+    rules: JoinRules,
+    rank: int,
+    rewards_of_all: Callable[[], torch.Tensor] | None = None,
+) -> Round:
+    """What all processes made of a rollout batch; every process comes here once.
+
+    Args:
+        rank: of this process.
+        rewards_of_all: the user's `_calculate_rewards`, with the rows of this process; gives the rewards of all.
+
+    Raises:
+        GrpoExtError: on every process, where a process failed; there it is the error itself.
+    """
+    shares: list[Share] = gather_lists([_share(local, rules)])
+    _raise_failures(local.failure, shares)
+    rewards_BF = torch.cat([share.rewards_BF for share in shares]) if rewards_of_all is None else rewards_of_all().cpu()
+    entries, group = [entry for share in shares for entry in share.entries], local.request.num_generations
+    if len(rewards_BF) != len(entries) or len(entries) % group:
+        raise RolloutError(
+            f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
+            "completion needs its rewards, and every group has to be whole."
+        )
+    advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
+    columns = concatenated([share.columns for share in shares if share.columns])
+    batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
+    start = sum(len(share.entries) for share in shares[:rank])
+    calls = [call for share in shares for call in share.reward_calls]
+    return Round(
+        batch,
+        rewards_BF,
+        entries,
+        sorted(calls, key=lambda call: (call.first, call.number)),
+        sum(share.tool_calls for share in shares),
+        sum(share.tool_failures for share in shares),
+        range(start, start + len(shares[rank].entries)),
+    )
+
+
+def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
+    """Raise what failed on a process, on every process."""
+    if failure is not None:
+        raise failure
+    for rank, share in enumerate(shares):
+        if share.failure is not None:
+            kind, message = share.failure
+            if issubclass(kind, (PrecisionError, RolloutError)):
+                raise kind(message)
+            raise ProcessError(f"process {rank} failed: {kind.__name__}: {message}")
+
+
+def _share(local: LocalRollout, rules: JoinRules) -> Share:
+    if local.failure is not None:
+        return Share(failure=(type(local.failure), str(local.failure)))
+    transcripts = local.counted
+    entries = [_entry(transcript, rules) for transcript in transcripts]
+    rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
+    columns = columns_of(local, rules) if transcripts else {}
+    return Share(columns, entries, rewards_BF, local.reward_calls, local.tool_calls, local.tool_failures)
+
+
+def _entry(transcript: Transcript, rules: JoinRules) -> Entry:
+    row = transcript.row
+    return Entry(
+        transcript.prompt,
+        transcript.completion,
+        (transcript.images or None) if rules.logs_images else None,
+        next((row[name] for name in GOLD if row.get(name) is not None), None),
+        len(transcript.prompt_ids),
+        sum(transcript.mask),
+        transcript.ids[-1] not in rules.ends,
+    )
+
+
+def columns_of(local: LocalRollout, rules: JoinRules) -> dict[str, Column]:
+    """The columns of a rollout batch but the advantages, under TRL's names.
+
+    A completion that is masked out keeps one token, because a scored width of zero is no slice.
+    """
+    terms, transcripts = local.terms, local.counted
+    masked = [terms.masks_truncated and t.ids[-1] not in rules.ends for t in transcripts]
+    lengths = [1 if out else len(t.ids) for t, out in zip(transcripts, masked)]
+    masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
+    loss_masks = masks
+    columns: dict[str, Column] = {
+        "prompt_ids": Ragged.of([t.prompt_ids for t in transcripts], torch.long),
+        "prompt_mask": Ragged.of([torch.ones(len(t.prompt_ids), dtype=torch.long) for t in transcripts]),
+        "completion_ids": Ragged.of([t.ids[:n] for t, n in zip(transcripts, lengths)], torch.long),
+        "completion_mask": Ragged.of(masks),
+    }
+    if local.has_mask:
+        loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
+        columns["tool_mask"] = Ragged.of(loss_masks)
+    if local.old_logps is not None:
+        columns["old_per_token_logps"] = Ragged.of(local.old_logps)
+    if local.ref_logps is not None:
+        columns["ref_per_token_logps"] = Ragged.of(local.ref_logps)
+    sampling = sampling_logps(transcripts, lengths)
+    if sampling is not None:
+        columns["sampling_per_token_logps"] = Ragged.of(sampling)
+    if (rule := terms.ratios) is not None and local.old_logps is not None and sampling is not None:
+        ratios = [rule.ratios(*row) for row in zip(local.old_logps, sampling, loss_masks)]
+        columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
+    if rules.reads_images:
+        columns[ROW_NUMBER] = torch.tensor([t.number for t in transcripts])
+    if rules.sends_images:
+        shown = [t.images[: t.prompt_images] if out else t.images for t, out in zip(transcripts, masked)]
+        columns[ROW_IMAGES] = Ragged.of([packed_images(images) for images in shown])
+    return columns
+
+
+def sampling_logps(transcripts: Sequence[Transcript], lengths: Sequence[int]) -> list[torch.Tensor] | None:
+    """What the engine says of each token, NaN where it could not tell; None where it tells none."""
+    if not transcripts or transcripts[0].logps is None:
+        return None
+    return [
+        torch.tensor([math.nan if value is None else value for value in (t.logps or ())[:n]])
+        for t, n in zip(transcripts, lengths)
+    ]

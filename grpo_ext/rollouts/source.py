@@ -1,0 +1,456 @@
+"""The rollout batches of a run: where a step's completions come from, and which rollout batch is held.
+
+    step -> (held?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
+
+Differs from TRL, which keeps padded slices of its own process. What users override of TRL's scoring is called here,
+with TRL's arguments; where nothing is overridden no dictionary of TRL's is made. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from ..algorithms.advantages import groups_without_variance
+from ..algorithms.dynamic_sampling import fill_places
+from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys, mix
+from ..batching.prompt_order import FurtherPrompts, RolloutRequest, StepRows
+from ..batching.sizes import StepLayout, ceil_div
+from ..config import GRPOConfig
+from ..errors import DataError, RolloutError
+from ..forward.images import count_images, messages_of
+from ..rewards.calls import RewardCall
+from ..runtime.collectives import any_process, gather_lists, ragged_gather, uneven_gathers
+from .ahead import RolloutsAhead
+from .batch import RolloutBatch, gather_scored
+from .chat import images_in
+from .engine import Sampled
+from .images import ImageSource
+from .join import JoinRules, Round, join
+from .keyed import request_keys
+from .records import add_to_table, rollout_metrics
+from .trl_shapes import take_generated, trl_dictionary, trl_generated
+from .transcript import Transcript
+from .worker import LocalRollout, Rows, RolloutWorker, Terms, environments_of, reward_columns
+
+logger = get_logger(__name__)
+_BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is read of the trainer when a rollout batch is made, because users and callbacks may change it.
+
+    Attributes:
+        terms: of the local phase; rules: of the join.
+        num_generations: of the mode.
+        names: of the reward functions.
+        state: of the Trainer; metrics, logs: TRL's records, of this mode.
+        pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
+        score: the user's `_generate_and_score_completions`; None where it is not overridden.
+        rewards: the user's `_calculate_rewards`, likewise.
+    """
+
+    terms: Terms
+    rules: JoinRules
+    num_generations: int
+    names: Sequence[str]
+    state: Any
+    metrics: MutableMapping[str, list[float]]
+    logs: dict[str, Any]
+    pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
+    score: Callable[[Rows], dict[str, Any]] | None = None
+    rewards: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass
+class Scoring:
+    """A call of the user's `_generate_and_score_completions`, while it runs.
+
+    Attributes:
+        rows: that it was given.
+        rounds: that it has made, by calls of TRL's method.
+    """
+
+    rows: StepRows
+    rounds: list[Round] = field(default_factory=list)
+
+
+class Rollouts:
+    """Makes rollout batches and holds the one that is trained on.
+
+    Args:
+        worker: makes this process's part.
+        images: where the images of rows come from.
+
+    Attributes:
+        batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
+        rewards_BF: of the completions that were sampled last, training's or an evaluation's.
+        ahead: with `rollout_lag`, while it trains.
+        steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
+            made.
+        local: this process's part while a hook of the user's makes its completions; chunk: of it, while one samples.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: GRPOConfig,
+        worker: RolloutWorker,
+        images: ImageSource,
+    ) -> None:
+        self.accelerator, self.args, self.worker, self.images = accelerator, args, worker, images
+        self.sharded = worker.parts.sharded
+        self.batch: RolloutBatch | None = None
+        self.held: tuple[int, int] | None = None
+        self.rewards_BF: torch.Tensor | None = None
+        self.ahead: RolloutsAhead | None = None
+        self.steps: Any = None
+        self.further: FurtherPrompts | None = None
+        self.local: LocalRollout | None = None
+        self.chunk: list[Transcript] | None = None
+        self._scoring: Scoring | None = None
+        self._free_calls = 0
+        self._fetch: Callable[[RolloutRequest], StepRows] | None = None
+        self._warned_columns: set[tuple[str, str]] = set()
+
+    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
+        """Go on with a rollout batch that was sampled before; with None, sample anew."""
+        self.batch, self.held = batch, name
+
+    def read_from(self, prompts: Any, steps: Any, further: FurtherPrompts | None) -> None:
+        """The training data, the loader's data set of steps, and further prompts with dynamic sampling."""
+        self.images.prompts[True], self.steps, self.further = prompts, steps, further
+        self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
+
+    def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
+        """The completions of an optimizer step, or of an evaluation; the same on every process.
+
+        Args:
+            rows: of this process; none in a step that does not begin a rollout batch.
+        """
+        request = rows.request
+        if not context.terms.training:
+            return self.make(rows, context)
+        name = (request.epoch, request.layout.rollout)
+        if self.batch is None or self.held != name:
+            if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
+                rows = self._fetch(request)
+            self.hold(self.make(rows, context), name)
+        assert self.batch is not None
+        return self.batch.select(request.layout.step_rows)
+
+    def make(self, rows: StepRows, context: Context) -> RolloutBatch:
+        """Sample and score these rows of every process, and log what TRL logs of them."""
+        if self.further is not None and context.terms.training:
+            return self._in_rounds(rows, context)
+        one = self._round(rows, context)
+        if context.score is None:
+            self._log([one], context)
+        self._take_rewards(one.rewards_BF, context)
+        return one.batch
+
+    def _take_rewards(self, rewards_BF: torch.Tensor, context: Context) -> None:
+        self.rewards_BF = rewards_BF
+        if torch.isnan(rewards_BF).all():
+            logger.warning(
+                f"No completion of this rollout was scored: {', '.join(context.names)} returned None for all of them, "
+                "so nothing can be learned or said from it; check that the reward functions fit the data."
+            )
+
+    # ---- One round ------------------------------------------------------------------------------------------------
+
+    def _round(self, rows: StepRows, context: Context) -> Round:
+        if context.score is not None:
+            return self._scored_by_user(rows, context, context.score)
+        return self._joined(self._local(rows, context), context)
+
+    def _local(self, rows: StepRows, context: Context) -> LocalRollout:
+        """This process's part, made here and now or ahead."""
+        if self.ahead is not None and context.terms.training:
+            local = self.ahead.part_of(rows)
+            if self.sharded:  # a forward is a collective, which the thread cannot run
+                with self.ahead.weights_of_due():
+                    self.worker.add_logprobs(local)
+            return local
+        self._refuse_missing_images(rows)
+        stream = TRAIN_STREAM if context.terms.training else EVAL_STREAM
+        keys = request_keys(rows.request, self.args.seed, stream).tolist()
+        return self._sampled(rows.request, rows.rows, keys, rows.numbers, context)
+
+    def _sampled(
+        self, request: RolloutRequest, rows: Rows, keys: Sequence[int], numbers: Sequence[int], context: Context
+    ) -> LocalRollout:
+        try:
+            with self._uneven(request, context):
+                return self.worker.sample(request, rows, keys, numbers, context.terms)
+        except Exception as error:
+            if self.sharded or self.accelerator.num_processes == 1:  # others may be inside a forward with this process
+                raise
+            return LocalRollout(request, context.terms, failure=error)
+
+    def _uneven(self, request: RolloutRequest, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Where code of the user's runs, `accelerator.gather` takes a different number of rows from every process."""
+        if context.terms.hooks.any or context.score is not None:
+            return uneven_gathers(self.accelerator, request.empty)
+        return contextlib.nullcontext()
+
+    def _joined(self, local: LocalRollout, context: Context) -> Round:
+        local.reward_calls += self._pending(local, context)
+        if context.rewards is None:
+            return join(local, context.rules, self.accelerator.process_index)
+        calculate = context.rewards
+
+        def rewards_of_all() -> torch.Tensor:
+            self.local = local
+            try:
+                with self._uneven(local.request, context), self.worker.parts.clock.phase("rewards"):
+                    return calculate(*reward_columns(local.transcripts))
+            finally:
+                self.local = None
+
+        return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
+
+    @staticmethod
+    def _pending(local: LocalRollout, context: Context) -> list[RewardCall]:
+        """What was logged with TRL's methods outside a call of a reward function, as one call more."""
+        metrics, columns = context.pending
+        if not metrics and not columns:
+            return []
+        first = local.request.prompts.start * local.request.num_generations
+        call = RewardCall("log_extra", -1, first, len(local.counted))
+        call.metrics = [(name, value) for name, values in metrics.items() for value in values]
+        call.columns = {name: list(values) for name, values in columns.items()}
+        metrics.clear()
+        columns.clear()
+        return [call]
+
+    def _refuse_missing_images(self, rows: StepRows) -> None:
+        """Where a forward is a collective, all run what a model has for images, or none does.
+
+        Raises:
+            DataError: on every process.
+        """
+        if self.images.prepare is None or not self.sharded:
+            return
+        device, prompts = self.accelerator.device, dict(zip(rows.numbers, rows.rows)).values()
+        counts = [count_images(messages_of(row)) if isinstance(row["prompt"], list) else 0 for row in prompts]
+        if any_process(any(counts), device) and any_process(not all(counts), device):
+            raise DataError(
+                "prompts with and without images are in one rollout batch of a model whose weights the processes share "
+                "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "
+                "prompt an image, or train with DDP."
+            )
+
+    # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
+
+    def _in_rounds(self, rows: StepRows, context: Context) -> RolloutBatch:
+        """Groups without variance give their place to those of further prompts; logged as one rollout batch."""
+        assert self.further is not None
+        request, group, rules = rows.request, rows.request.num_generations, context.rules
+        rounds: list[Round] = []
+        teaches: list[list[bool]] = []
+        places: list[tuple[int, int]] = []
+        more: StepRows | None = rows
+        free = taken = 0
+        while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
+            rounds.append(self._round(more, context))
+            rewards_BF = rounds[-1].rewards_BF
+            dull = groups_without_variance(rewards_BF, rules.weights_F.cpu(), group, rules.rule.aggregation)
+            teaches.append([not value for value in dull.tolist()])
+            taken += len(dull) if len(rounds) > 1 else 0
+            places, free = fill_places(teaches)
+            more = self.further.rows(request, taken, free) if free else None
+        self._log(rounds, context)
+        groups = sum(map(len, rounds)) // group
+        values = {
+            "rounds": len(rounds) - 1,
+            "sampled_groups": groups,
+            "replaced_groups": len({source for source in places if source[0]}),
+            "groups_without_variance": free,
+        }
+        for name, value in values.items():
+            context.metrics[f"dynamic_sampling/{name}"].append(value)
+        starts = [sum(map(len, rounds[:number])) for number in range(len(rounds))]
+        chosen = [starts[number] + place * group + i for number, place in places for i in range(group)]
+        rewards_BF = torch.cat([one.rewards_BF for one in rounds])[chosen]
+        batch = RolloutBatch.joined([one.batch for one in rounds], group).select(chosen)
+        batch.groups = rounds[0].batch.groups
+        if len(rounds) > 1 and rules.rule.depends_on_the_batch:
+            batch.advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
+        self._take_rewards(rewards_BF, context)
+        return batch
+
+    def _log(self, rounds: Sequence[Round], context: Context) -> None:
+        """TRL's metrics and table of everything that was sampled."""
+        rules, group = context.rules, rounds[0].num_generations
+        if context.terms.training:
+            entries = [entry for one in rounds for entry in one.entries]
+            context.state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
+        context.metrics["num_tokens"] = [context.state.num_input_tokens_seen]
+        with_tools, weights_F = self.worker.parts.toolbox.has_tools, rules.weights_F.cpu()
+        ratios = context.terms.ratios
+        values = rollout_metrics(rounds, context.names, weights_F, rules.rule, group, with_tools, ratios)
+        for name, value in values.items():
+            context.metrics[name].append(value)
+        for one in rounds:
+            advantages = rules.rule.advantages(one.rewards_BF, weights_F, group).tolist()
+            add_to_table(context.logs, one, advantages, context.names, self._warned_columns)
+
+    # ---- What users override --------------------------------------------------------------------------------------
+
+    def _scored_by_user(
+        self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]
+    ) -> Round:
+        """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
+        request = rows.request
+        self._scoring = scoring = Scoring(rows)
+        try:
+            with self._uneven(request, context):
+                scored = score(list(rows.rows))
+        finally:
+            self._scoring = None
+        count = 0 if request.empty else len(scored["completion_ids"])
+        batch = gather_scored(scored, count, request.num_generations, overridden=True)
+        if not scoring.rounds:  # it made everything by itself
+            unknown = torch.full((len(batch), len(context.names)), torch.nan)
+            return Round(batch, unknown, [], [], 0, 0, range(0), request.num_generations)
+        last = scoring.rounds[-1]
+        if self.images.prepare is not None:
+            if len(last.batch) != len(batch):
+                raise RolloutError(
+                    f"_generate_and_score_completions returned {len(batch)} completions of a model that takes images, "
+                    f"and TRL's method made {len(last.batch)}; return one for each row."
+                )
+            batch.row_images = last.batch.row_images
+        return dataclasses.replace(last, batch=batch)
+
+    def score(self, inputs: Rows, context: Context) -> dict[str, Any]:
+        """TRL's `_generate_and_score_completions`: any list of rows, sampled and scored; TRL's padded dictionary.
+
+        Row i of a user's override keeps the key of its place; rows beyond those that it was given, and a further call,
+        draw other random numbers.
+        """
+        scoring, rows, training = self._scoring, list(inputs), context.terms.training
+        request = self._free_request(len(rows), context.num_generations) if scoring is None else scoring.rows.request
+        keys = keys_of(request, len(rows), self.args.seed, training, 0 if scoring is None else len(scoring.rounds))
+        local = self._sampled(request, rows, keys, (), context)
+        one = self._joined(local, context)
+        if scoring is not None:
+            scoring.rounds.append(one)
+        if scoring is None or self.further is None or not training:
+            self._log([one], context)
+        return trl_dictionary(local, one, context.rules, self.worker.parts)
+
+    def _free_request(self, rows: int, group: int) -> RolloutRequest:
+        """The request of rows that no loader has asked for."""
+        self._free_calls += 1
+        prompts, rank = ceil_div(rows, group), self.accelerator.process_index
+        layout = StepLayout(_BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
+        return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
+
+    def generate_by_user(self, generate: Callable[[list[Any]], Any], local: LocalRollout) -> None:
+        """Completions by the user's `_generate`."""
+        self.local = local
+        try:
+            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
+        finally:
+            self.local = None
+
+    def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
+        """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
+        local = self.local
+        assert local is not None
+        terms = dataclasses.replace(local.terms, hooks=dataclasses.replace(local.terms.hooks, generate=None))
+        known, transcripts = local.transcripts, []
+        more = keys_of(local.request, len(prompts), self.args.seed, terms.training, 0)
+        for place, prompt in enumerate(prompts):
+            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, more[place], place)
+            images = row.images if place < len(known) else ([] if isinstance(prompt, str) else images_in(prompt))
+            transcripts.append(dataclasses.replace(row, prompt=prompt, images=list(images)))
+        part = LocalRollout(local.request, terms, transcripts)
+        self.worker.converse(part)
+        local.tool_calls, local.tool_failures = part.tool_calls, part.tool_failures
+        return trl_generated(part)
+
+    def turn_by_user(self, turn: Callable[..., Any], num_generations: int, rows: list[Transcript]) -> list[Sampled]:
+        """One turn by the user's `_generate_single_turn`, chunk by chunk; called as TRL calls it."""
+        engine = self.worker.parts.engine
+        sampled: dict[int, Sampled] = {}
+        for chunk in [rows] if self.sharded else engine.chunks(rows, num_generations):
+            later = chunk[0].turns > 0
+            images = [row.images or None for row in chunk]
+            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
+            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
+            self.chunk = chunk
+            try:
+                ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
+            finally:
+                self.chunk = None
+            if len(ids) != len(chunk):
+                raise RolloutError(f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts.")
+            values = [None] * len(ids) if logps is None else logps
+            sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
+        return [sampled[id(row)] for row in rows]
+
+    def turn(self, prompt_ids: Sequence[Sequence[int]], context: Context) -> tuple[list[list[int]], Any]:
+        """TRL's `_generate_single_turn`, below a user's: new tokens for the chunk's rows, whatever tokens they have."""
+        chunk = self.chunk
+        assert chunk is not None
+        rows = []
+        for place, ids in enumerate(prompt_ids):
+            row = chunk[min(place, len(chunk) - 1)]
+            tokens, written = list(ids), len(row.ids)
+            if place >= len(chunk):  # a row that the user has added
+                key = mix(torch.tensor(row.key), _BEYOND + place).item()
+                rows.append(Transcript(row.row, int(key), prompt_ids=tokens, place=chunk[0].place))
+            elif tokens == row.prompt_ids + row.ids:
+                rows.append(row)
+            else:
+                cut = len(tokens) - written
+                rows.append(dataclasses.replace(row, prompt_ids=tokens[:cut], ids=tokens[cut:]))
+        engine = self.worker.parts.engine
+        sampled = engine.generate(rows, context.terms.generation_config, context.num_generations)
+        logps = [values for _, values in sampled]
+        return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
+
+    def rewards(self, columns: tuple[Any, ...], context: Context, recorders: Mapping[str, Any]) -> torch.Tensor:
+        """TRL's `_calculate_rewards`: of the rows it is given, the rewards (B, F) of all processes, in global order.
+
+        Args:
+            columns: rows, prompts, completions, token ids.
+            recorders: TRL's methods by keyword, where no rollout batch is being made.
+        """
+        local, parts = self.local, self.worker.parts
+        functions, state = context.terms.functions, context.terms.state
+        options: dict[str, Any] = {"functions": functions, "state": state, "chunk": parts.chunk}
+        if local is None:
+            rewards_BF, _ = parts.rewards.score(*columns, first=0, environments=None, recorders=recorders, **options)
+            return ragged_gather(rewards_BF)
+        if local.request.empty:
+            columns = ([], [], [], [])
+        first = local.request.prompts.start * local.request.num_generations
+        environments = environments_of(local.counted)
+        rewards_BF, calls = parts.rewards.score(*columns, first=first, environments=environments, **options)
+        shares = gather_lists([(rewards_BF.cpu(), calls)])
+        local.reward_calls = [call for _, made in shares for call in made]
+        return torch.cat([rewards for rewards, _ in shares]).to(self.accelerator.device)
+
+
+def keys_of(request: RolloutRequest, rows: int, seed: int, training: bool, call: int) -> list[int]:
+    """Keys of any number of rows: those of the request, and beyond them further ones; others for a further call."""
+    stream = TRAIN_STREAM if training else EVAL_STREAM
+    keys = request_keys(request, seed, stream)
+    if (missing := rows - len(keys)) > 0:
+        places = torch.arange(missing)
+        start = _BEYOND + (request.prompts.start << 20)
+        more = completion_keys(seed, stream, request.epoch, request.layout.rollout, places + start, places * 0)
+        keys = torch.cat([keys, more])
+    return (mix(keys, call) if call else keys)[:rows].tolist()

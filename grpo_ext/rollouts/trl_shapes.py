@@ -1,0 +1,126 @@
+"""TRL's shapes, for what users override: its padded dictionary, its tuple of eight, the output of a `rollout_func`.
+
+Made and read only where a hook of the user's stands in between; on the default path nothing is padded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import RolloutError
+from .batch import ROW_IMAGES, Ragged, to_device
+from .chat import images_in
+from .join import JoinRules, Round, columns_of
+from .transcript import Transcript
+from .worker import LocalRollout, Parts
+
+_GENERATED = 8
+
+
+def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Parts) -> dict[str, Any]:
+    """TRL's padded dictionary of this process's rows, with their part of the advantages of the whole rollout batch.
+
+    A process without prompts gets that of its stand-ins, with advantages of zero.
+    """
+    transcripts, device, multiple = local.transcripts, parts.device, parts.multiple
+    masked = [local.terms.masks_truncated and t.ids[-1] not in rules.ends for t in transcripts]
+    columns = columns_of(local, rules, transcripts)
+    del columns["completion_ids"], columns["completion_mask"]
+    whole: dict[str, Ragged] = {
+        "completion_ids": Ragged.of([t.ids for t in transcripts], torch.long),
+        "completion_mask": Ragged.of([torch.full((len(t.ids),), int(not out)) for t, out in zip(transcripts, masked)]),
+    }
+    found: dict[str, Any] = {}
+    for name, column in {**columns, **whole}.items():
+        if not isinstance(column, Ragged):
+            found[name] = column
+        elif name != ROW_IMAGES:
+            left = name.startswith("prompt_")
+            fill = parts.pad if name.endswith("_ids") else int(name in ("tool_mask", "importance_sampling_ratio"))
+            found[name] = column.padded(fill, "left" if left else "right", multiple)
+    width = found["completion_ids"].size(1)
+    for name in columns.keys() - whole.keys():  # those of masked completions have one token
+        if isinstance(columns[name], Ragged) and not name.startswith("prompt_") and name in found:
+            more = width - found[name].size(1)
+            found[name] = torch.nn.functional.pad(found[name], (0, more), value=float(name == "tool_mask"))
+    advantages = one.advantages_B[one.own.start : one.own.stop]
+    found["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
+    found["num_items_in_batch"] = one.batch.loss_masks.values.sum()
+    found = to_device(found, device)
+    if (images := parts.images.of_transcripts(transcripts)) is not None:
+        ids = torch.cat([found["prompt_ids"], found["completion_ids"]], dim=1)
+        found |= images.as_trl(ids, [len(t.prompt_ids) for t in transcripts], found["prompt_ids"].size(1))
+    return found
+
+
+def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
+    """TRL's tuple of eight, as its `_generate` returns it."""
+    rows = local.transcripts
+    names = ("prompt_ids", "ids", "mask", "completion", "logps")
+    prompt_ids, ids, masks, completions, logps = ([getattr(row, name) for row in rows] for name in names)
+    images = [row.images or None for row in rows]
+    tool_images = [row.images[row.prompt_images :] for row in rows] if local.has_mask else []
+    return (
+        prompt_ids,
+        ids,
+        masks if local.has_mask else None,
+        completions,
+        None if any(row is None for row in logps) else logps,
+        {},
+        images if any(images) else None,
+        tool_images,
+    )
+
+
+def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
+    """Take over what a user's `_generate` returned.
+
+    Raises:
+        RolloutError: it is no tuple of eight with one entry for each prompt.
+    """
+    if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
+        kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
+        raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")
+    prompt_ids, ids, masks, completions, logps, extra_fields, images, _ = generated
+    rows = local.transcripts
+    if len(ids) != len(rows):
+        raise RolloutError(f"_generate returned {len(ids)} completions for {len(rows)} prompts; return one for each.")
+    for place, row in enumerate(rows):
+        row.prompt_ids, row.ids = list(prompt_ids[place]), list(ids[place])
+        row.mask = [1] * len(row.ids) if masks is None else list(masks[place])
+        row.logps = None if logps is None else list(logps[place])
+        row.completion = completions[place]
+        if images is not None:
+            row.images = list(images[place] or ())
+    local.has_mask = masks is not None
+    add_fields(rows, extra_fields)
+
+
+def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
+    """Take over what a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
+    fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
+    masks = fields.pop("env_mask", None)
+    for place, row in enumerate(local.transcripts):
+        row.prompt_ids = list(output["prompt_ids"][place])
+        row.add_sampled(list(output["completion_ids"][place]), _row_of(output["logprobs"], place))
+        if masks is not None:
+            row.mask = list(masks[place])
+    local.has_mask = masks is not None
+    add_fields(local.transcripts, fields)
+
+
+def _row_of(values: Any, place: int) -> Any:
+    return None if values is None else list(values[place])
+
+
+def add_fields(rows: Sequence[Transcript], fields: Mapping[str, Any]) -> None:
+    """Add a `rollout_func`'s further fields to the rows that reward functions get: a list by row, else one for all."""
+    for place, row in enumerate(rows):
+        for name, values in fields.items():
+            if not isinstance(values, list):
+                row.row[name] = values
+            elif place < len(values):
+                row.row[name] = values[place]

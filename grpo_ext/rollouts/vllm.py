@@ -1,0 +1,210 @@
+"""vLLM engines: one seed per completion, from the same key as this package's own sampler.
+
+Differs from TRL, which seeds an engine by the index of its process, so that completions follow from how many there are.
+`VllmEngine` calls TRL's `VLLMGeneration.generate`, in both of its modes; `VllmServer` asks a server for one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..algorithms.keyed_random import mix
+from ..compat import View, on_view
+from ..errors import ConfigError
+from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes
+from .engine import Sampled
+from .transcript import Transcript
+
+_BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
+_CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
+
+
+class VllmEngine:
+    """Samples with TRL's `VLLMGeneration`, whose weights are those of this moment.
+
+    Args:
+        generation: TRL's.
+        profile: TRL's profiling context of a name.
+        shared_prompts: the completions of a group have one prompt (no environment has changed it).
+    """
+
+    def __init__(
+        self,
+        generation: Any,
+        profile: Callable[[str], AbstractContextManager[Any]],
+        shared_prompts: bool,
+    ) -> None:
+        self.generation, self.profile, self.shared_prompts = generation, profile, shared_prompts
+
+    @property
+    def together(self) -> bool:
+        """Whether processes sample in one call, of which TRL gives each as many rows as it has given."""
+        return self.generation.mode == "server" or self.generation.tensor_parallel_size > 1
+
+    def refuse_unequal_shares(self, rows: int) -> None:
+        """Refuse shares that TRL would cut in the wrong places.
+
+        Raises:
+            ConfigError: on every process.
+        """
+        accelerator = self.generation.accelerator
+        most, fewest = max_over_processes(rows, accelerator.device), -max_over_processes(-rows, accelerator.device)
+        if most != fewest:
+            raise ConfigError(
+                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
+                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
+                f"{accelerator.num_processes} processes share evenly."
+            )
+
+    def generate(
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+    ) -> list[Sampled]:
+        """See `Engine`."""
+        if self.together and not any(transcript.turns for transcript in transcripts):
+            self.refuse_unequal_shares(len(transcripts))
+        if not transcripts:
+            return []
+        seeds = seeds_of(transcripts, num_generations)
+        prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
+        images = [transcript.images or None for transcript in transcripts]
+        copies = copies_of(transcripts, num_generations, self.shared_prompts)
+        _, ids, logps, _ = seeded(self.generation, seeds, copies).generate(
+            prompts=prompts,
+            images=images if any(images) else None,
+            num_generations=copies,
+            profiler=self.profile("vLLM.generate"),
+        )
+        return with_first_logps(ids, logps)
+
+
+class VllmServer:
+    """Asks a vLLM server for the transcripts of this process alone, without the others.
+
+    Args:
+        generation: TRL's `VLLMGeneration`, for its settings.
+        client: of this process.
+        shared_prompts: as of `VllmEngine`.
+    """
+
+    def __init__(self, generation: Any, client: Any, shared_prompts: bool) -> None:
+        self.generation, self.client, self.shared_prompts = generation, client, shared_prompts
+
+    def generate(
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+    ) -> list[Sampled]:
+        """See `Engine`."""
+        if not transcripts:
+            return []
+        asked, copies = self.generation, copies_of(transcripts, num_generations, self.shared_prompts)
+        different = transcripts[::copies]
+        prompts = [transcript.prompt_ids + transcript.ids for transcript in different]
+        features = None
+        if any(transcript.images for transcript in different):
+            shown = self.client.image_features([transcript.images or None for transcript in different])
+            features = [asked._place_features(part, ids) for part, ids in zip(shown, prompts)]
+        answer = _ask_one_by_one(
+            self.client,
+            seeds_of(transcripts, num_generations)[::copies],
+            prompts,
+            features,
+            n=copies,
+            repetition_penalty=asked.repetition_penalty,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=0.0 if asked.min_p is None else asked.min_p,
+            max_tokens=asked.max_completion_length,
+            logprobs=asked.logprobs,
+            structured_outputs_regex=asked.structured_outputs_regex,
+            generation_kwargs=asked.generation_kwargs,
+        )
+        return with_first_logps(answer["completion_ids"], answer["logprobs"])
+
+
+def copies_of(transcripts: Sequence[Transcript], num_generations: int, shared_prompts: bool) -> int:
+    """How many transcripts that stand together go on from the same tokens: a group in the first turn, else one."""
+    return num_generations if shared_prompts and not any(transcript.turns for transcript in transcripts) else 1
+
+
+def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
+    """Completions with the log-probability of each sampled token, which stands first among those that vLLM tells."""
+    values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
+    return [(list(row), value) for row, value in zip(ids, values)]
+
+
+def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:
+    """The seeds of a turn."""
+    keys_B = torch.tensor([transcript.key for transcript in transcripts])
+    offsets_B = torch.tensor([len(transcript.ids) for transcript in transcripts])
+    return completion_seeds(keys_B, offsets_B, num_generations)
+
+
+def completion_seeds(keys_B: torch.Tensor, offsets_B: torch.Tensor, num_generations: int) -> list[int]:
+    """Seeds of rows, from their keys and the position of the first token that is sampled.
+
+    In the first turn the completions of a group have consecutive seeds, because vLLM gives the i-th of `n` completions
+    the seed of the request plus i; so both modes sample the same. In a later turn each row has a seed of its own.
+    """
+    if bool((offsets_B > 0).any()):
+        return (mix(keys_B, offsets_B) & _BITS).tolist()
+    firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]
+    return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
+
+
+def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Any:
+    """A `VLLMGeneration` seen so that it samples this process's rows with these seeds.
+
+    Args:
+        generation: TRL's `VLLMGeneration`, which stays as it is.
+        seeds: one per row of this process.
+        num_generations: rows per prompt, as `generate` is told.
+    """
+    if generation.mode == "colocate":
+        rows = list(seeds)
+        if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
+            parts = gather_in_group(rows, generation.tp_group, generation.tensor_parallel_size)
+            rows = [seed for part in parts for seed in part]
+        engine = View(generation.llm, {"generate": functools.partial(_generate_seeded, generation.llm, rows)})
+        return _generating_with(generation, {"llm": engine})
+    everyone = gather_lists(list(seeds))
+    if not generation.accelerator.is_main_process:
+        return generation
+    firsts = everyone[::num_generations]
+    client = generation.vllm_client
+    ask = functools.partial(_ask_one_by_one, client, firsts)
+    return _generating_with(generation, {"vllm_client": View(client, {"generate": ask})})
+
+
+def _generating_with(generation: Any, instead: dict[str, Any]) -> View:
+    return View(generation, {"generate": functools.partial(on_view, generation.generate, instead)})
+
+
+def _generate_seeded(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
+    params = [sampling_params.clone() for _ in seeds]
+    for own, seed in zip(params, seeds):
+        own.seed = seed
+    return engine.generate(prompts, sampling_params=params, **options)
+
+
+def _ask_one_by_one(
+    client: Any, seeds: Sequence[int], prompts: Any, features: Any = None, **params: Any
+) -> dict[str, Any]:
+    """One request per prompt, because a request has one seed."""
+
+    def send(index: int) -> dict[str, Any]:
+        generation_kwargs = {**(params.get("generation_kwargs") or {}), "seed": seeds[index]}
+        image = None if features is None else features[index : index + 1]
+        options = {**params, "generation_kwargs": generation_kwargs}
+        return client.generate(prompts=[prompts[index]], features=image, **options)
+
+    with ThreadPoolExecutor(max_workers=min(_CONCURRENT, len(prompts))) as pool:
+        answers = list(pool.map(send, range(len(prompts))))
+    names = answers[0].keys()
+    return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}

@@ -1,1 +1,0 @@
-"""From prompts to the rollout batch: keyed sampling, vLLM seeds, rounds of dynamic sampling."""
