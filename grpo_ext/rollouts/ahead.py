@@ -32,7 +32,7 @@ from ..errors import ConfigError, RolloutError
 from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
-from .worker import LocalRollout, Terms
+from .local import LocalRollout, Terms
 
 _AT_EXIT_S = 60.0  # a reward that hangs may not keep the program for longer
 
@@ -167,6 +167,7 @@ class RolloutsAhead:
         self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
         self.sample, self.terms, self.stopping, self.send = sample, terms, stopping, send
         self.waited = 0.0  # seconds, since it was last set to zero
+        self.idle = 0.0  # seconds that the thread had waited for the work that is due
         self._sent: Weights | None = None
         self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
         self._next: int | None = None  # the first step of the next rollout batch to begin with
@@ -224,21 +225,29 @@ class RolloutsAhead:
 
         return Job(step, rows, weights, terms, self.worker.submit(work))
 
-    def due(self, request: RolloutRequest) -> Job:
-        """The rollout batch of a step, once every process has its part; all processes come here together."""
-        job = self.jobs[0]
-        if job.name != (request.epoch, request.layout.rollout):
+    def part_of(self, rows: StepRows) -> Sampled:
+        """This process's part of a rollout batch, once every process has its part; all processes come here together.
+
+        Args:
+            rows: none: the rollout batch of the step, which was sampled ahead; else further prompts for it (dynamic
+                sampling), which the same weights sample.
+        """
+        due, request = self.jobs[0], rows.request
+        if rows:
+            return self._settled(self._submit(due.step, rows, due.weights, due.terms))
+        if due.name != (request.epoch, request.layout.rollout):
             raise RolloutError(
                 f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "
-                f"ahead is for {job.name}; a subclass or a callback has moved one of the two."
+                f"ahead is for {due.name}; a subclass or a callback has moved one of the two."
             )
-        self._settled(job)
-        return job
+        sampled = self._settled(due)
+        self.idle = sampled.idle
+        return sampled
 
-    def further(self, rows: StepRows) -> Sampled:
-        """More completions for the rollout batch that is due (dynamic sampling), by the same weights."""
-        due = self.jobs[0]
-        return self._settled(self._submit(due.step, rows, due.weights, due.terms))
+    @property
+    def sampled_at(self) -> int:
+        """Optimizer steps made before the weights that sample what is due."""
+        return self.jobs[0].weights.step
 
     def weights_of_due(self) -> AbstractContextManager[None]:
         """Inside, models whose weights processes share compute with those that have sampled what is due."""

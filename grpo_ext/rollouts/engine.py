@@ -31,6 +31,10 @@ Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and wh
 class Engine(Protocol):
     """Samples one turn of some transcripts of this process."""
 
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """The transcripts that are sampled together."""
+        ...
+
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -153,3 +157,32 @@ class TransformersEngine:
             with first.watching(model), contextlib.suppress(PrecisionError):
                 sample_chunk(model, *arguments, multiple, compact, images)
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
+
+
+class ContinuousBatching:
+    """Samples with transformers' continuous batching, by TRL's turn.
+
+    Args:
+        turn: TRL's `_generate_single_turn`.
+    """
+
+    def __init__(self, turn: Callable[..., Any]) -> None:
+        self.turn = turn
+
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """All of them."""
+        return one_chunk(transcripts)
+
+    def generate(
+        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
+    ) -> list[Sampled]:
+        """See `Engine`."""
+        if not transcripts:
+            return []
+        ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
+        return [(list(row), None) for row in ids]
+
+
+def one_chunk(transcripts: Sequence[Transcript]) -> list[list[Transcript]]:
+    """The transcripts as one chunk, if there are any."""
+    return [list(transcripts)] if transcripts else []

@@ -21,7 +21,7 @@ from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
 from .batch import ROW_IMAGES, ROW_NUMBER, Column, Ragged, RolloutBatch, concatenated
 from .transcript import Transcript
-from .worker import LocalRollout
+from .local import LocalRollout
 
 GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
 
@@ -77,7 +77,7 @@ class Round:
 
     Attributes:
         batch: its completions, with their advantages.
-        rewards_BF: their rewards.
+        rewards_BF: their rewards; advantages_B: what they become.
         entries: what is logged of each completion.
         reward_calls: with what functions logged, in the order of the completions.
         tool_calls, tool_failures: numbers of them.
@@ -86,6 +86,7 @@ class Round:
 
     batch: RolloutBatch
     rewards_BF: torch.Tensor
+    advantages_B: torch.Tensor
     entries: list[Entry]
     reward_calls: list[RewardCall]
     tool_calls: int
@@ -100,20 +101,26 @@ def join(
     local: LocalRollout,
     rules: JoinRules,
     rank: int,
-    rewards_of_all: Callable[[], torch.Tensor] | None = None,
+    rewards_of_all: Callable[[], tuple[torch.Tensor, list[RewardCall]]] | None = None,
 ) -> Round:
     """What all processes made of a rollout batch; every process comes here once.
 
     Args:
         rank: of this process.
-        rewards_of_all: the user's `_calculate_rewards`, with the rows of this process; gives the rewards of all.
+        rewards_of_all: the user's `_calculate_rewards`, with the rows of this process; gives the rewards of all, and
+            all calls of reward functions.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
     """
     shares: list[Share] = gather_lists([_share(local, rules)])
     _raise_failures(local.failure, shares)
-    rewards_BF = torch.cat([share.rewards_BF for share in shares]) if rewards_of_all is None else rewards_of_all().cpu()
+    calls = [call for share in shares for call in share.reward_calls]
+    if rewards_of_all is None:
+        rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
+    else:
+        rewards_BF, made = rewards_of_all()
+        rewards_BF, calls = rewards_BF.cpu(), [*calls, *made]
     entries, group = [entry for share in shares for entry in share.entries], local.request.num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
@@ -124,10 +131,10 @@ def join(
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     start = sum(len(share.entries) for share in shares[:rank])
-    calls = [call for share in shares for call in share.reward_calls]
     return Round(
         batch,
         rewards_BF,
+        advantages,
         entries,
         sorted(calls, key=lambda call: (call.first, call.number)),
         sum(share.tool_calls for share in shares),
@@ -143,8 +150,10 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
     for rank, share in enumerate(shares):
         if share.failure is not None:
             kind, message = share.failure
-            if issubclass(kind, (PrecisionError, RolloutError)):
-                raise kind(message)
+            if issubclass(kind, PrecisionError):
+                raise PrecisionError(message)
+            if issubclass(kind, RolloutError):
+                raise RolloutError(f"on process {rank}, {message}")
             raise ProcessError(f"process {rank} failed: {kind.__name__}: {message}")
 
 
@@ -154,7 +163,7 @@ def _share(local: LocalRollout, rules: JoinRules) -> Share:
     transcripts = local.counted
     entries = [_entry(transcript, rules) for transcript in transcripts]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
-    columns = columns_of(local, rules) if transcripts else {}
+    columns = columns_of(local, rules, transcripts) if transcripts else {}
     return Share(columns, entries, rewards_BF, local.reward_calls, local.tool_calls, local.tool_failures)
 
 
@@ -171,12 +180,12 @@ def _entry(transcript: Transcript, rules: JoinRules) -> Entry:
     )
 
 
-def columns_of(local: LocalRollout, rules: JoinRules) -> dict[str, Column]:
+def columns_of(local: LocalRollout, rules: JoinRules, transcripts: Sequence[Transcript]) -> dict[str, Column]:
     """The columns of a rollout batch but the advantages, under TRL's names.
 
     A completion that is masked out keeps one token, because a scored width of zero is no slice.
     """
-    terms, transcripts = local.terms, local.counted
+    terms = local.terms
     masked = [terms.masks_truncated and t.ids[-1] not in rules.ends for t in transcripts]
     lengths = [1 if out else len(t.ids) for t, out in zip(transcripts, masked)]
     masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]

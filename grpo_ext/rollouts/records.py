@@ -73,14 +73,14 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     """
     deltas, ratios = [], []
     for batch in (one.batch for one in rounds):
-        for row in range(len(batch)):
-            mask = batch.loss_mask(row).bool()
-            fields = (batch.row(name, row) for name in ("old_per_token_logps", "sampling_per_token_logps"))
-            old, sampling = fields
-            delta = (old - sampling).abs()[mask]
+        assert batch.old_per_token_logps is not None
+        assert batch.sampling_per_token_logps is not None
+        assert batch.importance_sampling_ratio is not None
+        columns = (batch.loss_masks, batch.old_per_token_logps, batch.sampling_per_token_logps)
+        for mask, old, sampling, ratio in zip(*columns, batch.importance_sampling_ratio):
+            delta = (old - sampling).abs()[mask.bool()]
             deltas.append(delta[~delta.isnan()])
-            ratio = batch.row("importance_sampling_ratio", row)
-            ratios.append(ratio if rule.of_sequences else ratio[mask])
+            ratios.append(ratio if rule.of_sequences else ratio[mask.bool()])
     delta, ratio = torch.cat(deltas).double(), torch.cat(ratios).double()
     ratio = ratio[~ratio.isnan()]
     delta, ratio = (values if len(values) else torch.zeros(1) for values in (delta, ratio))
@@ -93,9 +93,7 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(
-    logs: dict[str, Any], one: Round, advantages: Sequence[float], names: Sequence[str], said: set[tuple[str, str]]
-) -> None:
+def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str], said: set[tuple[str, str]]) -> None:
     """Add a round to TRL's record of completions.
 
     Args:
@@ -106,7 +104,7 @@ def add_to_table(
     logs["completion"].extend(entry.completion for entry in one.entries)
     for name, rewards in zip(names, one.rewards_BF.unbind(1)):
         logs["rewards"][name].extend(rewards.tolist())
-    logs["advantages"].extend(advantages)
+    logs["advantages"].extend(one.advantages_B.tolist())
     columns = columns_of(one.reward_calls, len(one), said)
     add_columns(logs["extra"], columns, len(one), len(logs["prompt"]))
     images = [entry.images for entry in one.entries]

@@ -27,7 +27,7 @@ from ..config import GRPOConfig
 from ..errors import DataError, RolloutError
 from ..forward.images import count_images, messages_of
 from ..rewards.calls import RewardCall
-from ..runtime.collectives import any_process, gather_lists, ragged_gather, uneven_gathers
+from ..runtime.collectives import any_process, gather_lists, uneven_gathers
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
 from .chat import images_in
@@ -38,7 +38,8 @@ from .keyed import request_keys
 from .records import add_to_table, rollout_metrics
 from .trl_shapes import take_generated, trl_dictionary, trl_generated
 from .transcript import Transcript
-from .worker import LocalRollout, Rows, RolloutWorker, Terms, environments_of, reward_columns
+from .local import LocalRollout, Terms
+from .worker import RolloutWorker, Rows, reward_columns
 
 logger = get_logger(__name__)
 _BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
@@ -94,6 +95,7 @@ class Rollouts:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF: of the completions that were sampled last, training's or an evaluation's.
         ahead: with `rollout_lag`, while it trains.
+        sampled_at: optimizer steps made before the weights that sampled the rollout batch.
         steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
             made.
         local: this process's part while a hook of the user's makes its completions; chunk: of it, while one samples.
@@ -112,6 +114,7 @@ class Rollouts:
         self.held: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
         self.ahead: RolloutsAhead | None = None
+        self.sampled_at = 0
         self.steps: Any = None
         self.further: FurtherPrompts | None = None
         self.local: LocalRollout | None = None
@@ -175,11 +178,13 @@ class Rollouts:
     def _local(self, rows: StepRows, context: Context) -> LocalRollout:
         """This process's part, made here and now or ahead."""
         if self.ahead is not None and context.terms.training:
-            local = self.ahead.part_of(rows)
+            sampled = self.ahead.part_of(rows)
+            self.sampled_at = self.ahead.sampled_at
+            self.worker.parts.clock.add(sampled.seconds)
             if self.sharded:  # a forward is a collective, which the thread cannot run
                 with self.ahead.weights_of_due():
-                    self.worker.add_logprobs(local)
-            return local
+                    self.worker.add_logprobs(sampled.local)
+            return sampled.local
         self._refuse_missing_images(rows)
         stream = TRAIN_STREAM if context.terms.training else EVAL_STREAM
         keys = request_keys(rows.request, self.args.seed, stream).tolist()
@@ -208,11 +213,11 @@ class Rollouts:
             return join(local, context.rules, self.accelerator.process_index)
         calculate = context.rewards
 
-        def rewards_of_all() -> torch.Tensor:
-            self.local = local
+        def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
+            self.local, local.reward_calls = local, []
             try:
                 with self._uneven(local.request, context), self.worker.parts.clock.phase("rewards"):
-                    return calculate(*reward_columns(local.transcripts))
+                    return calculate(*reward_columns(local.transcripts)), local.reward_calls
             finally:
                 self.local = None
 
@@ -231,6 +236,21 @@ class Rollouts:
         metrics.clear()
         columns.clear()
         return [call]
+
+    def refuse_unequal_prompts(self, prompts: int) -> None:
+        """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.
+
+        Raises:
+            RolloutError: on every process.
+        """
+        if (reason := why_equal(self.args, self.sharded)) is None:
+            return
+        counts = gather_lists([prompts])
+        if len(set(counts)) > 1:
+            raise RolloutError(
+                f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+                f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
+            )
 
     def _refuse_missing_images(self, rows: StepRows) -> None:
         """Where a forward is a collective, all run what a model has for images, or none does.
@@ -290,19 +310,18 @@ class Rollouts:
 
     def _log(self, rounds: Sequence[Round], context: Context) -> None:
         """TRL's metrics and table of everything that was sampled."""
-        rules, group = context.rules, rounds[0].num_generations
+        rules, group = context.rules, context.num_generations
         if context.terms.training:
             entries = [entry for one in rounds for entry in one.entries]
             context.state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
         context.metrics["num_tokens"] = [context.state.num_input_tokens_seen]
-        with_tools, weights_F = self.worker.parts.toolbox.has_tools, rules.weights_F.cpu()
+        with_tools, weights_F = bool(self.worker.parts.chat.tools), rules.weights_F.cpu()
         ratios = context.terms.ratios
         values = rollout_metrics(rounds, context.names, weights_F, rules.rule, group, with_tools, ratios)
         for name, value in values.items():
             context.metrics[name].append(value)
         for one in rounds:
-            advantages = rules.rule.advantages(one.rewards_BF, weights_F, group).tolist()
-            add_to_table(context.logs, one, advantages, context.names, self._warned_columns)
+            add_to_table(context.logs, one, context.names, self._warned_columns)
 
     # ---- What users override --------------------------------------------------------------------------------------
 
@@ -321,7 +340,7 @@ class Rollouts:
         batch = gather_scored(scored, count, request.num_generations, overridden=True)
         if not scoring.rounds:  # it made everything by itself
             unknown = torch.full((len(batch), len(context.names)), torch.nan)
-            return Round(batch, unknown, [], [], 0, 0, range(0), request.num_generations)
+            return Round(batch, unknown, torch.zeros(len(batch)), [], [], 0, 0, range(0))
         last = scoring.rounds[-1]
         if self.images.prepare is not None:
             if len(last.batch) != len(batch):
@@ -400,7 +419,9 @@ class Rollouts:
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
         return [sampled[id(row)] for row in rows]
 
-    def turn(self, prompt_ids: Sequence[Sequence[int]], context: Context) -> tuple[list[list[int]], Any]:
+    def turn(
+        self, prompt_ids: Sequence[Sequence[int]], config: Any, num_generations: int
+    ) -> tuple[list[list[int]], Any]:
         """TRL's `_generate_single_turn`, below a user's: new tokens for the chunk's rows, whatever tokens they have."""
         chunk = self.chunk
         assert chunk is not None
@@ -417,31 +438,34 @@ class Rollouts:
                 cut = len(tokens) - written
                 rows.append(dataclasses.replace(row, prompt_ids=tokens[:cut], ids=tokens[cut:]))
         engine = self.worker.parts.engine
-        sampled = engine.generate(rows, context.terms.generation_config, context.num_generations)
+        sampled = engine.generate(rows, config, num_generations)
         logps = [values for _, values in sampled]
         return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
 
-    def rewards(self, columns: tuple[Any, ...], context: Context, recorders: Mapping[str, Any]) -> torch.Tensor:
+    def rewards(self, columns: tuple[Any, ...], context: Context) -> torch.Tensor:
         """TRL's `_calculate_rewards`: of the rows it is given, the rewards (B, F) of all processes, in global order.
 
         Args:
             columns: rows, prompts, completions, token ids.
-            recorders: TRL's methods by keyword, where no rollout batch is being made.
         """
-        local, parts = self.local, self.worker.parts
-        functions, state = context.terms.functions, context.terms.state
-        options: dict[str, Any] = {"functions": functions, "state": state, "chunk": parts.chunk}
-        if local is None:
-            rewards_BF, _ = parts.rewards.score(*columns, first=0, environments=None, recorders=recorders, **options)
-            return ragged_gather(rewards_BF)
+        local = self.local
+        if local is None:  # a call of the user's own, which logs as TRL does
+            local = LocalRollout(self._free_request(len(columns[1]), context.num_generations), context.terms)
         if local.request.empty:
             columns = ([], [], [], [])
-        first = local.request.prompts.start * local.request.num_generations
-        environments = environments_of(local.counted)
-        rewards_BF, calls = parts.rewards.score(*columns, first=first, environments=environments, **options)
+        rewards_BF, calls = self.worker.score_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
         local.reward_calls = [call for _, made in shares for call in made]
         return torch.cat([rewards for rewards, _ in shares]).to(self.accelerator.device)
+
+
+def why_equal(args: Any, sharded: bool) -> str | None:
+    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+    if sharded:
+        return "a forward of a sharded model is a collective"
+    if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
+        return "vLLM cuts what several processes sampled together as if all had as many"
+    return None
 
 
 def keys_of(request: RolloutRequest, rows: int, seed: int, training: bool, call: int) -> list[int]:

@@ -12,10 +12,9 @@ import torch
 
 from ..errors import RolloutError
 from .batch import ROW_IMAGES, Ragged, to_device
-from .chat import images_in
 from .join import JoinRules, Round, columns_of
+from .local import LocalRollout, Parts
 from .transcript import Transcript
-from .worker import LocalRollout, Parts
 
 _GENERATED = 8
 

@@ -19,7 +19,7 @@ from ..algorithms.keyed_random import mix
 from ..compat import View, on_view
 from ..errors import ConfigError
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes
-from .engine import Sampled
+from .engine import Sampled, one_chunk
 from .transcript import Transcript
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
@@ -63,6 +63,10 @@ class VllmEngine:
                 f"{accelerator.num_processes} processes share evenly."
             )
 
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """All of them: vLLM batches by itself."""
+        return one_chunk(transcripts)
+
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -95,6 +99,10 @@ class VllmServer:
 
     def __init__(self, generation: Any, client: Any, shared_prompts: bool) -> None:
         self.generation, self.client, self.shared_prompts = generation, client, shared_prompts
+
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """All of them: vLLM batches by itself."""
+        return one_chunk(transcripts)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int

@@ -10,156 +10,27 @@ exchange before `join`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
-from ..algorithms.importance import RatioRule
 from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
-from ..forward.images import RowImages
 from ..forward.rows import TokenRows
-from ..forward.scorer import Scorer
 from ..rewards.calls import RewardCall
-from ..rewards.runner import RewardRunner
-from ..runtime.clock import PhaseClock
+from ..rewards.runner import RewardRows
 from ..runtime.collectives import any_process
-from .chat import Chat, images_in
+from .chat import images_in
 from .decoding import unique
-from .engine import Engine, Sampled
-from .environments import Environments
-from .tools import Toolbox
+from .engine import Sampled
+from .local import LocalRollout, Parts, Terms
 from .transcript import Transcript
-from .turns import TurnLimits, continue_with
+from .trl_shapes import take_rollout
+from .turns import continue_with
 
 Rows = Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What a user has put in the place of a part of the local phase; None: nothing.
-
-    Attributes:
-        tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
-        generate: `_generate`: from prompts to TRL's tuple of eight.
-        turn: `_generate_single_turn`: from the transcripts of a chunk to what is sampled for each.
-        rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards` is overridden, so the worker makes none.
-    """
-
-    tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
-    generate: Callable[[list[Any]], Any] | None = None
-    turn: Callable[[list[Transcript]], list[Sampled]] | None = None
-    rollout: Callable[[list[Any]], dict[str, Any]] | None = None
-    rewards: bool = False
-
-    @property
-    def any(self) -> bool:
-        """Whether a process without prompts has to take part, because a hook may hold collectives."""
-        return self.rewards or any(h is not None for h in (self.tokenize, self.generate, self.turn, self.rollout))
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What is read of the trainer when a rollout batch is begun, because callbacks may change it.
-
-    Attributes:
-        training: or evaluation.
-        functions: the reward functions.
-        state: of the Trainer, which reward functions are given.
-        generation_config: transformers' settings; None with vLLM.
-        old_logps, reference: log-probabilities are needed of the policy that samples, of the reference model.
-        batch_size, max_tokens: of a forward without gradients, at most.
-        masks_truncated: a completion without an end is left out (`mask_truncated_completions`).
-        limits: of the turns.
-        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-        hooks: of the user.
-    """
-
-    training: bool
-    functions: Sequence[Any]
-    state: Any
-    generation_config: GenerationConfig | None
-    old_logps: bool
-    reference: bool
-    batch_size: int
-    max_tokens: int | None
-    masks_truncated: bool
-    limits: TurnLimits
-    ratios: RatioRule | None = None
-    hooks: Hooks = Hooks()
-
-
-@dataclass
-class LocalRollout:
-    """One process's part of a rollout batch.
-
-    Attributes:
-        request: what was asked for.
-        transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
-        terms: that it was made by.
-        has_mask: tokens of tools or of an environment may be among those of the completions.
-        old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
-        rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
-        reward_calls: with what the functions logged.
-        tool_calls, tool_failures: numbers of them.
-        failure: why there is no more of it.
-    """
-
-    request: RolloutRequest
-    terms: Terms
-    transcripts: list[Transcript] = field(default_factory=list)
-    has_mask: bool = False
-    old_logps: list[torch.Tensor] | None = None
-    ref_logps: list[torch.Tensor] | None = None
-    rewards_BF: torch.Tensor | None = None
-    reward_calls: list[RewardCall] = field(default_factory=list)
-    tool_calls: int = 0
-    tool_failures: int = 0
-    failure: Exception | None = None
-
-    @property
-    def counted(self) -> list[Transcript]:
-        """The transcripts that reach the rollout batch."""
-        return [] if self.request.empty else self.transcripts
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a worker is built from.
-
-    Attributes:
-        policy, reference: the models to score with; no reference: the policy's adapters are set aside (`reference_of`).
-        reference_of: the context in which the policy is its own reference, without a reference model.
-        engine, chat, scorer, rewards: see there.
-        environments, toolbox: of a run without environments or tools they are empty.
-        images_of: the images of transcripts; None for a model that takes none.
-        clock: takes the seconds of the phases.
-        sharded: a forward is a collective.
-        chunk: completions that a reward function is called with; None: all of this process.
-    """
-
-    policy: Callable[[], Any]
-    reference: Callable[[], Any | None]
-    reference_of: Callable[[], contextlib.AbstractContextManager[Any]]
-    engine: Engine
-    chat: Chat
-    scorer: Scorer
-    rewards: RewardRunner
-    environments: Environments
-    toolbox: Toolbox
-    images_of: Callable[[Sequence[Transcript]], RowImages | None]
-    clock: PhaseClock
-    device: torch.device
-    sharded: bool
-    chunk: int | None
-    end_tokens: frozenset[int]
-    filler: int
 
 
 class RolloutWorker:
@@ -168,10 +39,16 @@ class RolloutWorker:
     Args:
         parts: see there.
         begun: told of the transcripts, once their environments are reset.
+        scores: log-probabilities are taken here; else where `join` is (see `add_logprobs`).
     """
 
-    def __init__(self, parts: Parts, begun: Callable[[list[Transcript]], None] = lambda transcripts: None) -> None:
-        self.parts, self.begun = parts, begun
+    def __init__(
+        self,
+        parts: Parts,
+        begun: Callable[[list[Transcript]], None] = lambda transcripts: None,
+        scores: bool = True,
+    ) -> None:
+        self.parts, self.begun, self.scores = parts, begun, scores
 
     def sample(
         self, request: RolloutRequest, rows: Rows, keys: Sequence[int], numbers: Sequence[int], terms: Terms
@@ -187,7 +64,8 @@ class RolloutWorker:
         if not request.empty or terms.hooks.any:
             local.transcripts = self.begin(rows, keys, numbers, terms)
         self.complete(local)
-        self.add_logprobs(local)
+        if self.scores:
+            self.add_logprobs(local)
         self.add_rewards(local)
         return local
 
@@ -226,7 +104,7 @@ class RolloutWorker:
         if (generate := local.terms.hooks.generate) is None:
             self.converse(local)
         else:
-            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
+            generate(local)
 
     def converse(self, local: LocalRollout) -> None:
         """The turns: the model writes, tools answer, until no transcript wants a turn."""
@@ -238,7 +116,7 @@ class RolloutWorker:
             for transcript, (ids, logps) in zip(transcripts, self.generate(local, transcripts)):
                 transcript.add_sampled(ids, logps)
         parts.chat.decode(transcripts)
-        if not parts.toolbox.has_tools:
+        if not parts.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
@@ -270,30 +148,27 @@ class RolloutWorker:
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
-    def truncated(self, transcript: Transcript) -> bool:
-        """Whether the completion has no end."""
-        return transcript.ids[-1] not in self.parts.end_tokens
+    def masked(self, local: LocalRollout) -> list[bool]:
+        """Which completions are left out, as they have no end and the run masks those."""
+        return [local.terms.masks_truncated and t.ids[-1] not in self.parts.ends for t in local.transcripts]
 
     def add_logprobs(self, local: LocalRollout) -> None:
         """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
         parts, terms = self.parts, local.terms
         if not (terms.old_logps or terms.reference):
             return
-        masked = [terms.masks_truncated and self.truncated(transcript) for transcript in local.transcripts]
-        rows, group = self._token_rows(local.transcripts, masked), local.request.num_generations
-        if not len(rows):
-            if not parts.sharded:
-                local.old_logps, local.ref_logps = ([] if terms.old_logps else None), ([] if terms.reference else None)
-                return
-            filler = torch.tensor([parts.filler] * 2, device=parts.device)
-            rows = TokenRows(filler, [1], [1], [])
+        rows = token_rows(local.transcripts, self.masked(local), parts)
+        counted = bool(len(rows))
+        if not counted and parts.sharded:  # the forwards of the others want this process
+            rows = TokenRows(torch.tensor([parts.filler] * 2, device=parts.device), [1], [1], [])
 
         def score(model: Any) -> list[torch.Tensor]:
-            with parts.scorer.without_gradients(model):
-                logps_S = parts.scorer.score_rollout(model, rows, terms.batch_size, terms.max_tokens, group)
-            values = iter(logps_S.cpu().split([n for n in rows.completions_B if n]))
-            lengths = [] if not local.transcripts else rows.completions_B
-            return [next(values) if length else torch.zeros(1) for length in lengths]
+            if not len(rows):
+                return []
+            logps_S = parts.logps(model, rows, terms, local.request.num_generations).cpu()
+            # a completion that is masked out has no tokens here, and one in the rollout batch
+            values = [row if len(row) else row.new_zeros(1) for row in logps_S.split(list(rows.completions_B))]
+            return values if counted else []
 
         with parts.clock.phase("logps"):
             if terms.old_logps:
@@ -301,35 +176,39 @@ class RolloutWorker:
             if terms.reference and (reference := parts.reference()) is not None:
                 local.ref_logps = score(reference)
             elif terms.reference:
-                with parts.reference_of():
+                with parts.as_reference():
                     local.ref_logps = score(parts.policy())
-
-    def _token_rows(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> TokenRows:
-        """The transcripts for a forward; a completion that is masked out has no tokens."""
-        tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
-        ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=self.parts.device)
-        images = self.parts.images_of(transcripts)
-        same = [before.prompt_ids == after.prompt_ids for before, after in zip(transcripts, transcripts[1:])]
-        if images is not None:
-            same = [tokens and pixels for tokens, pixels in zip(same, images.same)]
-        completions = [0 if out else len(t.ids) for t, out in zip(transcripts, masked)]
-        return TokenRows(ids, [len(t.prompt_ids) for t in transcripts], completions, same, images)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, in `join`."""
         if local.terms.hooks.rewards:
             return
-        columns = reward_columns(local.counted)
-        group = local.request.num_generations
         with self.parts.clock.phase("rewards"):
-            local.rewards_BF, local.reward_calls = self.parts.rewards.score(
-                *columns,
-                functions=local.terms.functions,
-                state=local.terms.state,
-                environments=environments_of(local.counted),
-                first=local.request.prompts.start * group,
-                chunk=self.parts.chunk,
-            )
+            local.rewards_BF, local.reward_calls = self.score_rewards(local, *reward_columns(local.counted))
+            if self.parts.sharded and not local.counted:  # reward models may be sharded too
+                self.parts.rewards.keep_company(local.terms.rewards, RewardRows([{}], [""], [""], [[]]))
+
+    def score_rewards(
+        self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
+    ) -> tuple[torch.Tensor, list[RewardCall]]:
+        """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
+        first, terms = local.request.prompts.start * local.request.num_generations, local.terms
+        reward_rows = RewardRows(
+            rows, prompts, completions, ids, environments_of(local.counted), first, self.parts.chunk
+        )
+        return self.parts.rewards.score(terms.rewards, reward_rows, state=terms.state, **terms.recorders)
+
+
+def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts: Parts) -> TokenRows:
+    """The transcripts for a forward; a completion that is masked out has no tokens."""
+    tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
+    ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.device)
+    images = parts.images.of_transcripts(transcripts) if transcripts else None
+    same = [before.prompt_ids == after.prompt_ids for before, after in zip(transcripts, transcripts[1:])]
+    if images is not None:
+        same = [text and pixels for text, pixels in zip(same, images.same)]
+    completions = [0 if out else len(t.ids) for t, out in zip(transcripts, masked)]
+    return TokenRows(ids, [len(t.prompt_ids) for t in transcripts], completions, same, images)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:

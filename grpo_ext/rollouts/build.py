@@ -1,0 +1,318 @@
+"""The workers of a run, built from a trainer's parts: one for the main thread, one for the thread that samples ahead.
+
+The only place of this room that reads a trainer; what it makes does not. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..algorithms.advantages import AdvantageRule
+from ..algorithms.importance import RatioRule
+from ..forward.images import PromptProcessor
+from ..forward.rows import TokenRows
+from ..forward.scorer import Scorer
+from ..forward.shards import ShardedSnapshot
+from ..forward.snapshot import Snapshot
+from ..rewards.guard import Faults
+from ..rewards.runner import RewardFunctions, RewardRunner
+from ..rewards.workers import RewardWorkers
+from ..runtime.clock import PhaseClock
+from ..runtime.collectives import shards_parameters
+from ..runtime.out_of_memory import Halving
+from .chat import Chat
+from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
+from .environments import Environments
+from .images import ImageSource
+from .join import JoinRules
+from .rollout_func import checked_rollout
+from .source import Context
+from .tools import Toolbox
+from .turns import TurnLimits
+from .turns import context_of as context_of_model
+from .vllm import VllmEngine, VllmServer
+from .local import Hooks, Parts, Terms
+from .worker import RolloutWorker
+
+SCORE = "_generate_and_score_completions"
+
+
+def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> RolloutWorker:
+    """The worker of the main thread, on the models that are trained."""
+    args, accelerator = trainer.args, trainer.accelerator
+    sharded = shards_parameters(accelerator)
+    chat = Chat(
+        trainer.processing_class,
+        trainer.tools or (),
+        trainer._env_tools if trainer.environment_factories is not None else None,
+        trainer.chat_template,
+        trainer.chat_template_kwargs,
+    )
+    factories = trainer.environment_factories
+    environments = Environments(factories, isinstance(factories, dict) and None not in factories, _pools(trainer))
+    loop = getattr(trainer, "async_loop", None)
+    faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
+    workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
+
+    def profile(name: str) -> contextlib.AbstractContextManager[Any]:
+        return compat.profiling_context(trainer, name)
+
+    def begun(transcripts: list[Transcript]) -> None:  # for code of the user's that reads them
+        if trainer.environment_factories is not None:
+            trainer.environments = [transcript.environment for transcript in transcripts]
+            trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
+
+    ends = frozenset((*trainer.eos_token_ids, trainer._tokenizer.pad_token_id))
+    parts = Parts(
+        policy=lambda: trainer.model,
+        reference=lambda: trainer.ref_model,
+        as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
+        logps=log_probabilities(trainer, scorer),
+        engine=_engine(trainer, images, profile),
+        chat=chat,
+        environments=environments,
+        toolbox=Toolbox(trainer._standalone_tools, environments, loop),
+        rewards=RewardRunner(accelerator.device, faults, workers, loop, profile),
+        images=images,
+        clock=clock,
+        device=accelerator.device,
+        sharded=sharded,
+        # vLLM's shares are as many for every process, and no whole chunks
+        chunk=None if args.use_vllm else whole_groups(trainer.geometry),
+        ends=ends,
+        filler=trainer._tokenizer.eos_token_id,
+        pad=trainer._tokenizer.pad_token_id,
+        multiple=trainer.pad_to_multiple_of,
+    )
+    return RolloutWorker(parts, begun)
+
+
+def build_worker_ahead(
+    trainer: Any, worker: RolloutWorker, snapshot: Snapshot | ShardedSnapshot, accelerator: Any, scorer: Scorer
+) -> RolloutWorker:
+    """A second worker, for a thread: on copies of the models, with tokenizers, environments and a clock of its own."""
+    parts, args = worker.parts, trainer.args
+    chat, environments = parts.chat.copy(), parts.environments.copy()
+    images = parts.images
+    if images.prepare is not None:
+        own = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
+        images = dataclasses.replace(images, prepare=own)
+    if trainer.use_vllm:
+        engine: Engine = VllmServer(trainer.vllm_generation, compat.client_of(trainer.vllm_generation), not environments.factories)
+    else:
+        generating = _generating_alone(trainer, snapshot.policy, accelerator)
+        assert isinstance(parts.engine, TransformersEngine)
+        settings = dataclasses.replace(parts.engine.settings, device=accelerator.device)
+        memory = parts.engine.memory
+        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, memory)
+    ahead = dataclasses.replace(
+        parts,
+        policy=lambda: snapshot.policy,
+        reference=lambda: snapshot.reference,
+        as_reference=lambda: compat.as_reference(snapshot.policy),
+        logps=log_probabilities(trainer, scorer),
+        engine=engine,
+        chat=chat,
+        environments=environments,
+        toolbox=Toolbox(parts.toolbox.tools, environments, parts.toolbox.loop),
+        rewards=RewardRunner(accelerator.device, parts.rewards.faults, parts.rewards.workers, parts.rewards.async_loop),
+        images=images,
+        clock=PhaseClock(),
+        device=accelerator.device,
+    )
+    return RolloutWorker(ahead)
+
+
+# ---- What is read of the trainer for each rollout batch --------------------------------------------------------------
+
+
+def overrides(trainer: Any, name: str) -> bool:
+    """Whether a subclass overrides a method, or something was assigned in its place on the object."""
+    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours(trainer), name)
+
+
+def ours(trainer: Any) -> type:
+    """This package's trainer among the classes of a trainer."""
+    return next(cls for cls in type(trainer).__mro__ if cls.__module__ == "grpo_ext.trainer")
+
+
+def context_of(trainer: Any) -> Context:
+    """For a rollout batch that is made now, on the main thread."""
+    mode = "train" if trainer.model.training else "eval"
+    images, ends = trainer._rollouts.images, trainer._rollouts.worker.parts.ends
+    rule = AdvantageRule(trainer.args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
+    reads = images.prepare is not None and not images.travelling
+    shows = images.prepare is not None and trainer.log_multimodal
+    return Context(
+        terms=terms_of(trainer, hooks_of(trainer)),
+        rules=JoinRules(rule, trainer.reward_weights, ends, reads, images.travelling, shows),
+        num_generations=trainer._group_size,
+        names=trainer.reward_func_names,
+        state=trainer.state,
+        metrics=trainer._metrics[mode],
+        logs=trainer._logs,
+        pending=(trainer._pending_metrics, trainer._pending_extra_logs),
+        score=trainer._generate_and_score_completions if overrides(trainer, SCORE) else None,
+        rewards=trainer._calculate_rewards if overrides(trainer, "_calculate_rewards") else None,
+    )
+
+
+def terms_of(trainer: Any, hooks: Hooks) -> Terms:
+    """What the local phase reads of a trainer."""
+    args, training = trainer.args, trainer.model.training
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
+    steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # that one rollout batch is trained for
+    engine = trainer.vllm_generation if trainer.use_vllm else None
+    context = context_of_model(trainer.model.config, trainer._rollouts.images.prepare is not None, engine)
+    methods = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
+    return Terms(
+        training=training,
+        rewards=RewardFunctions(
+            list(trainer.reward_funcs),
+            trainer.reward_func_names,
+            trainer.reward_processing_classes,
+            trainer.chat_template_kwargs,
+        ),
+        recorders={name: getattr(trainer, method) for name, method in methods.items() if overrides(trainer, method)},
+        state=trainer.state,
+        generation_config=None if trainer.use_vllm else trainer.generation_config,
+        old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
+        reference=trainer.beta != 0.0,
+        batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+        max_tokens=trainer._step_runner.limits.tokens,
+        masks_truncated=trainer.mask_truncated_completions,
+        limits=TurnLimits(
+            trainer.max_completion_length or sys.maxsize,
+            context,
+            trainer.max_tool_calling_iterations,
+            args.tool_timeout,
+        ),
+        ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
+        hooks=hooks,
+    )
+
+
+def hooks_of(trainer: Any) -> Hooks:
+    """What the user has put in the place of a part of the local phase."""
+    rollouts, group = trainer._rollouts, trainer._group_size
+
+    def tokenize(prompts: list[Any], names: list[str | None]) -> list[list[int]]:
+        before = getattr(trainer, "_batch_environments", None)
+        trainer._batch_environments = names  # TRL's method wants as many as there are prompts
+        try:
+            return trainer._tokenize_prompts(prompts)[0]
+        finally:
+            trainer._batch_environments = before
+
+    def rollout(prompts: list[Any]) -> dict[str, Any]:
+        rollouts.refuse_unequal_prompts(len(prompts))
+        return checked_rollout(trainer.rollout_func, prompts, trainer, why_logprobs(trainer.args))
+
+    turn, generate = trainer._generate_single_turn, trainer._generate
+    return Hooks(
+        tokenize if overrides(trainer, "_tokenize_prompts") else None,
+        functools.partial(rollouts.generate_by_user, generate) if overrides(trainer, "_generate") else None,
+        functools.partial(rollouts.turn_by_user, turn, group) if overrides(trainer, "_generate_single_turn") else None,
+        None if trainer.rollout_func is None else rollout,
+        overrides(trainer, "_calculate_rewards"),
+    )
+
+
+def why_logprobs(args: Any) -> str | None:
+    """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return None
+    return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
+
+
+# ---- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def whole_groups(geometry: Any) -> int:
+    """Completions of a rollout chunk, in whole groups."""
+    group = geometry.num_generations
+    return max(1, geometry.rollout_chunk_size // group) * group
+
+
+def _pools(trainer: Any) -> dict[Any, list[Any]] | None:
+    return None if trainer.environment_factories is None else trainer._environment_pool
+
+
+def _engine(
+    trainer: Any, images: ImageSource, profile: Callable[[str], contextlib.AbstractContextManager[Any]]
+) -> Engine:
+    args, accelerator = trainer.args, trainer.accelerator
+    if trainer.use_vllm:
+        return VllmEngine(trainer.vllm_generation, profile, trainer.environment_factories is None)
+    if trainer.use_transformers_continuous_batching:
+        return ContinuousBatching(trainer.trl_turn)
+    sharded = shards_parameters(accelerator)
+    settings = EngineSettings(
+        device=accelerator.device,
+        chunk_size=trainer.geometry.rollout_chunk_size,
+        eos_token_ids=trainer.eos_token_ids,
+        filler=trainer._tokenizer.eos_token_id,
+        multiple=trainer.pad_to_multiple_of,
+        compact=args.compact_rollouts,
+        sharded=sharded,
+        fp16=args.fp16,
+    )
+    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
+    memory = Halving("generation", remedy, not (sharded or args.bitwise_invariant))
+
+    def model() -> Any:
+        return accelerator.unwrap_model(trainer.model)
+
+    return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
+
+
+def _generating_alone(trainer: Any, model: Any, accelerator: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The contexts of generation with a copy of the model."""
+
+    @contextlib.contextmanager
+    def generating() -> Iterator[Any]:
+        checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
+        with (
+            compat.unwrapped_for_generation(model, accelerator, checkpointing, generation_kwargs=kwargs) as inner,
+            torch.no_grad(),
+        ):
+            yield inner
+
+    return generating
+
+
+def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows, Terms, int], torch.Tensor]:
+    """Log-probabilities (S,) of rows of a rollout, through the user's `_get_per_token_logps_and_entropies` if any."""
+
+    def score(model: Any, rows: TokenRows, terms: Terms, num_generations: int) -> torch.Tensor:
+        limits = (terms.batch_size, terms.max_tokens, num_generations)
+        with scorer.without_gradients(model):
+            if not overrides(trainer, "_get_per_token_logps_and_entropies"):
+                return scorer.score_rollout(model, rows, *limits).logps_S
+            ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
+            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            with scorer.scoring(ids, mask, rows, limits):
+                logps_BT, _, _ = trainer._get_per_token_logps_and_entropies(
+                    model, ids, mask, width, batch_size=terms.batch_size, **images
+                )
+        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
+
+    return score
+
+
+def accelerator_alone(accelerator: Any, device: torch.device) -> Any:
+    """An accelerator for a thread that works by itself: it prepares no model of the first, on a device of its own."""
+    alone = copy.copy(accelerator)
+    alone._models, alone.state = [], copy.copy(accelerator.state)
+    alone.state.device = device
+    return alone

@@ -1,0 +1,158 @@
+"""What a local phase is given and what it makes: hooks, terms, parts, and one process's part of a rollout batch.
+
+Values alone: the worker fills a `LocalRollout`, `join` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..algorithms.importance import RatioRule
+from ..batching.prompt_order import RolloutRequest
+from ..forward.rows import TokenRows
+from ..rewards.calls import RewardCall
+from ..rewards.runner import RewardFunctions, RewardRunner
+from ..runtime.clock import PhaseClock
+from .chat import Chat
+from .engine import Engine, Sampled
+from .environments import Environments
+from .images import ImageSource
+from .tools import Toolbox
+from .transcript import Transcript
+from .turns import TurnLimits
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a user has put in the place of a part of the local phase; None: nothing.
+
+    Attributes:
+        tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
+        generate: `_generate`: completes the transcripts.
+        turn: `_generate_single_turn`: from the transcripts of a chunk to what is sampled for each.
+        rollout: `rollout_func`, checked: from prompts to its dictionary.
+        rewards: `_calculate_rewards` is overridden, so the worker makes none.
+    """
+
+    tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
+    generate: Callable[[LocalRollout], None] | None = None
+    turn: Callable[[list[Transcript]], list[Sampled]] | None = None
+    rollout: Callable[[list[Any]], dict[str, Any]] | None = None
+    rewards: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether a process without prompts has to take part, because a hook may hold collectives."""
+        return self.rewards or any(h is not None for h in (self.tokenize, self.generate, self.turn, self.rollout))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is read of the trainer when a rollout batch is begun, because callbacks may change it.
+
+    Attributes:
+        training: or evaluation.
+        rewards: the reward functions.
+        recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
+        state: of the Trainer, which reward functions are given.
+        generation_config: transformers' settings; None with vLLM.
+        old_logps, reference: log-probabilities are needed of the policy that samples, of the reference model.
+        batch_size, max_tokens: of a forward without gradients, at most.
+        masks_truncated: a completion without an end is left out (`mask_truncated_completions`).
+        limits: of the turns.
+        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
+        hooks: of the user.
+    """
+
+    training: bool
+    rewards: RewardFunctions
+    recorders: Mapping[str, Any]
+    state: Any
+    generation_config: GenerationConfig | None
+    old_logps: bool
+    reference: bool
+    batch_size: int
+    max_tokens: int | None
+    masks_truncated: bool
+    limits: TurnLimits
+    ratios: RatioRule | None = None
+    hooks: Hooks = Hooks()
+
+
+@dataclass
+class LocalRollout:
+    """One process's part of a rollout batch.
+
+    Attributes:
+        request: what was asked for.
+        transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
+        terms: that it was made by.
+        has_mask: tokens of tools or of an environment may be among those of the completions.
+        old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
+        rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
+        reward_calls: with what the functions logged.
+        tool_calls, tool_failures: numbers of them.
+        failure: why there is no more of it.
+    """
+
+    request: RolloutRequest
+    terms: Terms
+    transcripts: list[Transcript] = field(default_factory=list)
+    has_mask: bool = False
+    old_logps: list[torch.Tensor] | None = None
+    ref_logps: list[torch.Tensor] | None = None
+    rewards_BF: torch.Tensor | None = None
+    reward_calls: list[RewardCall] = field(default_factory=list)
+    tool_calls: int = 0
+    tool_failures: int = 0
+    failure: Exception | None = None
+
+    @property
+    def counted(self) -> list[Transcript]:
+        """The transcripts that reach the rollout batch."""
+        return [] if self.request.empty else self.transcripts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker is built from.
+
+    Attributes:
+        policy, reference: the models to score with; without a reference model the policy is its own
+            (`as_reference`).
+        as_reference: the context for that, in which its adapters are set aside.
+        logps: log-probabilities (S,) of the completion tokens of rows under a model.
+        engine, chat, environments, toolbox, rewards, images: see there.
+        clock: takes the seconds of the phases.
+        device: of the models.
+        sharded: a forward is a collective.
+        chunk: completions that a reward function is called with; None: all of this process.
+        ends: a completion that ends in none of these tokens is truncated.
+        filler: a token, for rows that reach no result.
+        pad, multiple: how TRL's dictionary is padded.
+    """
+
+    policy: Callable[[], Any]
+    reference: Callable[[], Any | None]
+    as_reference: Callable[[], contextlib.AbstractContextManager[Any]]
+    logps: Callable[[Any, TokenRows, Terms, int], torch.Tensor]
+    engine: Engine
+    chat: Chat
+    environments: Environments
+    toolbox: Toolbox
+    rewards: RewardRunner
+    images: ImageSource
+    clock: PhaseClock
+    device: torch.device
+    sharded: bool
+    chunk: int | None
+    ends: frozenset[int]
+    filler: int
+    pad: int
+    multiple: int | None
