@@ -20,9 +20,9 @@ from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
 
-def images_in(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The images in the content of messages, in order."""
-    contents = (message.get("content") for message in messages)
+def images_in(prompt: Any) -> list[Any]:
+    """The images in the content of messages, in order; none of a text."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
@@ -176,7 +176,7 @@ class Chat:
         return parse_response(self.tokenizer, ids, prefix, list(self.tools_of(environment_name)))
 
     def decode(self, transcripts: Sequence[Transcript]) -> None:
-        """Set the completion and the calls of transcripts after their first turn: all prompts texts, or all messages."""
+        """Set completion and calls of transcripts after their first turn; all prompts are texts, or all messages."""
         if not transcripts:
             return
         if (messages := is_conversational({"prompt": transcripts[0].prompt})) and self._parses:
