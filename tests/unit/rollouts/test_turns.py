@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_ext.errors import DataError
 from grpo_ext.rollouts.chat import Chat, images_in
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.turns import TurnLimits, continue_with
+from grpo_ext.rollouts.turns import TurnLimits, context_of, continue_with
 from tests.support.drop_in import tool_tokenizer
 from tests.support.images import image, image_model, image_processor
 from tests.support.tiny import LETTERS, tiny_model, tiny_tokenizer
@@ -151,6 +153,7 @@ def calling(tokenizer: Any, names: list[str]) -> None:
     tokenizer.response_template, tokenizer.parse_response = {}, parse_response
 
 
+SHOWN = "{% if tools is not none %}{% for t in tools or () %}{{ t['function']['name'] }} {% endfor %}:{% endif %}"
 NAMES = ["count", "tell", "fail", "ask", "refuse", "parts"]
 TEXTS = ["ok", "", written(("count", 3)), written(("ask", 1), ("count", 2), ("tell", 9)), written(("lost", 1)) + "so"]
 TEXTS += [written(("fail", 2), ("refuse", 3)), "<tool_call>\n{</tool_call>", '<tool_call>\n{"name": 3}\n</tool_call>']
@@ -166,7 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gallery": {"environment_factory": Gallery},
 }
 PLAIN = ("texts", "messages")  # without tools
-WITH_IMAGES = {"images": "qwen2_5_vl", "gallery": "llava"}
+WITH_IMAGES = {"images": "qwen2_5_vl", "gallery": "qwen2_5_vl"}
 
 
 def processing_class(kind: str) -> Any:
@@ -178,7 +181,7 @@ def processing_class(kind: str) -> Any:
         return tool_tokenizer()
     tokenizer = tiny_tokenizer(chat=True)
     if kind not in PLAIN:
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = SHOWN + TEMPLATE
         calling(tokenizer, NAMES)
     return tokenizer
 
@@ -415,3 +418,177 @@ def test_turns_are_those_of_trls_loop(trainers, kind):
 
     alike()
     assert kind in PLAIN or max(turns) > 2
+
+
+def chat_with(*tools: Any) -> Chat:
+    """One whose tokenizer is a stock trainer's."""
+    return Chat(processing_class("tools"), tools)
+
+
+def reversed_order(monkeypatch):
+    inner = Toolbox._answers
+    monkeypatch.setattr(Toolbox, "_answers", lambda *args: inner(*args)[::-1])
+
+
+def without_prefix(monkeypatch):
+    inner = Chat.parse
+    monkeypatch.setattr(Chat, "parse", lambda self, ids, prefix, name: inner(self, ids, [], name))
+
+
+def without_shown_tools(monkeypatch):
+    monkeypatch.setattr(Chat, "tools_of", lambda self, name: self.tools)
+
+
+def uncounted_failures(monkeypatch):
+    monkeypatch.setattr(Toolbox, "_failure", lambda self, error: {"error": str(error)})
+
+
+def images_of_answers_without_room(monkeypatch):
+    inner = Toolbox.answer
+
+    def answer(self, transcripts, chat, limits):
+        waiting = limits.waiting(transcripts)
+        going_on = inner(self, transcripts, chat, limits)
+        for t in waiting:
+            t.images += [image(0)] * (not any(t is other for other in going_on))
+        return going_on
+
+    monkeypatch.setattr(Toolbox, "answer", answer)
+
+
+def an_instance_for_each_completion(monkeypatch):
+    inner = Environments.begin
+
+    def begin(self, transcripts, seconds=None):
+        self.pools = {name: [] for name in self.pools}
+        inner(self, transcripts, seconds)
+
+    monkeypatch.setattr(Environments, "begin", begin)
+
+
+def message_of_an_empty_turn(monkeypatch):
+    inner = continue_with
+
+    def begun(transcript, ids, logps, chat, limits):
+        inner(transcript, ids, logps, chat, limits)
+        if transcript.mask[-1] == 0:
+            transcript.completion += [{"role": "assistant", "content": ""}]
+
+    monkeypatch.setitem(globals(), "continue_with", begun)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "columns"),
+    [
+        (reversed_order, "tools", {"completions"}),
+        (without_prefix, "tools", {"completions"}),
+        (without_shown_tools, "environments", {"completions", "prompt_ids"}),
+        (uncounted_failures, "tools", {"failures"}),
+        (images_of_answers_without_room, "images", {"images", "tool_images"}),
+        (an_instance_for_each_completion, "environment", {"environments"}),
+        (message_of_an_empty_turn, "tools", {"completions"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_loop_with_another_rule_is_found_different(trainers, monkeypatch, rule, kind, columns):
+    trainer = trainers(kind)
+    worker = Worker.beside(trainer)
+    if trainer.environment_factories is not None:
+        trainer._environment_pool = {name: [] for name in trainer.environment_factories}
+    rule(monkeypatch)
+    found = [set(differences(trainer, worker, kind, case_of(kind, seed))) for seed in range(12)]
+    assert columns <= set().union(*found)
+
+
+@pytest.mark.parametrize("limit", ["max_completion_length", "context", "max_turns"])
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_limit_that_is_one_off_is_found_different(trainers, limit, step):
+    """Each limit stands where TRL's loop just fits, or just does not."""
+    trainer = trainers("tools")
+    worker = Worker.beside(trainer)
+    for seed in range(40):
+        case = case_of("tools", seed)
+        wide = replace(case, limits=TurnLimits(4000, 5000, 3))
+        # the first answer of the first completion that calls a tool ends here
+        theirs = by_trl(trainer, "tools", wide)
+        for prompt, mask in zip(theirs["prompt_ids"], theirs["mask"]):
+            if 0 in mask:
+                end = mask.index(1, mask.index(0)) if 1 in mask[mask.index(0) :] else len(mask)
+                values = {"max_completion_length": end, "context": len(prompt) + end + 1, "max_turns": 1}
+                exact = replace(case, limits=replace(wide.limits, **{limit: values[limit]}))
+                assert differences(trainer, worker, "tools", exact) == []
+                other = replace(exact.limits, **{limit: values[limit] + step})
+                if differences(trainer, worker, "tools", exact, replace(case, limits=other)):
+                    return
+    pytest.fail("no case shows the limit")
+
+
+def test_a_second_chat_parses_and_renders_the_same_with_a_tokenizer_of_its_own():
+    chat = chat_with(count)
+    other = chat.copy()
+    assert other.tokenizer is not chat.tokenizer
+    messages = [{"role": "user", "content": "abc"}]
+    assert other.tokenize([messages], [None]) == chat.tokenize([messages], [None])
+    answers = [{"role": "tool", "name": "count", "content": "3"}]
+    assert other.suffix_ids(answers) == chat.suffix_ids(answers)
+    ids = chat.tokenizer("ok" + chat.tokenizer.eos_token)["input_ids"]
+    assert other.parse(ids, [], None) == chat.parse(ids, [], None)
+
+
+def test_a_template_that_writes_calls_again_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="renders a call of the tool 'count' in another way where its answer follows"):
+        Chat(tokenizer, [count]).suffix_ids([{"role": "tool", "name": "count", "content": "3"}])
+
+
+def test_calls_are_none_in_a_run_without_tools():
+    chat = chat_with()
+    transcripts = [Transcript({}, key=0, prompt=[{"role": "user", "content": "a"}], ids=[n]) for n in range(3, 30)]
+    chat.decode(transcripts)
+    assert any("tool_calls" in t.completion[0] for t in transcripts)
+    assert not any(t.calls for t in transcripts)
+
+
+def test_calls_of_kinds_that_end_trls_run_are_answered():
+    calls: list[Any] = [{"name": "count"}, {"type": "function"}, {"type": "function", "function": "count"}]
+    toolbox = Toolbox([count], Environments())
+    chat = chat_with(count)
+    transcript = Transcript({}, key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
+    assert toolbox.answer([transcript], chat, TurnLimits(10**4, None)) == [transcript]
+    kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
+    assert [m["content"] for m in transcript.completion[1:]] == [str({"error": text}) for text in kinds]
+    assert toolbox.take_counts() == (3, 3)
+    assert toolbox.take_counts() == (0, 0)
+
+
+def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
+    chat, limits = chat_with(count), TurnLimits(5, None)
+    transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
+    continue_with(transcript, [5, 6, 7, 8], None, chat, limits)
+    assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
+    assert transcript.logps == [-1.0, 0.0, None, None, None]
+
+
+def test_the_context_is_the_engines_in_this_process_and_the_models_otherwise():
+    text = tiny_model(max_position_embeddings=77).config
+    assert context_of(text, False) == 77
+    pictures = image_model("llava").config
+    assert context_of(pictures, True) == pictures.text_config.max_position_embeddings
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=55)))
+    assert context_of(text, False, SimpleNamespace(mode="colocate", llm=engine)) == 55
+    assert context_of(text, False, SimpleNamespace(mode="server")) == 77
+
+
+def test_images_of_a_row_stand_in_its_prompt_or_are_refused():
+    picture, question = image(3), [{"role": "user", "content": "what"}]
+    chat = Chat(image_processor("llava"))
+    assert images_in(chat.with_images(question, {"image": picture})) == [picture]
+    assert chat.with_images(question, {}) == question
+    assert chat.with_images(question, {"images": []}) == [
+        {"role": "user", "content": [{"type": "text", "text": "what"}]}
+    ]
+    assert Chat(tiny_tokenizer()).with_images(question, {"images": []}) == question
+    assert chat.with_images("what", {"images": None}) == "what"
+    with pytest.raises(DataError, match=r"a row has 1 image\(s\), and its prompt is the text 'what'"):
+        chat.with_images("what", {"image": picture})
