@@ -72,6 +72,8 @@ prepare_multimodal_messages = _function("trl.data_utils", "prepare_multimodal_me
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(_module("transformers.cache_utils"), "DummyLayer", None)
 _unwrap_model_for_generation = _function("trl.models", "unwrap_model_for_generation")
+_parse_response = _function("trl.chat_template_utils", "parse_response")
+_PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16
 
 
 # what TRL's scoring passes on to a model that takes images, by the names of the model's arguments
@@ -140,6 +142,19 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
         padding_side="left",
         trust_remote_code=getattr(args, "trust_remote_code", False),
     )
+
+
+def parse_response(
+    tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
+) -> dict[str, Any]:
+    """TRL's: the message that token ids stand for, plain text where they cannot be parsed.
+
+    Args:
+        prefix: the ids before them.
+        tools: whose schemas give arguments their types; TRL 1.15 does not look at them.
+    """
+    known = {"tools": tools} if _PARSES_BY_TOOLS else {}
+    return _parse_response(tokenizer, ids, prefix=prefix, **known)
 
 
 @contextmanager
@@ -390,6 +405,7 @@ CALLED = (
     Point(_module("trl.models"), "prepare_fsdp", ("model", "accelerator")),
     Point(trl, "SyncRefModelCallback", ("ref_model", "accelerator")),
     Point(_module("trl.chat_template_utils"), "supports_tool_calling", ("processing_class",)),
+    Point(_module("trl.chat_template_utils"), "parse_response", ("tokenizer", "ids", "prefix")),
     Point(_module("trl.data_utils"), "prepare_multimodal_messages", ("messages", "images")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
     Point(_module("trl.trainer.utils"), "get_config_model_id", ("config",)),

@@ -1,0 +1,193 @@
+"""Prompts to token ids and back: the chat template, the response parser and the tools that a model is shown.
+
+Differs from TRL, whose trainer holds the parts: a `Chat` is built from them, so a thread has one of its own, with a
+tokenizer of its own. Used where a rollout begins (`tokenize`), after its first turn (`decode`) and between turns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import ProcessorMixin
+from trl import is_conversational
+
+from ..compat import parse_response, prepare_multimodal_messages
+from ..errors import DataError
+from ..forward.images import images_of
+from .transcript import Messages, Transcript
+
+
+def images_in(prompt: Any) -> list[Any]:
+    """The images in the content of messages, in order; none of a text."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """See the module.
+
+    Attributes:
+        processing_class: the tokenizer; the processor of a model that takes images.
+        tools: of every environment, standalone ones among them; empty: no completion calls any.
+        environment_tools: what the prompts of an environment show, by its name; None without environments.
+        chat_template: in place of the tokenizer's; None for that one.
+        chat_template_kwargs: further arguments of the template.
+    """
+
+    processing_class: Any
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> Chat:
+        """One with a tokenizer of its own: no two threads may use one at a time."""
+        return replace(self, processing_class=copy.deepcopy(self.processing_class))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also where a processor holds it."""
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model does."""
+        return isinstance(self.processing_class, ProcessorMixin)
+
+    @property
+    def _parses(self) -> bool:
+        names = ("response_template", "response_schema")
+        return any(getattr(self.tokenizer, name, None) is not None for name in names)
+
+    def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
+        """The tools that the prompts of an environment show."""
+        return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
+
+    # ---- Prompts to ids -------------------------------------------------------------------------------------------
+
+    def with_images(self, prompt: Any, row: Mapping[str, Any]) -> Any:
+        """The prompt with the images of its row of the data set in the content of its messages.
+
+        Differs from TRL, which looks at all rows of a process to tell whether texts become parts: here it is a matter
+        of the row alone.
+
+        Raises:
+            DataError: a row has images, and its prompt is a text.
+        """
+        images = images_of(dict(row))
+        if isinstance(prompt, str):
+            if images:
+                raise DataError(
+                    f"a row has {len(images)} image(s), and its prompt is the text {prompt[:40]!r}; images stand in "
+                    "messages: write [{'role': 'user', 'content': ...}], and the chat template is applied later."
+                )
+            return prompt
+        has_column = "images" in row or "image" in row
+        return (
+            prepare_multimodal_messages(prompt, images=images)
+            if images or (has_column and self.takes_images)
+            else prompt
+        )
+
+    def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
+        """Token ids of prompts, all texts or all messages.
+
+        Args:
+            environment_names: one for each prompt; None where there is one environment, or none.
+        """
+        if not prompts:
+            return []
+        if not is_conversational({"prompt": prompts[0]}):
+            return self.processing_class(text=list(prompts))["input_ids"]
+        if self.takes_images:
+            prompts = [prepare_multimodal_messages(prompt) for prompt in prompts]
+        if self.environment_tools is None:
+            return self._rendered(prompts, self.tools)
+        pairs = zip(prompts, environment_names, strict=True)
+        return [self._rendered([prompt], self.tools_of(name))[0] for prompt, name in pairs]
+
+    def _rendered(self, prompts: Sequence[Messages], tools: Sequence[Callable[..., Any]]) -> list[list[int]]:
+        rendered = self.processing_class.apply_chat_template(
+            conversation=list(prompts),
+            tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self.chat_template_kwargs,
+        )
+        return rendered["input_ids"]
+
+    def suffix_ids(self, answers: Messages) -> list[int]:
+        """The tokens between the model's tool calls and its next turn.
+
+        Rendered after a short conversation that calls the first of these tools, as some templates write its name.
+
+        Args:
+            answers: messages of the role "tool".
+
+        Raises:
+            DataError: the template renders calls in another way where answers follow.
+        """
+        call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
+        before: Messages = [
+            {"role": "user", "content": "dummy"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},  # processors want a content
+        ]
+        if self.takes_images:
+            before, answers = prepare_multimodal_messages(before), prepare_multimodal_messages(answers)
+        prefix = self._rendered_alone(before, add_generation_prompt=False)
+        ids = self._rendered_alone([*before, *answers], add_generation_prompt=True)
+        # a completion ends with the end token, after which some templates break the line
+        if (end := self.tokenizer.eos_token_id) in prefix:
+            prefix = prefix[: len(prefix) - prefix[::-1].index(end)]
+        if ids[: len(prefix)] != prefix:
+            raise DataError(
+                f"the chat template renders a call of the tool {answers[0]['name']!r} in another way where its answer "
+                "follows, so an answer cannot be added to a completion; use a template that only adds to what it wrote."
+            )
+        return ids[len(prefix) :]
+
+    def _rendered_alone(self, messages: Messages, add_generation_prompt: bool) -> list[int]:
+        ids = self.processing_class.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            chat_template=self.chat_template,
+            return_dict=False,
+            **self.chat_template_kwargs,
+        )
+        return ids[0] if self.takes_images else ids
+
+    # ---- Ids to messages ------------------------------------------------------------------------------------------
+
+    def parse(self, ids: list[int], prefix: list[int], environment_name: str | None) -> dict[str, Any]:
+        """The message that the model wrote.
+
+        Args:
+            ids: of this turn alone.
+            prefix: all ids before these, from the beginning of the prompt.
+        """
+        return parse_response(self.tokenizer, ids, prefix, list(self.tools_of(environment_name)))
+
+    def decode(self, transcripts: Sequence[Transcript]) -> None:
+        """Set completion and calls of transcripts after their first turn; all prompts are texts, or all messages."""
+        if not transcripts:
+            return
+        if (messages := is_conversational({"prompt": transcripts[0].prompt})) and self._parses:
+            for t in transcripts:
+                message = self.parse(t.ids, t.prompt_ids, t.environment_name)
+                t.completion, t.calls = [message], self.calls_of(message)
+            return
+        texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
+        for t, text in zip(transcripts, texts, strict=True):
+            t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
+
+    def calls_of(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The tool calls of a message; none in a run without tools, whatever the model writes."""
+        return list(message.get("tool_calls") or ()) if self.tools else []

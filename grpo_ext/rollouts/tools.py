@@ -1,0 +1,205 @@
+"""Tools that answer: what a transcript may call, in which order calls run, what the model is told, and time limits.
+
+Differs from TRL, where a tool that hangs stops the run, on every process: here the model is told of it as of any
+failure. An answer is added where it fits, so nothing is rolled back. Called between the turns of a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..compat import supports_tool_calling
+from ..errors import ConfigError, DataError
+from ..rewards.guard import CallTimeout, in_time
+from .chat import Chat, images_in
+from .environments import Environments, check_schema
+from .transcript import Messages, Transcript
+from .turns import TurnLimits
+
+logger = get_logger(__name__)
+Tool = Callable[..., Any]
+_TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
+
+# what the model is told where a call fails, as TRL words it
+_FAILED = "error"
+_UNKNOWN = "Tool {name} not found."
+_UNSUPPORTED = "Unsupported tool call type: {kind}"
+_HANGS = "an earlier call has not come back"
+
+
+class Toolbox:
+    """The tools of a run.
+
+    Args:
+        tools: those that belong to no environment.
+        environments: whose public methods are tools too.
+        loop: that runs asynchronous tools, on a thread of its own; None where all are synchronous.
+
+    Attributes:
+        calls, failures: of tools, since `take_counts`.
+    """
+
+    def __init__(
+        self, tools: Sequence[Tool], environments: Environments, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.tools, self.environments, self.loop = list(tools), environments, loop
+        self.calls = self.failures = 0
+        self._warned: set[str] = set()
+
+    def take_counts(self) -> tuple[int, int]:
+        """How many calls there were, and how many of them failed, since this was last asked."""
+        counts = self.calls, self.failures
+        self.calls = self.failures = 0
+        return counts
+
+    def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
+        """The tools that a transcript may call, by name; of two of one name, the synchronous and then the last."""
+        methods = []
+        if (environment := transcript.environment) is not None:
+            names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+            public = (n for n in names if n not in ("reset", "get_reward") and not n.startswith("_"))
+            methods = [getattr(environment, name) for name in public]
+        tools = sorted([*self.tools, *methods], key=inspect.iscoroutinefunction, reverse=True)
+        return {tool.__name__: tool for tool in tools}
+
+    def answer(self, transcripts: Sequence[Transcript], chat: Chat, limits: TurnLimits) -> list[Transcript]:
+        """Answer the calls of transcripts, one transcript after the other; those with which the model goes on.
+
+        A transcript ends where it calls nothing, has had all its turns, or has no room for the answer.
+        """
+        going_on = []
+        for t in limits.waiting(transcripts):
+            answers = self._answers(t, limits.seconds)
+            ids = chat.suffix_ids(answers)
+            t.calls = []
+            if limits.has_room(t, len(ids)):
+                t.turns += 1
+                t.completion = [*t.completion, *answers]
+                t.images = [*t.images, *images_in(answers)]
+                t.add_answer(ids)
+                going_on.append(t)
+        return going_on
+
+    def _answers(self, transcript: Transcript, seconds: float | None) -> Messages:
+        """Messages that answer all calls: of synchronous tools in order, then of asynchronous ones, run together."""
+        tools = self.tools_of(transcript)
+        results: list[tuple[str, Any]] = []
+        later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+        for call in transcript.calls:
+            self.calls += 1
+            function = call.get("function")
+            if call.get("type") != "function" or not isinstance(function, Mapping):
+                error = _UNSUPPORTED.format(kind=call.get("type"))
+                results.append((call.get("name", "unknown"), self._failure(error)))
+                continue
+            name = function["name"]
+            try:
+                if name not in tools:
+                    raise ValueError(_UNKNOWN.format(name=name))
+                begun = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
+            except Exception as error:
+                results.append((name, self._failure(error)))
+            else:
+                (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, begun))
+        results += self._awaited(later)
+        contents = [(name, result if isinstance(result, list) else str(result)) for name, result in results]
+        return [{"role": "tool", "name": name, "content": content} for name, content in contents]
+
+    def _failure(self, error: object) -> dict[str, str]:
+        self.failures += 1
+        return {_FAILED: str(error)}
+
+    def _awaited(self, later: list[tuple[str, Coroutine[Any, Any, Any]]]) -> list[tuple[str, Any]]:
+        if not later:
+            return []
+        assert self.loop is not None
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(coroutine for _, coroutine in later), return_exceptions=True)
+
+        results = asyncio.run_coroutine_threadsafe(together(), self.loop).result()
+        failed = [self._failure(result) if isinstance(result, Exception) else result for result in results]
+        return [(name, result) for (name, _), result in zip(later, failed, strict=True)]
+
+    # ---- Within a time --------------------------------------------------------------------------------------------
+
+    def _begin(self, tool: Tool, arguments: Any, environment: Any, seconds: float | None) -> Any:
+        """What a synchronous tool returns; what is to be awaited of an asynchronous one."""
+        owner = environment if getattr(tool, "__self__", None) is environment else None
+        if seconds is None:
+            return tool(**arguments)
+        if owner is not None and not self.environments.uses(owner):
+            raise TimeoutError(_HANGS)
+        if inspect.iscoroutinefunction(tool):
+            return self._in_time_later(tool.__name__, tool(**arguments), owner, seconds)
+        try:
+            return in_time(lambda: tool(**arguments), seconds, "tool_timeout")
+        except CallTimeout:
+            self._warn(tool.__name__, seconds, "its thread is left behind, as none can be stopped")
+            if owner is not None:
+                self.environments.retire(owner)
+            raise
+
+    async def _in_time_later(self, name: str, call: Coroutine[Any, Any, Any], owner: Any, seconds: float) -> Any:
+        task = asyncio.ensure_future(call)
+        await asyncio.wait([task], timeout=seconds)
+        if task.done():
+            return task.result()
+        task.cancel()
+        self._warn(name, seconds, "it is cancelled")
+        await asyncio.wait([task], timeout=min(seconds, 1.0))  # it may take its time to end, or never do
+        if not task.done():
+            _TASKS.add(task)
+            task.add_done_callback(_TASKS.discard)
+            if owner is not None:
+                self.environments.retire(owner)
+        raise CallTimeout(seconds, "tool_timeout")
+
+    def _warn(self, name: str, seconds: float, what: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                f"tool '{name}' gave no answer within tool_timeout={seconds} seconds: {what}, and the model is told "
+                "that the call failed. Said once for each tool; tools/failure_frequency counts every call."
+            )
+
+
+# ---- Before training ------------------------------------------------------------------------------------------------
+
+
+def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequence[Any]) -> None:
+    """Refuse tools that cannot be shown to the model, and prompts that no tool can be shown with.
+
+    Args:
+        processing_class: the tokenizer or processor.
+        first_rows: of every data set.
+
+    Raises:
+        ConfigError, DataError: names the tool or the prompt.
+    """
+    if not supports_tool_calling(processing_class):
+        has = "has no chat template" if processing_class.chat_template is None else "has one that leaves them out"
+        raise ConfigError(
+            f"tools and environments need a chat template that renders tool calls and answers, and this "
+            f"tokenizer {has}; take a model that was trained to call tools, or set a template."
+        )
+    names = [getattr(tool, "__name__", None) for tool in tools]
+    for tool, name in zip(tools, names):
+        if name is None or names.count(name) > 1:
+            what = "has no __name__" if name is None else f"is not the only one named {name!r}"
+            raise ConfigError(
+                f"tool {tool!r} {what}, and the model calls tools by name; give a function of its own name."
+            )
+        check_schema(tool, f"tool {name!r}")
+    for row in first_rows:
+        prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            raise DataError(
+                f"tools and environments need prompts that are lists of messages, and the first one is the text "
+                f"{prompt[:40]!r}; write [{{'role': 'user', 'content': ...}}]."
+            )

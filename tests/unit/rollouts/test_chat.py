@@ -1,0 +1,95 @@
+"""What a transcript is made of between two turns: ids of messages and messages of ids, limits, calls, images."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_ext.errors import DataError
+from grpo_ext.rollouts.chat import Chat, images_in
+from grpo_ext.rollouts.environments import Environments
+from grpo_ext.rollouts.tools import Toolbox
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.turns import TurnLimits, context_of, continue_with
+from tests.support.images import image, image_model, image_processor
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tool_runs import count
+from tests.support.turns import processing_class
+
+
+def chat_with(*tools: Any) -> Chat:
+    """One whose tokenizer is a stock trainer's."""
+    return Chat(processing_class("tools"), tools)
+
+
+def test_a_second_chat_parses_and_renders_the_same_with_a_tokenizer_of_its_own():
+    chat = chat_with(count)
+    other = chat.copy()
+    assert other.tokenizer is not chat.tokenizer
+    messages = [{"role": "user", "content": "abc"}]
+    assert other.tokenize([messages], [None]) == chat.tokenize([messages], [None])
+    answers = [{"role": "tool", "name": "count", "content": "3"}]
+    assert other.suffix_ids(answers) == chat.suffix_ids(answers)
+    ids = chat.tokenizer("ok" + chat.tokenizer.eos_token)["input_ids"]
+    assert other.parse(ids, [], None) == chat.parse(ids, [], None)
+
+
+def test_a_template_that_writes_calls_again_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="renders a call of the tool 'count' in another way where its answer follows"):
+        Chat(tokenizer, [count]).suffix_ids([{"role": "tool", "name": "count", "content": "3"}])
+
+
+def test_calls_are_none_in_a_run_without_tools():
+    chat = chat_with()
+    transcripts = [Transcript({}, key=0, prompt=[{"role": "user", "content": "a"}], ids=[n]) for n in range(3, 30)]
+    chat.decode(transcripts)
+    assert any("tool_calls" in t.completion[0] for t in transcripts)
+    assert not any(t.calls for t in transcripts)
+
+
+def test_calls_of_kinds_that_end_trls_run_are_answered():
+    calls: list[Any] = [{"name": "count"}, {"type": "function"}, {"type": "function", "function": "count"}]
+    toolbox = Toolbox([count], Environments())
+    chat = chat_with(count)
+    transcript = Transcript({}, key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
+    assert toolbox.answer([transcript], chat, TurnLimits(10**4, None)) == [transcript]
+    kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
+    assert [m["content"] for m in transcript.completion[1:]] == [str({"error": text}) for text in kinds]
+    assert toolbox.take_counts() == (3, 3)
+    assert toolbox.take_counts() == (0, 0)
+
+
+def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
+    chat, limits = chat_with(count), TurnLimits(5, None)
+    transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
+    continue_with(transcript, [5, 6, 7, 8], None, chat, limits)
+    assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
+    assert transcript.logps == [-1.0, 0.0, None, None, None]
+
+
+def test_the_context_is_the_engines_in_this_process_and_the_models_otherwise():
+    text = tiny_model(max_position_embeddings=77).config
+    assert context_of(text, False) == 77
+    pictures = image_model("llava").config
+    assert context_of(pictures, True) == pictures.text_config.max_position_embeddings
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=55)))
+    assert context_of(text, False, SimpleNamespace(mode="colocate", llm=engine)) == 55
+    assert context_of(text, False, SimpleNamespace(mode="server")) == 77
+
+
+def test_images_of_a_row_stand_in_its_prompt_or_are_refused():
+    picture, question = image(3), [{"role": "user", "content": "what"}]
+    chat = Chat(image_processor("llava"))
+    assert images_in(chat.with_images(question, {"image": picture})) == [picture]
+    assert chat.with_images(question, {}) == question
+    assert chat.with_images(question, {"images": []}) == [
+        {"role": "user", "content": [{"type": "text", "text": "what"}]}
+    ]
+    assert Chat(tiny_tokenizer()).with_images(question, {"images": []}) == question
+    assert chat.with_images("what", {"images": None}) == "what"
+    with pytest.raises(DataError, match=r"a row has 1 image\(s\), and its prompt is the text 'what'"):
+        chat.with_images("what", {"image": picture})

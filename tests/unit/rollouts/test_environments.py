@@ -1,0 +1,134 @@
+"""Environments: which instance a row gets, what is added to its prompt, and what cannot be used."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+
+from grpo_ext.errors import ConfigError, DataError, RolloutError
+from grpo_ext.rollouts import environments as module
+from grpo_ext.rollouts.environments import Environments, checked_environments
+from grpo_ext.rollouts.transcript import Transcript
+from tests.support.tool_runs import Game, Shop
+
+ROW = {"prompt": [{"role": "user", "content": "a"}]}
+
+
+def transcripts(*rows: dict[str, Any]) -> list[Transcript]:
+    return [Transcript(dict(row), key=0) for row in rows]
+
+
+def test_without_environments_a_prompt_is_that_of_the_row():
+    texts = transcripts({"prompt": "a"}, {"prompt": "b"})
+    Environments().begin(texts)
+    assert [(t.prompt, t.environment, t.environment_name) for t in texts] == [("a", None, None), ("b", None, None)]
+
+
+def test_instances_are_used_again_and_made_only_where_there_are_too_few():
+    made = []
+
+    def factory():
+        made.append(Game())
+        return made[-1]
+
+    environments = Environments({None: factory}, pools={None: [Game()]})
+    for rows, instances in ((3, 2), (2, 2), (4, 3)):
+        batch = transcripts(*[ROW] * rows)
+        environments.begin(batch)
+        assert len({id(t.environment) for t in batch}) == rows
+        assert len(made) == instances
+    assert environments.copy().pools == {None: []}
+
+
+def test_rows_choose_among_several_environments_and_reset_is_not_told_which():
+    told = []
+
+    class Told(Shop):
+        def reset(self, **row):
+            told.append(sorted(row))
+            return super().reset(**row)
+
+    environments = Environments({"game": Game, "shop": Told}, multi=True)
+    batch = transcripts({**ROW, "environment": "shop", "size": 2}, {"environment": "game", "size": 3})
+    before = copy.deepcopy([t.row for t in batch])
+    environments.begin(batch)
+    assert [type(t.environment) for t in batch] == [Told, Game]
+    assert [t.environment_name for t in batch] == ["shop", "game"]
+    assert told == [["prompt", "size"]]
+    assert [t.prompt[0]["content"] for t in batch] == ["ashop", " go"]
+    assert [t.row for t in batch] == before
+
+
+def test_a_row_of_an_unknown_environment_is_refused():
+    with pytest.raises(DataError, match=r"a row has environment='shp', .* did you mean 'shop'"):
+        Environments({"shop": Shop}, multi=True).begin(transcripts({**ROW, "environment": "shp"}))
+
+
+@pytest.mark.parametrize(
+    ("content", "observation", "merged"),
+    [
+        ("a", None, "a"),
+        ("a", "b", "ab"),
+        ("a", [{"type": "image"}], [{"type": "text", "text": "a"}, {"type": "image"}]),
+        ([{"type": "image"}], "b", [{"type": "image"}, {"type": "text", "text": "b"}]),
+        ([{"type": "image"}], [{"type": "image"}], [{"type": "image"}] * 2),
+    ],
+)
+def test_an_observation_is_added_to_the_last_message(content, observation, merged):
+    class Says:
+        def reset(self, **row):
+            return observation
+
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": content}]}
+    (transcript,) = batch = transcripts(row)
+    before = copy.deepcopy(row)
+    Environments({None: Says}).begin(batch)
+    assert transcript.prompt == [row["prompt"][0], {"role": "user", "content": merged}]
+    assert row == before
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [(KeyError("k"), "raised KeyError: 'k'"), (3, "returned 3; return what is added to the prompt")],
+)
+def test_what_reset_raises_or_returns_names_the_environment(returned, words):
+    class Odd:
+        def reset(self, **row):
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+    with pytest.raises(RolloutError, match=f"`reset` of environment Odd {words}"):
+        Environments({None: Odd}).begin(transcripts(ROW))
+
+
+def test_a_reset_that_hangs_ends_the_run():
+    class Slow:
+        def reset(self, **row):
+            time.sleep(60)
+
+    with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
+        Environments({None: Slow}).begin(transcripts(ROW), seconds=0.1)
+
+
+def test_a_schema_is_built_once_for_each_kind_of_environment(monkeypatch):
+    built: list[Any] = []
+    monkeypatch.setattr(module, "get_json_schema", built.append)
+    make = checked_environments(Game, 1.0, [])
+    assert type(make()) is type(make()) is Game
+    assert len(built) == 2  # its methods
+
+
+def test_an_environment_whose_reward_cannot_be_taken_away_is_refused_with_a_time_limit():
+    class Slotted:
+        __slots__ = ()
+
+        def reset(self, **row):
+            return None
+
+    checked_environments(Slotted, None, [])()
+    with pytest.raises(ConfigError, match=r"Slotted has __slots__, and tool_timeout=1\.0"):
+        checked_environments(Slotted, 1.0, [])()

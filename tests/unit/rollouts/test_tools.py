@@ -1,0 +1,166 @@
+"""Tools that hang: the model is told, and an environment whose call has not come back is used no more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Any
+
+import accelerate
+import pytest
+
+from grpo_ext.rollouts.chat import Chat
+from grpo_ext.rollouts.environments import Environments
+from grpo_ext.rollouts.tools import Toolbox
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.turns import TurnLimits
+from tests.support.tool_runs import Game, Shop, count, sampled
+
+SECONDS = 0.1
+LIMITS = TurnLimits(10**5, None, seconds=SECONDS)
+NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
+HANGS = str({"error": "an earlier call has not come back"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state():
+    accelerate.PartialState()  # the logger asks it which process this is
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return Chat(sampled(lambda ids: []), [count])
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """One that goes on after a call, as TRL's does."""
+    made = asyncio.new_event_loop()
+    threading.Thread(target=made.run_forever, daemon=True).start()
+    return made
+
+
+def answers(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> list[str]:
+    """What the model is told, one answer for each call in the order in which they come."""
+    asked = [
+        {"type": "function", "function": {"name": name, "arguments": {"number": 8, **arguments}}} for name in calls
+    ]
+    transcript = Transcript({}, key=0, completion=[], calls=asked, environment=environment)
+    assert toolbox.answer([transcript], chat, LIMITS) == [transcript]
+    return [message["content"] for message in transcript.completion]
+
+
+def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat, caplog):
+    release = threading.Event()
+
+    def hang(number):
+        release.wait(60)
+        return "late"
+
+    toolbox = Toolbox([hang, count], Environments())
+    with caplog.at_level(logging.WARNING):
+        assert answers(toolbox, chat, ["hang", "count", "hang"]) == [NO_ANSWER, "1", NO_ANSWER]
+    release.set()
+    assert toolbox.take_counts() == (3, 2)
+    assert caplog.text.count("its thread is left behind") == 1
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
+def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
+    ended = []
+
+    async def hang(number):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(number)
+            if deaf:
+                await asyncio.sleep(60)
+            raise
+
+    assert answers(Toolbox([hang, count], Environments(), loop), chat, ["hang", "count"]) == ["1", NO_ANSWER]
+    assert ended == [8]
+
+
+def test_asynchronous_calls_of_a_transcript_run_together(chat, loop):
+    gate = asyncio.Event()
+
+    async def wait(number):
+        await gate.wait()
+        return "waited"
+
+    async def open_gate(number):
+        gate.set()
+        return "opened"
+
+    toolbox = Toolbox([wait, open_gate], Environments(), loop)
+    assert answers(toolbox, chat, ["wait", "open_gate"]) == ["waited", "opened"]
+
+
+def test_a_tools_own_errors_pass_and_wrong_arguments_are_told_as_without_a_limit(chat, loop):
+    def slow(number):
+        raise TimeoutError("the tool's own")
+
+    async def later(number):
+        return "later"
+
+    toolbox = Toolbox([slow, later], Environments(), loop)
+    (told,) = answers(toolbox, chat, ["slow"])
+    assert told == str({"error": "the tool's own"})
+    told, late = answers(toolbox, chat, ["slow", "later"], size=3)
+    assert "slow() got an unexpected keyword argument 'size'" in told
+    assert "later() got an unexpected keyword argument 'size'" in late
+
+
+class Stuck(Game):
+    def stall(self, number):
+        time.sleep(60)
+
+
+class Deaf(Shop):
+    async def stall(self, number):
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                continue
+
+    def stall_now(self, number):
+        time.sleep(60)
+
+
+def begun(kind: Any, rows: int) -> tuple[Environments, list[Transcript]]:
+    environments = Environments({None: kind})
+    transcripts = [Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0) for _ in range(rows)]
+    environments.begin(transcripts)
+    return environments, transcripts
+
+
+def test_no_later_call_reaches_an_environment_that_hangs(chat, caplog):
+    environments, transcripts = begun(Stuck, 2)
+    stuck, other = (t.environment for t in transcripts)
+    toolbox = Toolbox([free], environments)
+    with caplog.at_level(logging.WARNING):
+        assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
+    assert answers(toolbox, chat, ["count"], other) == ["1"]
+    assert environments.pools == {None: [other]}
+    assert (stuck.get_reward(), other.get_reward()) == (None, 0.5)
+    assert caplog.text.count("whose call hung has no reward") == 1
+    environments.begin(transcripts)
+    assert transcripts[0].environment is other
+    assert transcripts[1].environment not in (stuck, other)
+
+
+def free(number):
+    return "free"
+
+
+@pytest.mark.parametrize("call", ["stall_now", "stall"])
+def test_an_environment_that_is_asked_later_for_its_reward_has_none_after_a_hang(chat, loop, call):
+    environments, (transcript,) = begun(Deaf, 1)
+    toolbox = Toolbox([], environments, loop)
+    assert answers(toolbox, chat, [call, "ask"], transcript.environment)[0] in (NO_ANSWER, "is 1")
+    assert environments.pools == {None: []}
+    assert asyncio.run(transcript.environment.get_reward()) is None
