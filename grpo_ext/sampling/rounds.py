@@ -6,6 +6,7 @@ takes which place; here completions, rewards and log values of the rounds are pu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ import torch
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.dynamic_sampling import Source, combine_metrics
 from ..algorithms.exact import exact_mean
-from .rollout import Rollout
+from ..batching.sizes import group_numbers
+from ..rollouts.batch import RolloutBatch
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,25 @@ class Round:
         logged: what its reward functions logged, every value.
     """
 
-    rollout: Rollout
+    rollout: RolloutBatch
     rewards_BF: torch.Tensor
     metrics: dict[str, float]
     logged: dict[str, list[float]] = field(default_factory=dict)
 
 
-def assemble(rounds: Sequence[Round], places: Sequence[Source], num_generations: int) -> tuple[Rollout, torch.Tensor]:
+def assemble(
+    rounds: Sequence[Round], places: Sequence[Source], num_generations: int
+) -> tuple[RolloutBatch, torch.Tensor]:
     """The completions and rewards of the groups that take the places, in the order of the places."""
+    firsts = [0, *itertools.accumulate(len(part.rollout) for part in rounds)]
     rows = [
-        (number, row)
+        firsts[number] + row
         for number, group in places
         for row in range(group * num_generations, (group + 1) * num_generations)
     ]
-    names = rounds[0].rollout.fields
-    fields = {name: [rounds[number].rollout.fields[name][row] for number, row in rows] for name in names}
-    rewards_BF = torch.stack([rounds[number].rewards_BF[row] for number, row in rows])
-    return Rollout.of_groups(fields, num_generations), rewards_BF
+    rollout = RolloutBatch.joined([part.rollout for part in rounds], num_generations).select(rows)
+    rollout.groups = group_numbers(len(rows), num_generations)
+    return rollout, torch.cat([part.rewards_BF for part in rounds])[rows]
 
 
 def log_values(

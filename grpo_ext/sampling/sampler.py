@@ -36,6 +36,7 @@ from ..forward.images import (
 from ..rewards.calls import RewardCalls, add_columns, columns_of, gather_calls, metrics_of
 from ..rewards.guard import Faults, check_reward_functions
 from ..rewards.workers import RewardWorkers
+from ..rollouts.batch import ROW_IMAGES, ROW_NUMBER, RolloutBatch, gather_images, gather_scored
 from ..runtime.collectives import (
     any_process,
     gather_lists,
@@ -43,7 +44,6 @@ from ..runtime.collectives import (
     ragged_scoring,
 )
 from .recording import Recording
-from .rollout import ROW_IMAGES, ROW_NUMBER, Rollout, gather_parts, gather_rollout
 from .rounds import Round, assemble, log_values
 from .shown_images import ShownImages, rows_of_packed
 from .turns import ScoringCall, TurnSampler
@@ -117,7 +117,7 @@ class RolloutSampler(TurnSampler):
         super().__init__(accelerator, args, geometry)
         self.prepare, self.travelling = prepare, travelling
         self.prompts: dict[bool, Any] = {}
-        self.rollout: Rollout | None = None
+        self.rollout: RolloutBatch | None = None
         self.rollout_name: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
         self.last_call: ScoringCall | None = None
@@ -129,15 +129,15 @@ class RolloutSampler(TurnSampler):
         self.faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
         self._said_columns: set[tuple[str, str]] = set()
 
-    def images(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:
-        """The images of completions, from the fields of a rollout; None for a model that takes none."""
+    def images(self, columns: Mapping[str, Any], training: bool) -> RowImages | None:
+        """The images of completions, from the columns of a rollout; None for a model that takes none."""
         if (prepare := self.prepare) is None:
             return None
-        if ROW_IMAGES in fields:
-            return rows_of_packed(prepare, fields[ROW_IMAGES])
-        if ROW_NUMBER not in fields:  # a batch of the user's own
+        if ROW_IMAGES in columns:
+            return rows_of_packed(prepare, list(columns[ROW_IMAGES]))
+        if ROW_NUMBER not in columns:  # a batch of the user's own
             return None
-        prompts, numbers = self.prompts[training], torch.cat(list(fields[ROW_NUMBER])).tolist()
+        prompts, numbers = self.prompts[training], columns[ROW_NUMBER].flatten().tolist()
         return RowImages(numbers, lambda number: prepare(prompts[number]))
 
     def slices(self, num_generations: int) -> ProcessSlices:
@@ -171,7 +171,7 @@ class RolloutSampler(TurnSampler):
         if self.workers is not None:
             self.workers.kill()
 
-    def hold(self, rollout: Rollout | None, name: tuple[int, int] | None) -> None:
+    def hold(self, rollout: RolloutBatch | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
         self.rollout, self.rollout_name = rollout, name
 
@@ -182,7 +182,7 @@ class RolloutSampler(TurnSampler):
 
     # ---- The rollout batch ----------------------------------------------------------------------------------------
 
-    def completions_of_step(self, rows: StepRows, sample: Callable[[StepRows], Rollout]) -> Rollout:
+    def completions_of_step(self, rows: StepRows, sample: Callable[[StepRows], RolloutBatch]) -> RolloutBatch:
         """The completions of an optimizer step; its rollout batch is sampled where it is not the one that is held.
 
         Args:
@@ -205,7 +205,8 @@ class RolloutSampler(TurnSampler):
         rewards: RewardSettings,
         replaces: bool = False,
         vllm_level: str | None = None,
-    ) -> Rollout:
+        overridden: bool = False,
+    ) -> RolloutBatch:
         """Sample and score these rows of every process; the rollout batch, on every process.
 
         Args:
@@ -213,11 +214,12 @@ class RolloutSampler(TurnSampler):
             metrics: TRL's record, which it writes to.
             replaces: groups without variance are replaced by those of further prompts (dynamic sampling).
             vllm_level: TRL's `vllm_importance_sampling_mode` with vLLM, else None.
+            overridden: `score` is a user's override of TRL's.
         """
         if replaces:
-            rollout, rewards_BF = self._sample_in_rounds(rows, score, metrics, rewards, vllm_level)
+            rollout, rewards_BF = self._sample_in_rounds(rows, score, metrics, rewards, vllm_level, overridden)
         else:
-            only = self._round(rows, score)
+            only = self._round(rows, score, overridden)
             rollout, rewards_BF = only.rollout, only.rewards_BF
             for name, value in sampling_metrics([rollout], vllm_level).items():
                 metrics[name][-1:] = [value]  # TRL's is a mean of the processes' means, and 0 for one without tokens
@@ -236,7 +238,8 @@ class RolloutSampler(TurnSampler):
         metrics: Metrics,
         rewards: RewardSettings,
         vllm_level: str | None,
-    ) -> tuple[Rollout, torch.Tensor]:
+        overridden: bool,
+    ) -> tuple[RolloutBatch, torch.Tensor]:
         """Dynamic sampling: the rollout batch and its rewards, logged as one."""
         assert self.further is not None
         request, group, rule = rows.request, rows.request.num_generations, rewards.rule
@@ -248,7 +251,7 @@ class RolloutSampler(TurnSampler):
         free = taken = 0
         while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             with _apart(metrics) as logged:
-                rounds.append(self._round(more, score, logged))
+                rounds.append(self._round(more, score, overridden, logged))
             rewards_BF = rounds[-1].rewards_BF
             dull = groups_without_variance(rewards_BF, weights_F.to(rewards_BF.device), group, rule.aggregation)
             teaches.append([not value for value in dull.tolist()])
@@ -262,11 +265,15 @@ class RolloutSampler(TurnSampler):
             metrics[name] = [value] if name == "num_tokens" else [*metrics[name], value]
         rollout, rewards_BF = assemble(rounds, places, group)
         if len(rounds) > 1 and rule.depends_on_the_batch:
-            rollout.fields["advantages"] = list(rule.advantages(rewards_BF, weights_F, group).cpu().view(-1, 1))
+            rollout.advantages = rule.advantages(rewards_BF, weights_F, group).cpu()
         return rollout, rewards_BF
 
     def _round(
-        self, rows: StepRows, score: Callable[[StepRows], dict[str, Any]], record: Metrics | None = None
+        self,
+        rows: StepRows,
+        score: Callable[[StepRows], dict[str, Any]],
+        overridden: bool,
+        record: Metrics | None = None,
     ) -> Round:
         """One round, of all processes; `record` holds what TRL logs of it."""
         scored, call = score(rows), self.last_call
@@ -275,9 +282,9 @@ class RolloutSampler(TurnSampler):
         self.last_call, own, device = None, 0 if rows.request.empty else len(rows), self.accelerator.device
         if call.read is not None:
             scored[ROW_NUMBER] = torch.tensor(call.read.numbers_B, device=device)
-        rollout = gather_rollout(scored, own, rows.request.num_generations)
+        rollout = gather_scored(scored, own, rows.request.num_generations, overridden)
         if call.shown is not None:
-            rollout.fields[ROW_IMAGES] = gather_parts([images.to(device) for images in call.shown.packed], own)
+            rollout.row_images = gather_images(call.shown.packed, own, device)
         values = {name: found[-1] for name, found in (record or {}).items()}
         return Round(rollout, call.rewards_BF, values, call.logged)
 

@@ -25,13 +25,13 @@ from ..forward.adapters import is_prompt_learning
 from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls
+from ..rollouts.batch import padded
 from ..runtime.collectives import first_of_all_processes, max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .chunks import RowTokens, chunks_of, rows_continued, run_chunks
 from .decoding import own_generate, why_not_compact
 from .generation import can_sample_by_key, request_keys, sample_chunk
 from .recording import Recording
-from .rollout import padded
 from .shown_images import ShownImages
 from .vllm_seeds import completion_seeds, seeded
 

@@ -16,8 +16,8 @@ import torch
 
 from ..algorithms.keyed_random import mix
 from ..compat import View, on_view
+from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import gather_in_group, gather_lists
-from .rollout import Rollout
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -87,7 +87,10 @@ def _ask_one_by_one(
     return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}
 
 
-def sampling_metrics(rollouts: Sequence[Rollout], level: str | None) -> dict[str, float]:
+_CORRECTED = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+
+
+def sampling_metrics(rollouts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:
     """TRL's log values of how far vLLM's log-probabilities are from the trainer's, over all completions.
 
     Tokens that carry no loss, and differences that vLLM could not tell (NaN), do not count. A value is 0 where nothing
@@ -101,14 +104,14 @@ def sampling_metrics(rollouts: Sequence[Rollout], level: str | None) -> dict[str
     Returns:
         Nothing where the difference is not corrected, and so not known.
     """
-    if level is None or not all("importance_sampling_ratio" in rollout.fields for rollout in rollouts):
+    if level is None or not all(rollout.importance_sampling_ratio is not None for rollout in rollouts):
         return {}
     deltas, ratios = [], []
     for rollout in rollouts:
-        fields = rollout.fields
-        for row, ratio in enumerate(fields["importance_sampling_ratio"]):
-            mask = rollout.loss_mask(row).bool()
-            delta = (fields["old_per_token_logps"][row] - fields["sampling_per_token_logps"][row]).abs()[mask]
+        old, sampling, ratio_of = (getattr(rollout, name) for name in _CORRECTED)
+        for one, other, ratio, mask in zip(old, sampling, ratio_of, rollout.loss_masks):
+            mask = mask.bool()
+            delta = (one - other).abs()[mask]
             deltas.append(delta[~delta.isnan()])
             ratios.append(ratio if level.startswith("sequence") else ratio[mask])
     delta, ratio = torch.cat(deltas).double(), torch.cat(ratios).double()
