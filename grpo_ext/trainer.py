@@ -44,12 +44,14 @@ from .config import GRPOConfig
 from .errors import ConfigError, RolloutError
 from .forward.architecture import experts_per_token, token_cost
 from .forward.images import PromptProcessor, RowImages, text_of
-from .forward.lm_head import RouterOutput, RouterRequest, install
+from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
+from .forward.rows import TokenRows
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
+from .rollouts.batch import RolloutBatch
 from .run.fingerprint import check_names, fingerprint_of_run
 from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
@@ -64,14 +66,13 @@ from .runtime.determinism import align_memory, computing_with, divided_threads, 
 from .runtime.quiet import quiet
 from .sampling.ahead import RolloutsAhead, StoppedWaiting
 from .sampling.decoding import unique, without_router_logits
-from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import RewardSettings, RolloutSampler, TrlScoring
 from .sampling.tool_calls import TimedTools, check_tools, checked_environments
 from .sampling.turns import Generation, ScoringCall
 from .sampling.twin import begin_ahead, described
 from .step.backward import clear_cache_every
-from .step.loss import LossTerms, assemble_loss
+from .step.loss import LossTerms, assemble_loss, loss_config_of
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
 from .step.statistics import STEP_PART, StepPart, whole_step
 
@@ -225,7 +226,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
-        self._loss_config = config.loss_config()
         self._timed_tools = None
         if (seconds := self.args.tool_timeout) is not None:
             self._timed_tools = TimedTools(seconds, getattr(self, "_environment_pool", {}))
@@ -239,9 +239,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
         self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, refused)
         pad = self._tokenizer.pad_token_id
-        own_loss = self._overrides("compute_loss", "_compute_loss")
         self._step_runner = OptimizerStep(
-            self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images, own_loss
+            self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images
         )
         self._keeper = RunKeeper(
             self.accelerator,
@@ -405,7 +404,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return pass_metrics(self._pass_rewards().view(-1, self.num_generations_eval).tolist(), least)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
+        """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         if not isinstance(generation_batch, StepRows):
             raise ConfigError(
                 f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
@@ -417,27 +416,29 @@ class GRPOTrainer(trl.GRPOTrainer):
             return self._sample_rollout(generation_batch)
         return self._sampler.completions_of_step(generation_batch, self._sample_rollout)
 
-    def _sample_rollout(self, rows: StepRows) -> Rollout:
+    def _sample_rollout(self, rows: StepRows) -> RolloutBatch:
         """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
         level = self.vllm_importance_sampling_mode if self.use_vllm else None
         replaces = self._sampler.further is not None and self.model.training
         if self._ahead is not None and self.model.training:
             rows = self._due(rows.request)
         score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
-        rollout = self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
+        overridden = self._overrides("_generate_and_score_completions")
+        rollout = self._sampler.sample(rows, score, metrics, self._rewards, replaces, level, overridden)
         self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._pass_rewards().tolist())
         return rollout
 
     def _terms(self, model: Any) -> StepTerms:
         """What the loss of a step is made of; `model` as the loop calls it."""
+        own_loss = self._overrides("compute_loss", "_compute_loss")
         # what adds to the loss of a completion whose advantage is zero
         others = (
             self.beta != 0.0
             or self._entropy_bonus_enabled
             or self.aux_loss_enabled
             or self.top_entropy_quantile < 1.0
-            or self._loss_config.loss_type == "vespo"  # logs a weight of every sequence
-            or self._overrides("compute_loss", "_compute_loss")
+            or self.loss_type == "vespo"  # logs a weight of every sequence
+            or own_loss
         )
         skips = self.args.skip_zero_contribution and self.model.training and not others
         return StepTerms(
@@ -448,6 +449,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.aux_loss_enabled,
             experts_per_token(self.model),
             self._between_micro_batches,
+            own_loss,
         )
 
     def _between_micro_batches(self) -> None:
@@ -485,15 +487,22 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         if STEP_PART not in inputs:
             inputs = self._whole_step(inputs)
-        logps, entropies, router = self._score(model, inputs)
+        part: StepPart = inputs[STEP_PART]
+        logps, entropies, router = self._score(model, inputs, part.rows_of(inputs) or self._rows_of(inputs))
         bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None
         router_coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else None
         terms = LossTerms(bonus, router_coefficient, bool(self.args.rollout_lag) and self.model.training)
-        return assemble_loss(self._loss_config, terms, inputs, logps, entropies, router)
+        return assemble_loss(loss_config_of(self), terms, inputs, logps, entropies, router)
 
     def _whole_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        quantile, device = self.top_entropy_quantile, self.accelerator.device
-        return whole_step(inputs, device, experts_per_token(self.model), self._group_size, quantile, self._entropies)
+        quantile, top_k = self.top_entropy_quantile, experts_per_token(self.model)
+        rows, device = self._rows_of(inputs), self.accelerator.device
+        return whole_step(inputs, rows, device, top_k, self._group_size, quantile, self._entropies)
+
+    def _rows_of(self, inputs: dict[str, Any]) -> TokenRows:
+        """The tokens of a padded batch of the user's own making."""
+        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        return TokenRows.of_padded(ids, mask, inputs["completion_ids"].size(1), self._images(inputs))
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -526,27 +535,35 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Scoring --------------------------------------------------------------------------------------------------
 
-    def _score(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        """Log-probabilities and entropies (B, T) of a micro-batch, and the router logits of a MoE model."""
-        router, rows = RouterRequest() if self.aux_loss_enabled else None, self._images(batch)
-        logps, entropies, _ = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            batch["attention_mask"],
-            batch["completion_ids"].size(1),
-            compute_entropy=True,
-            compute_aux_loss=router or False,
-            # as the argument of TRL's that an override passes on in any case
-            **(compat.images_among(batch) if rows is None else {"num_images": rows}),
-        )
-        return logps, entropies, router.output if router else None
+    def _score(
+        self, model: Any, batch: dict[str, Any], rows: TokenRows
+    ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
+        """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model.
 
-    def _images(self, fields: Mapping[str, Any]) -> RowImages | None:
-        return self._sampler.images(fields, self.model.training)
+        A user's `_get_per_token_logps_and_entropies` is called with the padded batch, as TRL calls it.
+        """
+        width, router = batch["completion_ids"].size(1), self.aux_loss_enabled
+        if not self._overrides("_get_per_token_logps_and_entropies"):
+            scores = self._scorer.score_micro_batch(model, rows, True, router)
+            assert scores.entropies_S is not None
+            device = batch["completion_ids"].device
+            logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
+            return logps, entropies, scores.router
+        ids, mask = (torch.cat([batch[f"prompt_{n}"], batch[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        images = compat.images_among(batch)
+        if not images and rows.images is not None:
+            images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+        options: Any = {"compute_entropy": True, "compute_aux_loss": router, **images}
+        with self._scorer.scoring(ids, mask, rows) as request:
+            logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)
+        return logps, entropies, request.router
 
-    def _entropies(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _images(self, columns: Mapping[str, Any]) -> RowImages | None:
+        return self._sampler.images(columns, self.model.training)
+
+    def _entropies(self, batch: dict[str, Any], rows: TokenRows) -> torch.Tensor:
         with torch.no_grad():
-            return self._score(self.model, batch)[1]
+            return self._score(self.model, batch, rows)[1]
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -556,27 +573,43 @@ class GRPOTrainer(trl.GRPOTrainer):
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
-        compute_aux_loss: bool | RouterRequest = False,
+        compute_aux_loss: bool = False,
         **images: Any,
     ) -> Any:
-        """TRL's: of a rollout batch while it is scored, otherwise of a micro-batch."""
-        call, options = self._sampler.call, {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        rows = images.get("num_images") if call is None else call.images
-        if call is None and not isinstance(rows, RowImages) and any(value is not None for value in images.values()):
-            score = super()._get_per_token_logps_and_entropies  # of a batch of the caller's own
-            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **options, **images)
-        batch = (input_ids, attention_mask, logits_to_keep, rows)
-        if call is None:
-            return self._scorer.score_micro_batch(model, batch, batch_size, **options)
-        tokens, score = self._step_runner.limits.tokens, self._scorer.score_rollout
-        make = functools.partial(score, model, batch, batch_size, tokens, self._group_size, **options)
+        """TRL's: of a rollout batch while it is scored, else of a micro-batch or of a batch of the caller's own."""
+        if self._sampler.call is not None:
+            return self._rollout_logps(self._sampler.call, model, input_ids, attention_mask, logits_to_keep, batch_size)
+        batch = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
+        known = self._scorer.knows(input_ids, attention_mask)
+        if not known and any(value is not None for value in images.values()):
+            return super()._get_per_token_logps_and_entropies(*batch, **images)
+        scores = self._scorer.score_for_trl(*batch)
+        return tuple(None if part is None else part.to(input_ids.device) for part in scores)
+
+    def _rollout_logps(
+        self,
+        call: ScoringCall,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        batch_size: int | None,
+    ) -> tuple[torch.Tensor, None, None]:
+        """Log-probabilities (B, T) of this process's part of a rollout batch."""
+        rows = TokenRows.of_padded(input_ids, attention_mask, width, call.images)
+        tokens = self._step_runner.limits.tokens
+
+        def make() -> torch.Tensor:
+            scores = self._scorer.score_rollout(model, rows, batch_size, tokens, self._group_size)
+            return rows.to_columns(scores.logps_S, width)
+
         with self._clock.phase("logps"):
             if self._scorer.sharded and self._ahead is not None and call.recording is not None:
                 with self._ahead.weights_of_due():
-                    scores = make()
+                    logps = make()
             else:
-                scores = call.of("logps", make)
-        return tuple(None if part is None else part.to(input_ids.device) for part in scores)
+                logps = call.of("logps", make)
+        return logps.to(input_ids.device), None, None
 
     # ---- Sampling -------------------------------------------------------------------------------------------------
 
@@ -798,8 +831,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
     def _overrides(self, *names: str) -> bool:
-        """Whether a subclass overrides any of these methods."""
-        return any(getattr(type(self), name) is not getattr(GRPOTrainer, name) for name in names)
+        """Whether a subclass overrides any of these methods, or one is assigned to this trainer."""
+        mine, theirs = type(self), GRPOTrainer
+        return any(name in vars(self) or getattr(mine, name) is not getattr(theirs, name) for name in names)
 
     def _own_sampling(self) -> str | None:
         """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
@@ -1059,6 +1093,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         def score(row: int) -> torch.Tensor:
             with self._scorer.without_gradients(self.model):
-                return self._score(self.model, self._step_runner.collate(rollout, (row,)))[0][0]
+                return self._score(self.model, *self._step_runner.collate(rollout, (row,)))[0][0]
 
         return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)

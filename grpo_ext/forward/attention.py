@@ -275,13 +275,16 @@ def packed_attention_forward(
     Raises:
         TakesNoPacks: the model keeps the layout from its attention layers.
     """
+    name = cast(Any, module).config.grpo_ext_attention
     if LAYOUT not in options:
+        if attention_mask is not None and not isinstance(attention_mask, int):
+            # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
+            return _reference(module, name)(module, query, key, value, attention_mask, **options)
         raise TakesNoPacks(
             f"{type(module).__name__} is not given the layout of a pack (the model does not pass further arguments on "
             "to its layers)"
         )
     layout: PackLayout = options.pop(LAYOUT)
-    name = cast(Any, module).config.grpo_ext_attention
     # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers[module] = window
@@ -387,3 +390,17 @@ def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[N
         for config, name in configs:
             config._attn_implementation = name
             del config.grpo_ext_attention
+
+
+@contextmanager
+def plain_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `model` attends as it does outside `packed_attention`, for the forward of a padded batch."""
+    configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    packing = [config for config in configs if getattr(config, "_attn_implementation", None) == PACKED]
+    for config in packing:
+        config._attn_implementation = config.grpo_ext_attention
+    try:
+        yield
+    finally:
+        for config in packing:
+            config._attn_implementation = PACKED

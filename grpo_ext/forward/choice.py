@@ -122,7 +122,7 @@ class ForwardChoice:
         self._said.add(reasons)
 
     def forward(
-        self, policy: Any, wrapped: Any, trl_scorer: Callable[..., Any], recomputed_outside: bool = False
+        self, policy: Any, wrapped: Any, trl_scorer: Callable[..., Any], padded: bool = False
     ) -> Callable[..., Scores]:
         """The function that scores rows: `(model, policy, rows, with_router, with_entropy)`.
 
@@ -130,10 +130,10 @@ class ForwardChoice:
             policy: the causal language model.
             wrapped: it, as PEFT wraps it.
             trl_scorer: TRL's own method, for what the other forwards cannot do.
-            recomputed_outside: gradient checkpointing will run the layers again outside `Scorer.running`.
+            padded: these rows take no other form.
         """
         form = self.form(policy, wrapped)
-        if form != "padded" and not recomputed_outside:
+        if form != "padded" and not padded:
             return partial(score_packed if form == "packed" else score_prefix, multiple=self.multiple)
         if is_prompt_learning(wrapped):
             return partial(score_through_trl, trl_scorer, multiple=self.multiple, virtual_tokens=True)

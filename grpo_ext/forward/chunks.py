@@ -80,8 +80,9 @@ def score_in_chunks(score: Callable[[TokenRows], Scores], rows: TokenRows, chunk
     return found
 
 
-def joined(found: Sequence[Scores], rows: TokenRows, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities and entropies of all rows as TRL takes them, (B, width); entropies where there are any."""
-    logps = torch.cat([scores.logps_S for scores in found])
-    entropies = [scores.entropies_S for scores in found if scores.entropies_S is not None]
-    return rows.to_columns(logps, width), rows.to_columns(torch.cat(entropies), width) if entropies else None
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of chunks as those of all their rows; entropies where there are any, the router's output of one."""
+    if len(parts) == 1:
+        return parts[0]
+    entropies = [scores.entropies_S for scores in parts if scores.entropies_S is not None]
+    return Scores(torch.cat([scores.logps_S for scores in parts]), torch.cat(entropies) if entropies else None)

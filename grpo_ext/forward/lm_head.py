@@ -113,12 +113,6 @@ class Scores:
     router: RouterOutput | None = None
 
 
-class RouterRequest:
-    """Takes the router's output of one forward; given as `compute_aux_loss`, which it is a true value of."""
-
-    output: RouterOutput | None = None
-
-
 class Wanted:
     """What a forward is to score; a plain class, because FSDP copies dataclasses among a forward's arguments.
 

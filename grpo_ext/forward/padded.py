@@ -28,13 +28,14 @@ def score_padded(
     """As `forward.packed.score_packed`, through a padded batch; prompts and completions are padded to `multiple`."""
     ids, mask, width = rows.padded(multiple)
     images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images}
+    seen = rows.attention_mask(mask)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": seen, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions
-    targets = torch.zeros_like(mask, dtype=torch.bool)
-    targets[:, -width:] = mask[:, -width:].bool()
+    targets = torch.zeros_like(seen, dtype=torch.bool)
+    targets[:, -width:] = seen[:, -width:].bool()
     predictor = targets.reshape(-1).nonzero().squeeze(1) - 1
-    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), mask)
+    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), seen)
 
 
 def score_through_trl(
@@ -55,6 +56,7 @@ def score_through_trl(
             and the prompt would move it, so rows begin at their first token and all padding is on the right.
     """
     ids, mask, width = rows.padded(multiple)
+    seen = rows.attention_mask(mask)
     images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
     found: list[RouterOutput] = []
 
@@ -69,19 +71,19 @@ def score_through_trl(
         return output
 
     options = {"compute_entropy": with_entropy, "compute_aux_loss": with_router}
-    kept = mask[:, -width:].bool()
+    kept = seen[:, -width:].bool()
     if virtual_tokens:
         columns = ids.size(1)
         start_B1 = mask.argmax(1, keepdim=True)
         turned_BL = (torch.arange(columns, device=ids.device) + start_B1) % columns
         images |= {name: images[name].gather(1, turned_BL) for name in TOKEN_TYPES if name in images}
         logps, entropies, *_ = trl_scorer(
-            forward, ids.gather(1, turned_BL), mask.gather(1, turned_BL), columns - 1, **options
+            forward, ids.gather(1, turned_BL), seen.gather(1, turned_BL), columns - 1, **options
         )
         # token t of a row's scores is its column t + 1
         kept_BT = torch.arange(columns - 1 - width, columns - 1, device=ids.device) - start_B1
         logps, entropies = (None if values is None else values.gather(1, kept_BT) for values in (logps, entropies))
     else:
-        logps, entropies, *_ = trl_scorer(forward, ids, mask, width, **options)
+        logps, entropies, *_ = trl_scorer(forward, ids, seen, width, **options)
     assert logps is not None
     return Scores(logps[kept], None if entropies is None else entropies[kept], found[0] if found else None)

@@ -24,6 +24,8 @@ class TokenRows:
         prompts_B, completions_B: tokens of each; 0 for a completion that is masked out.
         same_prompt: for each row but the first, whether its prompt is that of the row before.
         images: of the prompts; None for a model that takes none.
+        attended_N: whether attention sees each token; None where it sees all. A token that it does not see holds its
+            position and is not scored, and the one after it is predicted from its place, as in TRL.
     """
 
     ids_N: torch.Tensor
@@ -31,6 +33,7 @@ class TokenRows:
     completions_B: Sequence[int]
     same_prompt: Sequence[bool]
     images: RowImages | None = None
+    attended_N: torch.Tensor | None = None
 
     @classmethod
     def of_padded(
@@ -41,14 +44,20 @@ class TokenRows:
         images: RowImages | None = None,
     ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
-        prompt_width = input_ids.size(1) - completion_width
-        prompt_mask = attention_mask[:, :prompt_width]
-        prompts = torch.stack([input_ids[:, :prompt_width].masked_fill(prompt_mask == 0, 0), prompt_mask])
+        seen = attention_mask.bool()
+        width = input_ids.size(1) - completion_width
+        # from the first token of the prompt that attention sees to the last of the completion
+        place_L = torch.arange(1, input_ids.size(1) + 1, device=input_ids.device)
+        begin = torch.where(seen, place_L, width + 1)[:, :width].amin(1, keepdim=True) if width else place_L[:1, None]
+        last = (seen * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
+        real = (place_L >= begin) & (place_L <= last)
+        prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])
         same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
         if images is not None:
             same = [tokens and pixels for tokens, pixels in zip(same, images.same)]
-        lengths = torch.stack([prompt_mask.sum(1), attention_mask[:, prompt_width:].sum(1)]).tolist()
-        return cls(input_ids[attention_mask.bool()], lengths[0], lengths[1], same, images)
+        lengths = torch.stack([real[:, :width].sum(1), real[:, width:].sum(1)]).tolist()
+        attended = seen[real]
+        return cls(input_ids[real], lengths[0], lengths[1], same, images, None if bool(attended.all()) else attended)
 
     def __len__(self) -> int:
         return len(self.prompts_B)
@@ -66,8 +75,11 @@ class TokenRows:
         first, last, starts = rows.start, min(rows.stop, len(self)), self.starts_B
         lengths = self.prompts_B[first:last], self.completions_B[first:last]
         images = None if self.images is None else self.images.of(range(first, last))
-        same = self.same_prompt[first : last - 1]
-        return TokenRows(self.ids_N[starts[first] : starts[last]], *lengths, same, images)
+        same, tokens = self.same_prompt[first : last - 1], slice(starts[first], starts[last])
+        attended = None if self.attended_N is None else self.attended_N[tokens]
+        if attended is not None and bool(attended.all()):
+            attended = None
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended)
 
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
@@ -79,13 +91,17 @@ class TokenRows:
         return self.images.inputs(rows, ids_BL, prompts, prompt_columns, pixels)
 
     def targets(self) -> torch.Tensor:
-        """The completion tokens, (S,)."""
+        """The completion tokens that are scored, (S,)."""
+        tokens = self._of_completions(self.ids_N)
+        return tokens if self.attended_N is None else tokens[self._of_completions(self.attended_N)]
+
+    def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:
         starts = self.starts_B
-        pieces = [self.ids_N[start + prompt : stop] for start, stop, prompt in zip(starts, starts[1:], self.prompts_B)]
-        return torch.cat(pieces)
+        pairs = zip(starts, starts[1:], self.prompts_B)
+        return torch.cat([values_N[start + prompt : stop] for start, stop, prompt in pairs])
 
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids and attention mask (B, L) in TRL's layout, and the completion columns T, at least one.
+        """Ids and where the tokens are (B, L) in TRL's layout, and the completion columns T, at least one.
 
         Args:
             multiple: of which both widths are.
@@ -100,11 +116,30 @@ class TokenRows:
         ids = self.ids_N.new_zeros(mask.shape).masked_scatter(mask, self.ids_N)
         return ids, mask.long(), width
 
+    def attention_mask(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """1 on the tokens of a padded batch that attention sees; `tokens_BL` as of `padded`."""
+        if self.attended_N is None:
+            return tokens_BL
+        return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))
+
     def to_columns(self, values_S: torch.Tensor, width: int) -> torch.Tensor:
-        """Values of the completion tokens as TRL takes them: (B, width), zero where there is no token.
+        """Values of the scored tokens as TRL takes them: (B, width), zero where there is none.
 
         They stay connected to the model also where nothing is scored, so that every process can run its backward pass.
         """
         lengths = torch.tensor(list(self.completions_B), device=values_S.device)[:, None]
         mask = torch.arange(width, device=values_S.device) < lengths
+        if self.attended_N is not None:
+            mask = mask.masked_scatter(mask, self._of_completions(self.attended_N).to(mask.device))
         return values_S.new_zeros(mask.shape).masked_scatter(mask, values_S)
+
+
+class Unchanged:
+    """Tells whether tensors are the same objects as before, and still hold what they held."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._before = [(tensor, tensor._version) for tensor in tensors]
+
+    def are(self, *tensors: torch.Tensor) -> bool:
+        """Whether these are the tensors, in order, and nobody has written to one since."""
+        return all(now is one and now._version == version for now, (one, version) in zip(tensors, self._before))

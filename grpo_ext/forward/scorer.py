@@ -1,14 +1,16 @@
 """Log-probabilities of completions under the policy and the reference, at two entry points: a rollout, a micro-batch.
 
 Differs from TRL, where one method serves both: a rollout is scored once, without gradients, in chunks that fit; a
-micro-batch is scored in one forward, whose gradients are kept. Called at TRL's `_get_per_token_logps_and_entropies`.
+micro-batch is scored in one forward, whose gradients are kept. TRL's `_get_per_token_logps_and_entropies` hands over to
+`score_for_trl`, where a user overrides or calls it.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,23 +21,35 @@ from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
-from .attention import packed_attention, runs_packs
+from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
 from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
-from .images import RowImages
-from .lm_head import RouterRequest, Scores
+from .lm_head import RouterOutput, Scores
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
-from .rows import TokenRows
+from .rows import TokenRows, Unchanged
 
-# input_ids (B, L), attention_mask (B, L), completion columns, images
-Batch = tuple[torch.Tensor, torch.Tensor, int, "RowImages | None"]
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 
+@dataclass
+class Request:
+    """A micro-batch that goes through a user's `_get_per_token_logps_and_entropies` as padded tensors.
+
+    Attributes:
+        rows: what the tensors were made of.
+        tensors: ids and attention mask of the padded batch; `rows` hold for them alone.
+        router: of a MoE model, once the micro-batch is scored; None where another batch was.
+    """
+
+    rows: TokenRows
+    tensors: Unchanged
+    router: RouterOutput | None = None
+
+
 class Scorer:
-    """Scores completions in TRL's layout: prompts padded on the left, completions on the right.
+    """Scores completions.
 
     Args:
         args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
@@ -60,6 +74,7 @@ class Scorer:
         given: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
         own_head, device = args.score_completions_only, accelerator.device
+        self._request: Request | None = None
         self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
 
     def twin(self, accelerator: Accelerator, trainer: Any) -> Scorer:
@@ -97,71 +112,108 @@ class Scorer:
         """Whether `check` has nothing left to look at."""
         return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
 
+    @contextmanager
+    def scoring(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, rows: TokenRows) -> Iterator[Request]:
+        """Inside, `score_for_trl` knows the rows of these padded tensors."""
+        before, self._request = self._request, Request(rows, Unchanged(input_ids, attention_mask))
+        try:
+            yield self._request
+        finally:
+            self._request = before
+
+    def knows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
+        """Whether these are the tensors of `scoring`, unchanged."""
+        return self._request is not None and self._request.tensors.are(input_ids, attention_mask)
+
     def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
         if not self.settled(model):
             wrapped = self.accelerator.unwrap_model(model)
-            self.choice.check(model, base_model_of(wrapped), wrapped, rows, everywhere)
+            plain = replace(rows, attended_N=None)
+            self.choice.check(model, base_model_of(wrapped), wrapped, plain, everywhere)
 
     def score_rollout(
-        self,
-        model: Any,
-        batch: Batch,
-        batch_size: int | None,
-        max_tokens: int | None,
-        group_size: int,
-        **options: Any,
-    ) -> TrlScores:
+        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
+    ) -> Scores:
         """Score this process's part of a rollout batch, without gradients; every process comes here together.
 
         Args:
             batch_size, max_tokens: completions and tokens of a forward, at most.
             group_size: completions per group, which canonical units are cut within.
-            options: of TRL's method.
+
+        Returns:
+            Log-probabilities alone.
         """
 
         def align(chunks: int) -> int:  # where every forward is a collective, all make as many
             return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
 
-        rows = TokenRows.of_padded(*batch)
         with self.accelerator.autocast():
             self.check(model, rows, everywhere=False)
         unit = self.args.unit_rows
         units = None if unit is None else (group_size, unit)
-        chunking = Chunking(batch_size, max_tokens, self.form(model), self.multiple, align, units, self.memory)
-        return self._score(model, rows, batch[2], chunking, **options)
+        form = self._form(model, rows)
+        chunking = Chunking(batch_size, max_tokens, form, self.multiple, align, units, self.memory)
+        return joined(self._score(model, rows, chunking))
 
-    def score_micro_batch(self, model: Any, batch: Batch, batch_size: int | None = None, **options: Any) -> TrlScores:
-        """Score a micro-batch, in one forward unless `batch_size` cuts it; graphs are kept where gradients are on."""
-        chunking = Chunking(batch_size, None, self.form(model), self.multiple)
-        return self._score(model, TokenRows.of_padded(*batch), batch[2], chunking, **options)
+    def score_micro_batch(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
+        """Score a micro-batch in one forward; its graph is kept where gradients are on."""
+        return joined(self._score(model, rows, self._whole(model, rows), with_entropy, with_router))
+
+    def score_for_trl(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+    ) -> TrlScores:
+        """Score a padded batch, as `_get_per_token_logps_and_entropies` does, in forwards of `batch_size` rows.
+
+        Of the tensors of `scoring`, the rows that they were made of, whose router output the request then holds.
+        """
+        request = self._request if self.knows(input_ids, attention_mask) else None
+        rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
+        chunking = replace(self._whole(model, rows), max_rows=batch_size)
+        parts = self._score(model, rows, chunking, compute_entropy, compute_aux_loss)
+        routers = [scores.router for scores in parts if scores.router is not None]
+        aux_loss = None
+        if routers:
+            experts = experts_per_token(base_model_of(self.accelerator.unwrap_model(model)))
+            aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
+        scores = joined(parts)
+        if request is not None:
+            request.router = scores.router
+        entropies = None if scores.entropies_S is None else rows.to_columns(scores.entropies_S, width)
+        return rows.to_columns(scores.logps_S, width), entropies, aux_loss
+
+    def _form(self, model: Any, rows: TokenRows) -> Form:
+        return self.form(model) if rows.attended_N is None else "padded"
+
+    def _whole(self, model: Any, rows: TokenRows) -> Chunking:
+        return Chunking(None, None, self._form(model, rows), self.multiple)
 
     def _score(
         self,
         model: Any,
         rows: TokenRows,
-        width: int,
         chunking: Chunking,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool | RouterRequest = False,
-    ) -> TrlScores:
+        with_entropy: bool = False,
+        with_router: bool = False,
+    ) -> list[Scores]:
         wrapped = self.accelerator.unwrap_model(model)
         policy = base_model_of(wrapped)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if self.form(model) == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
-        forward = self.choice.forward(policy, wrapped, self.trl_scorer, again)
 
         def score(part: TokenRows) -> Scores:
-            return forward(model, policy, part, with_router=bool(compute_aux_loss), with_entropy=compute_entropy)
+            has_gaps = part.attended_N is not None
+            forward = self.choice.forward(policy, wrapped, self.trl_scorer, again or has_gaps)
+            with plain_attention(policy) if has_gaps else nullcontext():
+                return forward(model, policy, part, with_router=with_router, with_entropy=with_entropy)
 
         with self.accelerator.autocast():
-            found = score_in_chunks(score, rows, chunking)
-            routers = [scores.router for scores in found if scores.router is not None]
-            aux_loss = None
-            if isinstance(compute_aux_loss, RouterRequest):
-                compute_aux_loss.output = routers[0] if routers else None
-            elif routers:
-                experts = experts_per_token(policy)
-                aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
-            return *joined(found, rows, width), aux_loss
+            return score_in_chunks(score, rows, chunking)

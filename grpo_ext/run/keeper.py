@@ -458,5 +458,5 @@ class RunKeeper(TrainerCallback):
         state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
         run = self.state_of_run()
         rollout, ahead = run.rollout, {weights.step: weights.nbytes for _, weights in run.waiting}
-        rows = sum(row.nbytes for values in (rollout.fields if rollout else {}).values() for row in values)
+        rows = 0 if rollout is None else rollout.nbytes
         return weights + state + rows + sum(ahead.values()) + 2**20

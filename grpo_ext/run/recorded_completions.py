@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..forward.reference import base_model_of
+from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import any_process, shards_parameters
 from ..runtime.out_of_memory import is_out_of_memory
-from ..sampling.rollout import Rollout
 
 RECORDED = "grpo_ext_samples.safetensors"
 _COUNT = 4
@@ -82,19 +82,22 @@ class RecordedCompletions:
             raise CheckpointError(f"{path} is broken: {error}.") from None
 
 
-def rows_to_record(rollout: Rollout) -> list[int]:
-    """A few completions of at least the median length, the shortest such with their prompts."""
-    lengths = {row: int(mask.sum()) for row, mask in enumerate(rollout.fields["completion_mask"])}
-    lengths = {row: n for row, n in lengths.items() if n}
+def rows_to_record(rollout: RolloutBatch) -> list[int]:
+    """A few completions of at least the median length, the shortest such with their prompts.
+
+    None that attention sees with gaps, which a plain forward does not reproduce.
+    """
+    prompts, gaps = rollout.prompt_lengths, rollout.gaps
+    lengths = {row: n for row, n in enumerate(rollout.completion_lengths) if n and not gaps[row]}
     if not lengths:
         return []
     median = sorted(lengths.values())[len(lengths) // 2]
-    total = {row: n + len(rollout.fields["prompt_ids"][row]) for row, n in lengths.items() if n >= median}
+    total = {row: n + prompts[row] for row, n in lengths.items() if n >= median}
     return sorted(sorted(total, key=lambda row: (total[row], row))[:_COUNT])
 
 
 def record(
-    rollout: Rollout,
+    rollout: RolloutBatch,
     score: Callable[[int], torch.Tensor],
     model: Any,
     args: GRPOConfig,
@@ -111,13 +114,13 @@ def record(
     rows = rows_to_record(rollout)
     if not rows:
         return None
-    lengths = [int(rollout.fields["completion_mask"][row].sum()) for row in rows]
+    tokens = [rollout.select([row]).token_rows(torch.device("cpu")) for row in rows]
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     sharded = shards_parameters(accelerator)
     training, logps, failed = model.training, list[torch.Tensor](), False
     model.eval()
     try:
-        logps = [score(row)[:n].float() for row, n in zip(rows, lengths)]
+        logps = [score(row)[: one.completions_B[0]].float() for row, one in zip(rows, tokens)]
     except RuntimeError as error:  # a checkpoint without them is better than none
         if sharded or not is_out_of_memory(error):
             raise
@@ -127,8 +130,8 @@ def record(
     if not sharded and any_process(failed, accelerator.device):
         return None
     return RecordedCompletions(
-        [rollout.fields["prompt_ids"][row] for row in rows],
-        [rollout.fields["completion_ids"][row][:n] for row, n in zip(rows, lengths)],
+        [one.ids_N[: one.prompts_B[0]] for one in tokens],
+        [one.targets() for one in tokens],
         logps,
         half or str(next(model.parameters()).dtype).removeprefix("torch."),
         temperature,

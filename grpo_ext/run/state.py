@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
 from ..forward.snapshot import Weights
-from ..sampling.rollout import Rollout
+from ..rollouts.batch import NAMES, Column, Ragged, RolloutBatch
+
+logger = get_logger(__name__)
 
 REFERENCE = "grpo_ext_reference.safetensors"
 STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_rollout.safetensors"
@@ -41,7 +44,7 @@ class RunState:
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
     """
 
-    rollout: Rollout | None = None
+    rollout: RolloutBatch | None = None
     rollout_name: tuple[int, int] | None = None
     step: int = 0
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -56,11 +59,16 @@ class RunState:
         """Write into a checkpoint's folder."""
         plain = {name: value for name, value in vars(self).items() if name != "rollout"}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
+        tensors, objects = ({}, {}) if self.rollout is None else _of_rollout(self.rollout)
+        if objects and (unstored := _unstorable(objects)):
+            logger.warning(
+                f"A checkpoint cannot hold {', '.join(unstored)} of this rollout batch (Python objects other than "
+                "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
+                "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
+            )
+            tensors, objects, plain["rollout_name"] = {}, {}, None
+        plain["rollout_objects"] = objects
         (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
-        tensors: dict[str, torch.Tensor] = {}
-        for name, rows in ({} if self.rollout is None else self.rollout.fields).items():
-            tensors[f"{name}/values"] = torch.cat(rows).contiguous()
-            tensors[f"{name}/lengths"] = torch.tensor([row.numel() for row in rows])
         save_file(tensors, Path(folder) / TENSORS)
         if self.waiting:
             save_file(_stored({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
@@ -81,7 +89,7 @@ class RunState:
         try:
             plain = json.loads(path.read_text())
             tensors = load_file(Path(folder) / TENSORS)
-            waiting = plain.pop("waiting", [])
+            waiting, objects = plain.pop("waiting", []), plain.pop("rollout_objects", {})
             state = cls(**plain)
             if waiting:
                 stored = load_file(Path(folder) / WEIGHTS)
@@ -92,10 +100,66 @@ class RunState:
             raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
         if state.rollout_name is not None:
             state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
-            names = sorted({key.rsplit("/", 1)[0] for key in tensors})
-            rows = {n: list(tensors[f"{n}/values"].split(tensors[f"{n}/lengths"].tolist())) for n in names}
-            state.rollout = Rollout.of_groups(rows, num_generations)
+            state.rollout = _rollout(tensors, objects, num_generations)
         return state
+
+
+def _of_rollout(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The tensors of a rollout batch, and its Python objects.
+
+    A column is "<name>/values"; "<name>/lengths" is beside it where rows have values of any number.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {"widths": rollout.widths}}
+    for name, column in rollout.columns.items():
+        if isinstance(column, list):
+            objects["lists"][name] = column
+        elif isinstance(column, Ragged):
+            tensors[f"{name}/values"], tensors[f"{name}/lengths"] = column.values, torch.tensor(column.lengths)
+        else:
+            tensors[f"{name}/values"] = column
+    for name, value in rollout.constants.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"{name}/constant"] = value
+        else:
+            objects["constants"][name] = value
+    return {name: value.contiguous().clone() for name, value in tensors.items()}, objects  # they may share memory
+
+
+def _unstorable(objects: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of Python objects that JSON does not give back as they were."""
+
+    def lost(value: Any) -> bool:
+        try:
+            return bool(json.loads(json.dumps(value)) != value)
+        except (TypeError, ValueError):
+            return True
+
+    return [name for part in ("lists", "constants") for name, value in objects[part].items() if lost(value)]
+
+
+def _rollout(
+    tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], num_generations: int
+) -> RolloutBatch:
+    columns: dict[str, Column] = dict(objects.get("lists", {}))
+    constants = dict(objects.get("constants", {}))
+    for key in sorted(tensors):
+        name, part = key.rsplit("/", 1)
+        lengths: Any = tensors.get(f"{name}/lengths")
+        if part == "constant":
+            constants[name] = tensors[key]
+        elif part == "values" and lengths is None:
+            columns[name] = tensors[key]
+        elif part == "values" and (name in _ONE_EACH or name not in NAMES) and bool((lengths == 1).all()):
+            # as single values were written once
+            columns[name] = tensors[key][:, None] if name == "importance_sampling_ratio" else tensors[key]
+        elif part == "values":
+            columns[name] = Ragged(tensors[key], lengths.tolist())
+    widths = objects.get("layout", {}).get("widths")
+    return RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
+
+
+_ONE_EACH = ("advantages", "importance_sampling_ratio", "row_number")
 
 
 def _stored(weights: dict[int, Weights]) -> dict[str, torch.Tensor]:

@@ -5,13 +5,13 @@ Differs from TRL's `_compute_loss`: no collective and no denominator of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from .statistics import STEP_PART, StepContext, StepPart, router_term
 
@@ -29,6 +29,30 @@ class LossTerms:
     entropy_coefficient: float | None = None
     router_coefficient: float | None = None
     ratios: bool = False
+
+
+def loss_config_of(trainer: Any) -> LossConfig:
+    """The settings of the policy loss as they are now, from where TRL reads them at each loss.
+
+    A callback, or a subclass after `super().__init__()`, may have changed them.
+
+    Args:
+        trainer: TRL's attributes; `args` is a `GRPOConfig`.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+    return replace(
+        trainer.args.loss_config(),
+        loss_type=trainer.loss_type,
+        importance_sampling_level=trainer.importance_sampling_level,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        beta=trainer.beta,
+        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        max_completion_length=trainer.max_completion_length or 1,
+        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+    )
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -51,7 +75,16 @@ def assemble_loss(
         inputs: the collated micro-batch, with its `StepPart`.
         logps, entropies: (B, T), from the policy, with gradient.
         router: router output of a MoE model.
+
+    Raises:
+        ConfigError: a term needs reference log-probabilities, which the rollout was scored without.
+        ModelError: a term needs router logits, which scoring did not bring.
     """
+    if cfg.beta != 0.0 and "ref_per_token_logps" not in inputs:
+        raise ConfigError(
+            f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
+            "because beta was 0 when they were scored; start with the beta that the run ends with, or any above 0."
+        )
     part: StepPart = inputs[STEP_PART]
     context, weight, keep, mask = part.context, part.weight, part.entropy_keep_BT, loss_mask(inputs)
     batch = TokenBatch(

@@ -22,19 +22,19 @@ from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.images import RowImages
 from ..forward.lm_head import RouterOutput
-from ..forward.rows import TokenRows
+from ..forward.rows import TokenRows, Unchanged
 from ..forward.scorer import Scorer
 from ..precision.non_finite import FirstModule, bad_weight, explanation
+from ..rollouts.batch import RolloutBatch, to_device
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import first_of_all_processes, max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
-from ..sampling.rollout import Rollout, contributing_rows
 from .backward import out_of_memory_on_all, run_micro_batches
 from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
 from .plan import MicroBatch, MicroBatchLayout, plan_step
-from .statistics import STEP_PART, StepContext, StepPart, measure_step
+from .statistics import STEP_PART, TOKENS, StepContext, StepPart, measure_step
 
 logger = get_logger(__name__)
 Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
@@ -46,21 +46,24 @@ class StepTerms:
 
     Attributes:
         loss_of: from a micro-batch to its part of the loss of the step.
-        score: from a micro-batch to its log-probabilities and entropies (B, T), and the router output of a MoE model.
+        score: from a micro-batch and its tokens to its log-probabilities and entropies (B, T), and the router output of
+            a MoE model.
         skip_zeros: nothing but the policy loss acts on a completion, and that is linear in the advantage.
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
         between: runs after every micro-batch of this process but the last.
+        images_for_trl: a micro-batch holds its images too, for a loss of the user's own.
     """
 
     loss_of: Callable[[Inputs], torch.Tensor]
-    score: Callable[[Inputs], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
+    score: Callable[[Inputs, TokenRows], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
     skip_zeros: bool = False
     top_entropy_quantile: float = 1.0
     router: bool = False
     experts_per_token: int = 1
     between: Callable[[], None] = lambda: None
+    images_for_trl: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ class OptimizerStep:
         pad_token_id, multiple: how a micro-batch is padded (`multiple`: TRL's `pad_to_multiple_of`).
         cost: what a token costs, to assign groups to processes by; None: by count.
         clock: takes the seconds of the phase "window".
-        images: from the fields of completions to their images.
-        images_for_trl: a micro-batch holds them too, for a loss of the user's own.
+        images: from the columns of completions to their images.
 
     Attributes:
         limits: the micro-batch size that fits.
@@ -95,16 +97,15 @@ class OptimizerStep:
         multiple: int | None,
         cost: TokenCost | None,
         clock: PhaseClock,
-        images: Callable[[Mapping[str, Any]], RowImages | None] = lambda fields: None,
-        images_for_trl: bool = False,
+        images: Callable[[Mapping[str, Any]], RowImages | None] = lambda columns: None,
     ) -> None:
         self.accelerator, self.args, self.scorer, self.clock = accelerator, args, scorer, clock
-        self.images, self.images_for_trl = images, images_for_trl
+        self.images = images
         self.pad_token_id, self.multiple, self.cost = pad_token_id, multiple, cost
         self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self._said_oversized = False
 
-    def run(self, model: Any, rollout: Rollout, terms: StepTerms) -> tuple[StepContext, StepPlan]:
+    def run(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> tuple[StepContext, StepPlan]:
         """All forward and backward passes of a step; afterwards `.grad` is that of the step, on every process.
 
         Args:
@@ -132,7 +133,7 @@ class OptimizerStep:
             self._shrink(model, rollout, plan, reason, attempt)
         raise AssertionError  # not reached: _shrink raises where nothing smaller is left
 
-    def evaluate(self, model: Any, rollout: Rollout, terms: StepTerms) -> StepContext:
+    def evaluate(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> StepContext:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `run`."""
         plan = self.plan(model, rollout, self.args.per_device_eval_batch_size, terms)
         context = self.measure(model, rollout, plan, terms)
@@ -143,7 +144,7 @@ class OptimizerStep:
         return context
 
     def explain(
-        self, model: Any, rollout: Rollout, context: StepContext, plan: StepPlan, terms: StepTerms, what: str
+        self, model: Any, rollout: RolloutBatch, context: StepContext, plan: StepPlan, terms: StepTerms, what: str
     ) -> None:
         """Run a step again, without gradients, whose loss is not finite, to find where the number comes from.
 
@@ -160,31 +161,27 @@ class OptimizerStep:
 
     # ---- Phases ---------------------------------------------------------------------------------------------------
 
-    def plan(self, model: Any, rollout: Rollout, max_rows: int, terms: StepTerms) -> StepPlan:
+    def plan(self, model: Any, rollout: RolloutBatch, max_rows: int, terms: StepTerms) -> StepPlan:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         sizes, model = rollout.sizes(self.multiple), self.accelerator.unwrap_model(model)
 
         if not self.scorer.settled(model):
             with self.scorer.without_gradients(model):
-                self.scorer.check(model, self._token_rows(rollout, sizes), everywhere=True)
-        form = self.scorer.form(model)
+                self.scorer.check(model, self._token_rows(rollout), everywhere=True)
+        form = "padded" if any(rollout.gaps) else self.scorer.form(model)
         self._say_oversized(sizes, form)
         layout = MicroBatchLayout(max_rows, self.limits.tokens, form, self.cost, self.args.unit_rows)
-        rows = contributing_rows(rollout) if terms.skip_zeros else range(len(rollout))
+        rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(self.accelerator, sizes, rows, layout)
         return StepPlan(micro_batches, StepWork.of(sizes, rows, micro_batches, form))
 
-    def _token_rows(self, rollout: Rollout, sizes: StepSizes) -> TokenRows:
-        names = ("prompt_ids", "completion_ids")
-        pairs = zip(*(rollout.fields[name] for name in names), sizes.prompts_B, sizes.completions_B)
-        ids = torch.cat([part for p, c, n, m in pairs for part in (p[:n], c[:m])]).to(self.accelerator.device)
-        same = [before == after for before, after in zip(sizes.groups_B, sizes.groups_B[1:])]
-        return TokenRows(ids, sizes.prompts_B, sizes.completions_B, same, self.images(rollout.fields))
+    def _token_rows(self, rollout: RolloutBatch) -> TokenRows:
+        return rollout.token_rows(self.accelerator.device, self.images(rollout.columns))
 
     def measure(
         self,
         model: Any,
-        rollout: Rollout,
+        rollout: RolloutBatch,
         plan: StepPlan,
         terms: StepTerms,
         gradients: NativeGradients | None = None,
@@ -192,9 +189,9 @@ class OptimizerStep:
         """Everything step-wide that the loss of a micro-batch needs, before the first forward."""
 
         def measured(part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-            batch = self.collate(rollout, part.rows)
+            batch, tokens = self.collate(rollout, part.rows)
             with self.scorer.without_gradients(self.accelerator.unwrap_model(model)):
-                _, entropies, router = terms.score(batch)
+                _, entropies, router = terms.score(batch, tokens)
             return entropies, loss_mask(batch), router
 
         guard = functools.partial(out_of_memory_on_all, self.accelerator, gradients.discard if gradients else None)
@@ -209,22 +206,23 @@ class OptimizerStep:
             guard,
         )
 
-    def collate(self, rollout: Rollout, rows: Any) -> Inputs:
-        """Completions as TRL's loss takes them: padded, on the device."""
-        padded = rollout.select(rows).collate(self.pad_token_id, self.multiple)
-        batch: Inputs = {name: value.to(self.accelerator.device) for name, value in padded.items()}
+    def collate(self, rollout: RolloutBatch, rows: Any) -> tuple[Inputs, TokenRows]:
+        """Completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
+        some = rollout.select(rows)
+        batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        if self.images_for_trl and (images := self.images(batch)) is not None:
-            ids, prompt_mask = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch["prompt_mask"]
-            batch |= images.as_trl(ids, prompt_mask.sum(1).tolist(), prompt_mask.size(1))
-        return batch
+        return batch, self._token_rows(some)
 
-    def _loss(self, rollout: Rollout, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:
-        inputs = self.collate(rollout, part.rows)
+    def _loss(self, rollout: RolloutBatch, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:
+        inputs, tokens = self.collate(rollout, part.rows)
+        if terms.images_for_trl and tokens.images is not None:
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            inputs |= tokens.images.as_trl(ids, tokens.prompts_B, inputs["prompt_ids"].size(1))
         keep = None
         if context.entropy_keep is not None:
             keep = context.keep_mask(part.rows, inputs["completion_mask"].size(1), self.accelerator.device)
-        inputs[STEP_PART] = StepPart(context, part.weight, [rollout.groups[row] for row in part.rows], keep)
+        groups, padded = [rollout.groups[row] for row in part.rows], Unchanged(*(inputs[name] for name in TOKENS))
+        inputs[STEP_PART] = StepPart(context, part.weight, groups, tokens, padded, keep)
         loss = terms.loss_of(inputs)
         loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
         context.metrics.add_total("loss", loss, 1.0)
@@ -252,7 +250,7 @@ class OptimizerStep:
             f"(up to {tokens} tokens) and run alone, over the budget; max_completion_length bounds them."
         )
 
-    def _shrink(self, model: Any, rollout: Rollout, plan: StepPlan, reason: str, attempt: int) -> None:
+    def _shrink(self, model: Any, rollout: RolloutBatch, plan: StepPlan, reason: str, attempt: int) -> None:
         """Lower the limits after a step that did not fit.
 
         Raises:

@@ -7,7 +7,7 @@ shares measured first (one pass without gradients), they are. Runs once per opti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
 from ..batching.sizes import group_numbers
 from ..forward.lm_head import RouterOutput
+from ..forward.rows import TokenRows, Unchanged
+from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
-from ..sampling.rollout import Rollout
 from .metrics import StepMetrics
 from .plan import MicroBatch
 
@@ -53,6 +54,7 @@ class StepContext:
 
 
 STEP_PART = "grpo_ext_step"
+TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,21 @@ class StepPart:
         context: the step.
         weight: 0 where a process runs the micro-batch only to keep the collectives aligned.
         groups: which group of the step each completion belongs to.
+        rows: the tokens that the dictionary holds padded.
+        padded: those tensors, by which a change of theirs is noticed.
         entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
     """
 
     context: StepContext
     weight: float
     groups: Sequence[int]
+    rows: TokenRows
+    padded: Unchanged
     entropy_keep_BT: torch.Tensor | None = None
+
+    def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
+        """The tokens that a dictionary holds padded; None where a user's override has put others there."""
+        return self.rows if self.padded.are(*(inputs[name] for name in TOKENS)) else None
 
 
 def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
@@ -86,7 +96,7 @@ Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, RouterOutput | 
 
 
 def measure_step(
-    rollout: Rollout,
+    rollout: RolloutBatch,
     micro_batches: Sequence[MicroBatch],
     score: Score,
     metrics: StepMetrics,
@@ -103,7 +113,7 @@ def measure_step(
         score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
         guard: around the forwards of the pass, which hold no collective.
     """
-    tokens = [int(rollout.loss_mask(row).sum()) for row in range(len(rollout))]
+    tokens = [int(mask.sum()) for mask in rollout.loss_masks]
     context = StepContext(_counts(tokens, rollout.groups), metrics, top_k=top_k)
     if top_entropy_quantile >= 1.0 and not has_router:
         return context
@@ -158,26 +168,28 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
 
 def whole_step(
     inputs: dict[str, Any],
+    rows: TokenRows,
     device: torch.device,
     top_k: int,
     num_generations: int,
     top_entropy_quantile: float,
-    entropies_of: Callable[[dict[str, Any]], torch.Tensor],
+    entropies_of: Callable[[dict[str, Any], TokenRows], torch.Tensor],
 ) -> dict[str, Any]:
     """A scored batch that is no part of a step (a user's own call), with itself as its step.
 
     Args:
         inputs: as TRL scored it; it begins with a whole group.
-        entropies_of: from the completed inputs to entropies (B, T), without gradients; called where a quantile is set.
+        rows: its tokens.
+        entropies_of: from both to entropies (B, T), without gradients; called where a quantile is set.
     """
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     groups = group_numbers(mask.size(0), num_generations)
     context = StepContext(_counts(mask.sum(1).tolist(), groups), StepMetrics(device), top_k=top_k)
-    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    inputs = {**inputs, "attention_mask": attention_mask}
     keep = None
     if top_entropy_quantile < 1.0:
-        entropies, rows = entropies_of(inputs), list(range(mask.size(0)))
-        _set_entropy_keep(context, dict(zip(rows, entropies)), dict(zip(rows, mask)), rows, top_entropy_quantile)
-        keep = context.keep_mask(rows, mask.size(1), entropies.device)
-    return {**inputs, STEP_PART: StepPart(context, 1.0, groups, keep)}
+        entropies, numbers = entropies_of(inputs, rows), list(range(mask.size(0)))
+        by_row = dict(zip(numbers, entropies)), dict(zip(numbers, mask))
+        _set_entropy_keep(context, *by_row, numbers, top_entropy_quantile)
+        keep = context.keep_mask(numbers, mask.size(1), entropies.device)
+    padded = Unchanged(*(inputs[name] for name in TOKENS))
+    return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}

@@ -1,0 +1,460 @@
+"""The rollout batch: scored completions in global order, the same on every process, on the CPU, without padding.
+
+Differs from TRL, where each process holds its own padded part. `join` makes it, the step selects its completions from
+it, a micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B completions, T tokens, N values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from ..batching.micro_batches import StepSizes
+from ..batching.sizes import group_numbers
+from ..compat import images_among
+from ..errors import RolloutError
+from ..forward.images import RowImages
+from ..forward.rows import TokenRows
+from ..runtime.collectives import gather_lists, ragged_gather
+
+# fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
+# all images of the row, packed, where tools or environments bring some
+ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
+
+
+def padded(
+    rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None, width: int = 1
+) -> torch.Tensor:
+    """Rows (T, ...) of any length as one (B, T, ...), filled up on one side to the longest, at least `width`, and to
+    the next multiple."""
+    batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
+    columns = max(batch_BT.size(1), width)
+    more = columns + -columns % (multiple or 1) - batch_BT.size(1)
+    sides = (more, 0) if side == "left" else (0, more)
+    return torch.nn.functional.pad(batch_BT, (*(0, 0) * (batch_BT.dim() - 2), *sides), value=value)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of any length, one after the other.
+
+    Attributes:
+        values: of all rows, (N, ...).
+        lengths: of each row; they add up to N.
+    """
+
+    values: torch.Tensor
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
+        """Rows that are tensors, or sequences of numbers."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        return cls(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), [len(row) for row in tensors])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.values.split(self.lengths))
+
+    def row(self, index: int) -> torch.Tensor:
+        """One row, a view of the values."""
+        start = sum(self.lengths[:index])
+        return self.values[start : start + self.lengths[index]]
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where each row begins among the values, and where the last one ends."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def select(self, rows: Sequence[int]) -> Ragged:
+        """Some rows, in the order asked for."""
+        bounds = self.bounds
+        parts = [self.values[bounds[row] : bounds[row + 1]] for row in rows]
+        return Ragged(torch.cat(parts) if parts else self.values[:0], [self.lengths[row] for row in rows])
+
+
+# values of completions: of any length each, of one shape each, or Python objects
+Column = Ragged | torch.Tensor | list[Any]
+
+
+@dataclass
+class RolloutBatch:
+    """Scored completions (a rollout batch, or a step of it) in global order, the same on every process.
+
+    Attributes:
+        prompt_ids, prompt_mask: of each completion's prompt; the mask is 1 where attention sees the token.
+        completion_ids, completion_mask: of each completion; the mask is 1 where attention sees the token, and 0 on a
+            truncated completion that `mask_truncated_completions` leaves out.
+        advantages: (B,), or one for each token.
+        groups: which group of the rollout batch each completion belongs to.
+        tool_mask: 0 on tokens of tools and environments, which carry no loss.
+        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the reference,
+            and the inference engine.
+        importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
+        row_number: of each completion in the data set, (B,), for a model that takes images.
+        row_images: images of each completion as bytes, where tools or environments bring some.
+        fields: what a user's `_generate_and_score_completions` adds, one entry for each completion.
+        constants: what it adds otherwise.
+        widths: columns of the prompts and of the completions in every micro-batch; None: as many as its longest has.
+    """
+
+    prompt_ids: Ragged
+    prompt_mask: Ragged
+    completion_ids: Ragged
+    completion_mask: Ragged
+    advantages: torch.Tensor | Ragged
+    groups: Sequence[int]
+    tool_mask: Ragged | None = None
+    old_per_token_logps: Ragged | None = None
+    ref_per_token_logps: Ragged | None = None
+    sampling_per_token_logps: Ragged | None = None
+    importance_sampling_ratio: torch.Tensor | Ragged | None = None
+    row_number: torch.Tensor | None = None
+    row_images: Ragged | None = None
+    fields: dict[str, Column] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    widths: tuple[int, int] | None = None
+
+    @classmethod
+    def of_columns(
+        cls,
+        columns: Mapping[str, Column],
+        num_generations: int,
+        constants: dict[str, Any] | None = None,
+        widths: tuple[int, int] | None = None,
+    ) -> RolloutBatch:
+        """A rollout batch, which is whole groups, of its columns by name; names that are not TRL's are `fields`."""
+        known: Any = {name: column for name, column in columns.items() if name in NAMES}
+        further = {name: column for name, column in columns.items() if name not in NAMES}
+        groups = group_numbers(len(columns["completion_ids"]), num_generations)
+        return cls(**known, groups=groups, fields=further, constants=constants or {}, widths=widths)
+
+    @classmethod
+    def of_rows(
+        cls,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        advantages: torch.Tensor | Sequence[Any],
+        num_generations: int,
+        masked_out: Sequence[bool] | None = None,
+        row_number: Sequence[int] | None = None,
+        row_images: Sequence[torch.Tensor] | None = None,
+        **tokens: Sequence[Any] | torch.Tensor | None,
+    ) -> RolloutBatch:
+        """A rollout batch of the rows of all processes.
+
+        Args:
+            advantages: (B,), or one sequence for each completion, as long as it.
+            masked_out: which completions carry no loss and are not scored; one token of each stays.
+            tokens: `tool_mask`, `old_per_token_logps`, `importance_sampling_ratio`, ...: a sequence for each
+                completion, as long as it; a tensor (B, ...) for one value each; None for none.
+        """
+        out = masked_out or [False] * len(completion_ids)
+        kept = [min(len(ids), 1) if masked else len(ids) for ids, masked in zip(completion_ids, out)]
+        masks = [torch.full((n,), int(not masked)) for n, masked in zip(kept, out)]
+        columns: dict[str, Column] = {
+            "prompt_ids": Ragged.of(prompt_ids, torch.long),
+            "prompt_mask": Ragged.of([torch.ones(len(ids), dtype=torch.long) for ids in prompt_ids]),
+            "completion_ids": Ragged.of([ids[:n] for ids, n in zip(completion_ids, kept)], torch.long),
+            "completion_mask": Ragged.of(masks),
+        }
+        for name, rows in {"advantages": advantages, **tokens}.items():
+            if rows is not None:
+                cut = not isinstance(rows, torch.Tensor)
+                columns[name] = Ragged.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
+        if row_number is not None:
+            columns[ROW_NUMBER] = torch.tensor(list(row_number))
+        if row_images is not None:
+            columns[ROW_IMAGES] = Ragged.of(row_images, torch.uint8)
+        return cls.of_columns(columns, num_generations)
+
+    @classmethod
+    def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
+        """The completions of several rollout batches (rounds of dynamic sampling), one after the other."""
+        parts = [batch.columns for batch in batches]
+        columns = {name: _concatenated(name, [part[name] for part in parts]) for name in parts[0]}
+        widths = [batch.widths for batch in batches if batch.widths is not None]
+        widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
+        return cls.of_columns(columns, num_generations, batches[0].constants, widest)
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Everything that has one entry for each completion, by TRL's name or the user's."""
+        known = {name: getattr(self, name) for name in NAMES}
+        return {name: column for name, column in known.items() if column is not None} | self.fields
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        values = (column.values if isinstance(column, Ragged) else column for column in self.columns.values())
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """The completions at `rows`."""
+        chosen: Any = {name: _selected(column, rows) for name, column in self.columns.items()}
+        fields = {name: chosen.pop(name) for name in self.fields}
+        return dataclasses.replace(self, **chosen, fields=fields, groups=[self.groups[row] for row in rows])
+
+    # ---- Lengths --------------------------------------------------------------------------------------------------
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each prompt, from the first that attention sees."""
+        return [total - first for total, (first, _) in zip(self.prompt_ids.lengths, _spans(self.prompt_mask))]
+
+    @property
+    def completion_lengths(self) -> list[int]:
+        """Tokens of each completion, up to the last that attention sees; 0 for one that is masked out."""
+        return [stop for _, stop in _spans(self.completion_mask)]
+
+    @property
+    def gaps(self) -> list[bool]:
+        """For each completion, whether attention leaves out a token that is followed, or in the prompt preceded, by one
+        that it sees. A user's override may ask for that."""
+        pairs = ((self.prompt_mask, self.prompt_lengths), (self.completion_mask, self.completion_lengths))
+        prompts, completions = ([int(row.sum()) < n for row, n in zip(mask, lengths)] for mask, lengths in pairs)
+        return [one or other for one, other in zip(prompts, completions)]
+
+    def sizes(self, multiple: int | None = None) -> StepSizes:
+        """Tokens of the prompts and completions; a completion that is masked out has none.
+
+        Where an environment has given the rows of a group different prompts, every row counts as a group of its own.
+        """
+        lengths, rows, groups = self.prompt_lengths, range(len(self)), self.groups
+        prompts = [ids[len(ids) - n :] for ids, n in zip(self.prompt_ids, lengths)]
+        shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
+        return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple or 1)
+
+    def loss_mask(self, row: int) -> torch.Tensor:
+        """1 on the tokens of completion `row` that carry loss."""
+        mask = self.completion_mask.row(row)
+        return mask if self.tool_mask is None else mask * self.tool_mask.row(row)
+
+    @property
+    def loss_masks(self) -> Ragged:
+        """1 on the tokens that carry loss."""
+        mask = self.completion_mask
+        return mask if self.tool_mask is None else Ragged(mask.values * self.tool_mask.values, mask.lengths)
+
+    @property
+    def contributing_rows(self) -> list[int]:
+        """Rows with an advantage other than zero and a token that carries loss; the others add exactly nothing.
+
+        A row whose advantage is not a number counts, so that what is wrong with it shows in the loss.
+        """
+        pairs = enumerate(zip(self.advantages, self.loss_masks))
+        return [row for row, (advantage, mask) in pairs if bool((advantage != 0).any()) and bool(mask.any())]
+
+    # ---- For a forward and a loss ---------------------------------------------------------------------------------
+
+    def token_rows(self, device: torch.device, images: RowImages | None = None) -> TokenRows:
+        """The tokens for a forward, on the device."""
+        prompts, completions = self.prompt_lengths, self.completion_lengths
+
+        def tokens(before: Ragged, after: Ragged) -> list[torch.Tensor]:
+            parts = zip(before, after, prompts, completions)
+            return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
+
+        ids = tokens(self.prompt_ids, self.completion_ids)
+        same = [torch.equal(one, other) for one, other in zip(ids[::2], ids[2::2])]
+        if images is not None:
+            same = [text and pixels for text, pixels in zip(same, images.same)]
+        attended = None
+        if any(self.gaps):
+            attended = torch.cat(tokens(self.prompt_mask, self.completion_mask)).bool().to(device)
+        return TokenRows(torch.cat(ids).to(device), prompts, completions, same, images, attended)
+
+    def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
+        """TRL's dictionary: padded, prompts on the left and completions on the right.
+
+        As wide as the longest row in it; where `widths` are set, as wide as they say.
+        """
+        multiple = pad_to_multiple_of if self.widths is None else None
+        prompt, completion = self.widths or (1, 1)
+        batch: dict[str, Any] = dict(self.constants)
+        for name, column in self.columns.items():
+            if not isinstance(column, Ragged):
+                batch[name] = column.view(-1, 1) if name == ROW_NUMBER else column  # type: ignore[union-attr]
+                continue
+            # a ratio of 1 is no correction; the VESPO weight sums its logarithm over the padding too
+            neutral = 1 if name in ("tool_mask", "importance_sampling_ratio") else 0
+            fill = pad_token_id if name in ("prompt_ids", "completion_ids") else neutral
+            left, exact = name.startswith("prompt_"), name == ROW_IMAGES
+            width = 1 if exact else prompt if left else completion
+            batch[name] = padded(list(column), fill, "left" if left else "right", multiple, width)
+        return batch
+
+
+_NO_COLUMNS = ("groups", "fields", "constants", "widths")
+# columns of TRL and of this package; others are a user's
+NAMES = tuple(spec.name for spec in dataclasses.fields(RolloutBatch) if spec.name not in _NO_COLUMNS)
+
+
+def _spans(mask: Ragged) -> list[tuple[int, int]]:
+    """For each row, where its first 1 is and where its last one ends; (length, 0) for a row without any."""
+    bounds = torch.tensor(mask.bounds)
+    ones = mask.values.nonzero().squeeze(1)
+    before = torch.searchsorted(ones, bounds).tolist()  # ones before each row
+    places, starts = ones.tolist(), mask.bounds
+    return [
+        (places[first] - start, places[last - 1] + 1 - start) if first < last else (length, 0)
+        for first, last, start, length in zip(before, before[1:], starts, mask.lengths)
+    ]
+
+
+def _selected(column: Column, rows: Sequence[int]) -> Column:
+    if isinstance(column, Ragged):
+        return column.select(rows)
+    return column[list(rows)] if isinstance(column, torch.Tensor) else [column[row] for row in rows]
+
+
+def _concatenated(name: str, parts: Sequence[Any]) -> Column:
+    if isinstance(parts[0], Ragged):
+        return Ragged(torch.cat([part.values for part in parts]), [n for part in parts for n in part.lengths])
+    if isinstance(parts[0], list):
+        return [entry for part in parts for entry in part]
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
+    return torch.cat([_widened(name, part, shape) for part in parts])
+
+
+def _widened(name: str, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Values (B, ...) with zeros up to (B, *shape), after them; before them for tokens of prompts."""
+    sides: list[int] = []
+    for dim in range(len(shape), 0, -1):
+        more = shape[dim - 1] - values.size(dim)
+        sides += [more, 0] if dim == 1 and name.startswith("prompt_") else [0, more]
+    return torch.nn.functional.pad(values, sides) if any(sides) else values
+
+
+# ---- From TRL's dictionary ------------------------------------------------------------------------------------------
+
+
+def gather_scored(scored: dict[str, Any], rows: int, num_generations: int, overridden: bool = False) -> RolloutBatch:
+    """Gather TRL's dictionary of all processes into the rollout batch that every process holds.
+
+    Args:
+        scored: what `_generate_and_score_completions` returned for this process's rows, padded. Images are left out:
+            every forward makes them anew.
+        rows: rows of this process that count (0 without prompts), whole groups.
+        overridden: a user's override returned the dictionary: its columns are kept as they are, and so is what it adds.
+
+    Raises:
+        RolloutError: on every process, where an override returned another number of rows than it was given.
+    """
+    images = images_among(scored)
+    entries = {name: value for name, value in scored.items() if name not in images}
+    if not overridden:
+        columns = {name: _gathered(column, rows) for name, column in sorted(_trimmed(entries).items())}
+        return RolloutBatch.of_columns(_one_each(columns), num_generations)
+    count = scored["completion_ids"].size(0)
+    _refuse_other_counts(count, rows)
+    constants: dict[str, Any] = {}
+    columns = {}
+    for name, value in sorted(entries.items()):
+        if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == count:
+            whole = Ragged(value.flatten(0, 1), [value.size(1)] * count) if _is_ragged(name, value) else value
+            columns[name] = _gathered(whole, rows) if name in NAMES else _gathered_field(name, value, rows)
+        elif isinstance(value, (list, tuple)) and len(value) == count:
+            columns[name] = gather_lists([_on_cpu(entry) for entry in value[:rows]])
+        else:
+            constants[name] = _on_cpu(value)
+    batch = RolloutBatch.of_columns(_one_each(columns), num_generations, gather_lists([constants])[0])
+    batch.widths = (max(batch.prompt_ids.lengths), max(batch.completion_ids.lengths))
+    return batch
+
+
+def _is_ragged(name: str, value: torch.Tensor) -> bool:
+    """Whether a column of TRL's dictionary holds tokens; one of width 1 may, see `_one_each`."""
+    return name in NAMES and value.dim() == 2
+
+
+def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
+    """Advantages and ratios of which each completion has one, as (B, 1).
+
+    Looked at once all processes' are known: on one of them all completions may have one token.
+    """
+    found = {name: columns[name] for name in ("advantages", "importance_sampling_ratio") if name in columns}
+    single = {
+        name: column.values[:, None]
+        for name, column in found.items()
+        if isinstance(column, Ragged) and set(column.lengths) <= {1}
+    }
+    return columns | single
+
+
+def _trimmed(scored: dict[str, Any]) -> dict[str, Column]:
+    """The columns of a dictionary of TRL's own, without padding."""
+    # a completion that is masked out keeps one column, because a scored width of zero is no slice
+    lengths = scored["completion_mask"].sum(1).clamp(min=1).tolist()
+    prompts = scored["prompt_mask"].sum(1).tolist()
+    columns: dict[str, Column] = {}
+    for name, value in scored.items():
+        if not isinstance(value, torch.Tensor) or name not in NAMES:
+            continue
+        if name.startswith("prompt_"):
+            columns[name] = Ragged.of([row[row.size(0) - n :] for row, n in zip(value, prompts)])
+        elif _is_ragged(name, value):
+            columns[name] = Ragged.of([row[:n] for row, n in zip(value, lengths)])
+        else:
+            columns[name] = value
+    return columns
+
+
+def _gathered(column: Any, rows: int) -> Column:
+    """A column of all processes, on the CPU; the first `rows` of this process count."""
+    if not isinstance(column, Ragged):
+        return ragged_gather(column, rows).cpu()
+    lengths = torch.tensor(column.lengths[:rows], dtype=torch.long, device=column.values.device)
+    # kept on the CPU: a rollout is many short rows, and a micro-batch moves to the device as a whole
+    values = ragged_gather(column.values[: sum(column.lengths[:rows])].detach())
+    return Ragged(values.cpu(), ragged_gather(lengths).tolist())
+
+
+def _gathered_field(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """A user's field (B, ...) of all processes, on the CPU, as wide as the widest."""
+    shapes = gather_lists([tuple(value.shape[1:])])
+    shape = [max(sizes) for sizes in zip(*shapes)]
+    return ragged_gather(_widened(name, value.detach(), shape), rows).cpu()
+
+
+def _refuse_other_counts(count: int, rows: int) -> None:
+    wrong = [pair for pair in gather_lists([(count, rows)]) if pair[1] and pair[0] != pair[1]]
+    if wrong:
+        raise RolloutError(
+            f"_generate_and_score_completions returned {wrong[0][0]} completions for {wrong[0][1]} rows; a step is "
+            "made of all rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing "
+            "is to be learned."
+        )
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A collated batch with its tensors on the device, those in lists too."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(entry) for entry in value]
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: moved(value) for name, value in batch.items()}
+
+
+def gather_images(packed: Sequence[torch.Tensor], rows: int, device: torch.device) -> Ragged:
+    """The packed images of the rows of all processes; the first `rows` of this process count."""
+    column = _gathered(Ragged.of([images.to(device) for images in packed]), rows)
+    assert isinstance(column, Ragged)
+    return column
