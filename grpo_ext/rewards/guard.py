@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
+Rewards = list[float | None]  # of the completions of a call
 _SCORED = {"prompts", "completions"}  # a call with both of these keywords scores completions
 
 
@@ -210,6 +211,88 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     if not results:
         raise CallTimeout(seconds, setting)
     return results[0]
+
+
+@dataclass(frozen=True)
+class GuardedCall:
+    """A call of a reward function for one chunk: made as often as it may be tried, and its result checked.
+
+    Attributes:
+        function, name, number: the function, its name, its place among the reward functions.
+        first: place of the chunk's first completion in the rollout batch, over all processes.
+        keywords: of the call, without recorders.
+        recorders: the user's own `log_metric` and `log_extra`; those that are missing record in the `RewardCall`.
+        faults: what is done where the call hangs or raises.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    number: int
+    first: int
+    keywords: dict[str, Any]
+    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
+    faults: Faults = STRICT
+
+    def _begin(self) -> tuple[RewardCall, dict[str, Any]]:
+        # every try has a record of its own, so that what a failed one logged does not count
+        call = RewardCall(self.name, self.number, self.first, len(self.keywords["completions"]))
+        record = {"log_metric": call.log_metric, "log_extra": call.log_extra}
+        return call, {**self.keywords, **record, **self.recorders}
+
+    def _end(self, call: RewardCall, rewards: Any) -> tuple[Rewards, RewardCall]:
+        return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), call
+
+    def _fail(self, error: Exception) -> tuple[Rewards, RewardCall]:
+        return self.faults.after_the_last(self.name, error, self.keywords["completions"]), self._begin()[0]
+
+    def score(
+        self, ended: threading.Event | None = None, in_worker: Callable[..., Any] | None = None
+    ) -> tuple[Rewards, RewardCall]:
+        """The rewards of a synchronous function, and what it logged.
+
+        Args:
+            ended: once it is set, no further try is made.
+            in_worker: runs the function in another process (`RewardWorkers.submit`); None: it runs here.
+
+        Raises:
+            RewardError: the last try failed, or what was returned is no reward.
+        """
+
+        def attempt() -> tuple[RewardCall, Any]:
+            call, keywords = self._begin()
+            if in_worker is not None:
+                return call, in_worker(self.function, call, keywords, self.faults.timeout)
+            return call, in_time(lambda: as_list(self.function(**keywords)), self.faults.timeout, "reward_timeout")
+
+        try:
+            call, rewards = Retrying(**self.faults.policy(self.name, ended))(attempt)
+        except Exception as error:
+            if ended is not None and ended.is_set():
+                raise
+            return self._fail(error)
+        return self._end(call, rewards)
+
+    async def score_later(self) -> tuple[Rewards, RewardCall]:
+        """The rewards of an asynchronous function, and what it logged.
+
+        Raises:
+            RewardError: the last try failed, or what was returned is no reward.
+        """
+
+        async def attempt() -> tuple[RewardCall, Any]:
+            call, keywords = self._begin()
+            try:
+                return call, await asyncio.wait_for(self.function(**keywords), self.faults.timeout)
+            except asyncio.TimeoutError as error:
+                if str(error):  # the function's own
+                    raise
+                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
+
+        try:
+            scored: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self._fail(error)
+        return self._end(*scored)
 
 
 def checked_reward(
