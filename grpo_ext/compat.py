@@ -12,10 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -62,6 +60,7 @@ def store_of_processes() -> Any:
 
 
 profiling_context = _function("trl.extras.profiling", "profiling_context")
+use_adapter = _function("trl.trainer.utils", "use_adapter")
 get_config_model_id = _function("trl.trainer.utils", "get_config_model_id")
 create_model_from_path = _function("trl.trainer.utils", "create_model_from_path")
 prepare_deepspeed = _function("trl.models", "prepare_deepspeed")
@@ -233,68 +232,18 @@ def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> 
 
 
 @contextmanager
-def gathering_through(
-    accelerator: Any, gather: Callable[..., Any], gather_object: Callable[..., Any], alone: bool = False
-) -> Iterator[None]:
-    """Inside, TRL's scoring gathers through these functions: the one place where code of others is replaced.
-
-    TRL gathers rewards, lengths and logs by functions that it has imported by name, and all of them take as many rows
-    from every process. Here processes have different numbers of prompts, so that a rollout batch can be any size on any
-    number of processes. No argument and no override reaches those calls, which stand in the middle of long methods.
-
-    It holds for this thread alone: another may be inside at the same time, with an accelerator and functions of its
-    own, or gather as ever.
-
-    Args:
-        alone: nothing is gathered, so that TRL asks a vLLM server for the rows of this process by themselves.
-    """
-    routes: dict[tuple[str, str], Callable[..., Any]]
-    routes = {("scoring", "gather"): gather, ("scoring", "gather_object"): gather_object}
-    if alone:
-        routes[("vllm", "gather_object")] = gather_object
-        routes[("vllm", "broadcast_object_list")] = lambda objects, **kwargs: objects
-    token = _gathering.set(routes)
-    _routing.enter()
-    try:
-        with mock.patch.object(accelerator, "gather", gather):
-            yield
-    finally:
-        _routing.leave()
-        _gathering.reset(token)
+def as_reference(model: Any) -> Iterator[None]:
+    """Inside, a model with adapters is its own reference: without them, or with a copy of the loaded one."""
+    with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+        yield
 
 
-_Routes = dict[tuple[str, str], Callable[..., Any]]
-_gathering: ContextVar[_Routes] = ContextVar("gathering", default={})  # noqa: B039 (never changed)
-
-
-class _Routing:
-    """Sends the collectives of TRL's module where the thread that calls them wants them, while any thread does."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, dict[tuple[str, str], Any]()
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                for key in _COLLECTIVES:
-                    module, name = _MODULES[key[0]], key[1]
-                    self._before[key] = getattr(module, name)
-                    setattr(module, name, self._routed(key, self._before[key]))
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                for key, before in self._before.items():
-                    setattr(_MODULES[key[0]], key[1], before)
-
-    @staticmethod
-    def _routed(key: tuple[str, str], before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _gathering.get().get(key, before)(*args, **kwargs)
-
-
-_routing = _Routing()
+def client_of(generation: Any) -> Any:
+    """The client by which this process asks TRL's vLLM server; TRL gives the main process alone one."""
+    if (client := getattr(generation, "vllm_client", None)) is not None:
+        return client
+    url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
+    return VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
 
 
 @functools.cache
@@ -332,9 +281,6 @@ class Point:
 trl_module = importlib.import_module(trl.GRPOTrainer.__module__)  # where its scoring finds the collectives it calls
 vllm_module: Any = _module("trl.generation.vllm_generation")  # where it asks a server
 VLLMClient = _function("trl.generation.vllm_client", "VLLMClient")
-_MODULES = {"scoring": trl_module, "vllm": vllm_module}
-_COLLECTIVES = [("scoring", "gather"), ("scoring", "gather_object")]
-_COLLECTIVES += [("vllm", "gather_object"), ("vllm", "broadcast_object_list")] if vllm_module else []
 
 # taken now: scripts put this package's trainer in the place of TRL's
 _GRPO, _TRAINER, _GENERATION = trl.GRPOTrainer, transformers.Trainer, transformers.GenerationMixin
@@ -364,7 +310,6 @@ OVERRIDES: dict[str, Point] = {
         "_generate_and_score_completions": "inputs",
         "_prepare_inputs": "generation_batch",
         "_generate": "prompts",
-        "_tokenize_prompts": "prompts",
         "training_step": "model inputs num_items_in_batch",
         "prediction_step": "model inputs prediction_loss_only ignore_keys",
         "predict": "test_dataset ignore_keys metric_key_prefix",
@@ -377,7 +322,6 @@ OVERRIDES: dict[str, Point] = {
         "_init_training_state": "max_steps",
         "_run_epoch": "model epoch",
         "_generate_single_turn": "prompt_ids images multimodal_fields num_generations",
-        "_tool_call_loop": "prompts prompt_ids completion_ids completions",
         "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size "
         "compute_entropy compute_aux_loss",
     }.items()
@@ -393,10 +337,6 @@ CALLED = (
     Point(accelerate.Accelerator, "accumulate", ()),
     Point(accelerate.Accelerator, "backward", ("loss",)),
     Point(accelerate.Accelerator, "unwrap_model", ("model",)),
-    Point(trl_module, "gather", ("tensor",)),
-    Point(trl_module, "gather_object", ("object",)),
-    Point(vllm_module, "gather_object", ("object",)),
-    Point(vllm_module, "broadcast_object_list", ("object_list",)),
     Point(_module("accelerate.utils"), "gather", ("tensor",)),
     Point(_module("accelerate.utils"), "gather_object", ("object",)),
     Point(_module("accelerate.utils"), "broadcast_object_list", ("object_list",)),
@@ -409,6 +349,7 @@ CALLED = (
     Point(_module("trl.data_utils"), "prepare_multimodal_messages", ("messages", "images")),
     Point(_module("trl.trainer.utils"), "create_model_from_path", ("model_id",)),
     Point(_module("trl.trainer.utils"), "get_config_model_id", ("config",)),
+    Point(_module("trl.trainer.utils"), "use_adapter", ("model", "adapter_name")),
     Point(_module("trl.extras.profiling"), "profiling_context", ("trainer", "name")),
     Point(_GENERATION, "_prefill", ("input_ids", "generation_config", "model_kwargs")),
     Point(_GENERATION, "_update_model_kwargs_for_generation", ("outputs", "model_kwargs")),
@@ -426,11 +367,6 @@ class Body:
 
 
 _BEGINS = "callback_handler.on_train_begin"
-_FIELDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-_MORE = ("old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps")
-TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")  # of each row, by name, while it is scored
-_SCORING = "_generate_and_score_completions"
-
 BODIES = (
     # what a resumed run restores is reset before it is told that training begins
     *(
@@ -439,35 +375,10 @@ BODIES = (
     ),
     # after a resume the epoch reaches the prompt order
     Body(_TRAINER, "_run_epoch", ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
-    # what is seen otherwise on a view of the trainer (`on_view`) is read from it there
-    Body(_GRPO, _SCORING, ("self._calculate_rewards(", 'self._logs["advantages"]', 'self._logs["extra"]')),
-    Body(_GRPO, "_generate_single_turn", ("self.vllm_generation.generate(",)),
-    Body(
-        _GRPO,
-        "_generate",
-        ("return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images",),
-    ),
-    # between turns tokens are added up, and never made anew
-    *(Body(_GRPO, "_tool_call_loop", (f"self.{name}[idx_with_tool]",)) for name in TOOLS),
-    *(Body(_GRPO, _SCORING, (f"self.{name} = ",)) for name in (*TOOLS, "environments")),
-    Body(_GRPO, _SCORING, ("pool = self._environment_pool[name]", "pool.append(self.environment_factories[name]())")),
-    Body(_GRPO, "_tool_call_loop", ("prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids",)),
     Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
     Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
     # a checkpoint is written below the folder that is asked for
     *(Body(owner, "_save_checkpoint", ("self._get_output_dir(trial=trial)",)) for owner in (_TRAINER, _GRPO)),
-    # what a rollout batch is made of
-    *(Body(_GRPO, _SCORING, (f'"{name}": {name}',)) for name in _FIELDS),
-    *(Body(_GRPO, _SCORING, (f'output["{name}"]',)) for name in (*_MORE, "tool_mask")),
-    # when TRL leaves old log-probabilities out
-    Body(
-        _GRPO,
-        _SCORING,
-        (
-            "self.args.steps_per_generation * self.num_iterations",
-            "self.args.gradient_accumulation_steps % generate_every != 0",
-        ),
-    ),
     # the processors that are given to a greedy `generate` run after the model's own
     Body(
         _GENERATION,

@@ -9,7 +9,6 @@ through them. What is overridden stands in the contract of `compat`, which is ve
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import time
@@ -27,23 +26,16 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checks, compat
-from .algorithms.advantages import AdvantageRule, weighted_sum
+from .algorithms.advantages import weighted_sum
 from .algorithms.losses import adapted_entropy_coefficient
 from .algorithms.pass_at_k import are_pass_or_fail, pass_metrics
 from .batching.micro_batches import Form
-from .batching.prompt_order import (
-    FurtherPrompts,
-    PromptOrder,
-    RolloutRequest,
-    StepRows,
-    make_eval_loader,
-    make_loader,
-)
+from .batching.prompt_order import FurtherPrompts, ProcessSlices, PromptOrder, StepRows, make_eval_loader, make_loader
 from .batching.sizes import describe_plan
 from .config import GRPOConfig
-from .errors import ConfigError, RolloutError
+from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
-from .forward.images import PromptProcessor, RowImages, text_of
+from .forward.images import PromptProcessor, RowImages
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
@@ -51,7 +43,15 @@ from .forward.rows import TokenRows
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
-from .rollouts.batch import RolloutBatch
+from .rollouts.ahead import StoppedWaiting
+from .rollouts.build import begin_ahead, build_worker, context_of, described, terms_of
+from .rollouts.decoding import without_router_logits
+from .rollouts.engine import TransformersEngine
+from .rollouts.environments import checked_environments
+from .rollouts.images import ImageSource
+from .rollouts.local import Hooks
+from .rollouts.source import Rollouts
+from .rollouts.tools import check_tools
 from .run.fingerprint import check_names, fingerprint_of_run
 from .run.interrupts import RunCallback
 from .run.keeper import RunKeeper, RunParts
@@ -64,13 +64,6 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
 from .runtime.quiet import quiet
-from .sampling.ahead import RolloutsAhead, StoppedWaiting
-from .sampling.decoding import unique, without_router_logits
-from .sampling.rollout_func import CheckedRollout
-from .sampling.sampler import RewardSettings, RolloutSampler, TrlScoring
-from .sampling.tool_calls import TimedTools, check_tools, checked_environments
-from .sampling.turns import Generation, ScoringCall
-from .sampling.twin import begin_ahead, described
 from .step.backward import clear_cache_every
 from .step.loss import LossTerms, assemble_loss, loss_config_of
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
@@ -84,6 +77,8 @@ _PLACES: dict[Form, str] = {
 }
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
 _PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
+# a user's override of these may change the rows, so images have to travel with them
+_OWN_ROWS = ("_generate_and_score_completions", "_generate")
 _LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 
 
@@ -163,20 +158,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
-        self._ahead: RolloutsAhead | None = None  # with rollout_lag, while it trains
         self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
-        self._is_twin = False  # the trainer that samples ahead, on a thread
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
         self._warned_without_pass_at_k = False
         self._pass_or_fail = True  # every reward so far was 0 or 1
-        self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
-        if rollout_func is not None:
-            rollout_func = CheckedRollout(rollout_func, lambda: self._sampler, checks.why_logprobs(config))
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
@@ -206,7 +196,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args, with_images, travelling)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
-            self._sampler.start_workers(self._reward_funcs, self.reward_func_names)
+            self._rollouts.worker.parts.rewards.start_workers(terms_of(self, Hooks()).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -226,18 +216,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
-        self._timed_tools = None
-        if (seconds := self.args.tool_timeout) is not None:
-            self._timed_tools = TimedTools(seconds, getattr(self, "_environment_pool", {}))
         prepare = None
         if with_images:
             options: Any = self.chat_template_kwargs
             template = {"chat_template": self.chat_template, **options}
             prepare = PromptProcessor(self.processing_class, template, compat.image_token(self.model))
             compat.sample_no_image_tokens(self)
-        self._sampler = RolloutSampler(self.accelerator, self.args, self.geometry, prepare, travelling)
         refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
         self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, refused)
+        travelling = travelling or (with_images and any(map(self._overrides, _OWN_ROWS)))
+        images = ImageSource(prepare, travelling)
+        worker = build_worker(self, images, self._scorer, self._clock)
+        self._rollouts = Rollouts(self.accelerator, self.args, worker, images)
         pad = self._tokenizer.pad_token_id
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images
@@ -280,7 +270,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         dataset, args = self.train_dataset, self.args
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
-        slices = self._sampler.slices(self.num_generations)
+        slices = self._slices(self.num_generations)
         further = None
         if args.dynamic_sampling:
             order = PromptOrder(len(dataset), args.seed, bool(self.shuffle_dataset))
@@ -299,7 +289,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             },
             ahead=args.rollout_lag > 0,
         )
-        self._sampler.read_from(dataset, loader.dataset, further)
+        self._rollouts.read_from(dataset, loader.dataset, further)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -311,9 +301,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        slices = self._sampler.slices(self.num_generations_eval)
+        slices = self._slices(self.num_generations_eval)
         loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
-        self._sampler.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
+        self._rollouts.images.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -385,7 +375,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _pass_rewards(self) -> torch.Tensor:
         """The rewards (B,) that pass@k is about, of the completions that were sampled last."""
-        rewards_BF, name = self._sampler.rewards_BF, self.args.eval_pass_reward
+        rewards_BF, name = self._rollouts.rewards_BF, self.args.eval_pass_reward
         assert rewards_BF is not None  # something was sampled
         if name is None:
             return weighted_sum(rewards_BF, self.reward_weights)
@@ -410,23 +400,21 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
                 "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
             )
-        if not self.model.training:
-            if self._ahead is not None and self.use_vllm:  # the evaluation sends its weights
-                self._ahead.drain()
-            return self._sample_rollout(generation_batch)
-        return self._sampler.completions_of_step(generation_batch, self._sample_rollout)
-
-    def _sample_rollout(self, rows: StepRows) -> RolloutBatch:
-        """The rollout batch of these rows; with dynamic sampling, groups without variance replaced."""
-        level = self.vllm_importance_sampling_mode if self.use_vllm else None
-        replaces = self._sampler.further is not None and self.model.training
-        if self._ahead is not None and self.model.training:
-            rows = self._due(rows.request)
-        score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
-        overridden = self._overrides("_generate_and_score_completions")
-        rollout = self._sampler.sample(rows, score, metrics, self._rewards, replaces, level, overridden)
+        ahead = self._rollouts.ahead
+        if ahead is not None and self.use_vllm and not self.model.training:
+            ahead.drain()  # the evaluation sends its weights
+        if ahead is None or not self.model.training:
+            self._load_weights_into_vllm(generation_batch)
+        batch = self._rollouts.completions_of(generation_batch, context_of(self))
         self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._pass_rewards().tolist())
-        return rollout
+        return batch
+
+    def _load_weights_into_vllm(self, rows: StepRows) -> None:
+        """TRL's rule: where a rollout batch is sampled, once for each step of the weights."""
+        if self.use_vllm and not self._rollouts.holds(rows) and self.state.global_step != self._last_loaded_step:
+            with compat.profiling_context(self, "sync_weights"):
+                self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
 
     def _terms(self, model: Any) -> StepTerms:
         """What the loss of a step is made of; `model` as the loop calls it."""
@@ -559,7 +547,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return logps, entropies, request.router
 
     def _images(self, columns: Mapping[str, Any]) -> RowImages | None:
-        return self._sampler.images(columns, self.model.training)
+        return self._rollouts.images.of_batch(columns, self.model.training)
 
     def _entropies(self, batch: dict[str, Any], rows: TokenRows) -> torch.Tensor:
         with torch.no_grad():
@@ -576,182 +564,42 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> Any:
-        """TRL's: of a rollout batch while it is scored, else of a micro-batch or of a batch of the caller's own."""
-        if self._sampler.call is not None:
-            return self._rollout_logps(self._sampler.call, model, input_ids, attention_mask, logits_to_keep, batch_size)
+        """TRL's, of rows that the scorer knows, or of a padded batch of the caller's own."""
         batch = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        known = self._scorer.knows(input_ids, attention_mask)
+        scorer = self._scorer.of_this_thread
+        known = scorer.knows(input_ids, attention_mask)
         if not known and any(value is not None for value in images.values()):
             return super()._get_per_token_logps_and_entropies(*batch, **images)
-        scores = self._scorer.score_for_trl(*batch)
+        scores = scorer.score_for_trl(*batch)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
-    def _rollout_logps(
-        self,
-        call: ScoringCall,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        width: int,
-        batch_size: int | None,
-    ) -> tuple[torch.Tensor, None, None]:
-        """Log-probabilities (B, T) of this process's part of a rollout batch."""
-        rows = TokenRows.of_padded(input_ids, attention_mask, width, call.images)
-        tokens = self._step_runner.limits.tokens
-
-        def make() -> torch.Tensor:
-            scores = self._scorer.score_rollout(model, rows, batch_size, tokens, self._group_size)
-            return rows.to_columns(scores.logps_S, width)
-
-        with self._clock.phase("logps"):
-            if self._scorer.sharded and self._ahead is not None and call.recording is not None:
-                with self._ahead.weights_of_due():
-                    logps = make()
-            else:
-                logps = call.of("logps", make)
-        return logps.to(input_ids.device), None, None
-
-    # ---- Sampling -------------------------------------------------------------------------------------------------
+    # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's scoring of this process's rows, with their part of the advantages of the whole rollout batch.
-
-        The rewards are those that reach TRL's own code, so a subclass may shape them in `_calculate_rewards`.
-        """
-        run = super()._generate_and_score_completions
-        if not isinstance(inputs, StepRows):
-            with self._sampler.checking(self._reward_funcs, self.reward_func_names):
-                return run(inputs)
-        scoring = TrlScoring(run, self._reward_funcs, self.reward_func_names, self._calculate_rewards, self._logs)
-        if self._is_twin:
-            return self._sampler.score_alone(inputs, scoring)
-        if self._ahead is not None and self.model.training and inputs.made is None:
-            self._clock.add(self._ahead.further(inputs).seconds)
-        return self._sampler.score_with_trl(inputs, scoring, self._metrics[self._mode], self._rewards)
+        """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
+        return self._rollouts.score(inputs, context_of(self))
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's, after which it is known what images its rows show."""
-        call = self._sampler.call
-        if call is not None and (kept := call.recording) is not None and self.environment_factories is not None:
-            if kept.again:
-                self._batch_environments = kept.environments
-            else:
-                kept.prompts, kept.environments = prompts, self._batch_environments
-        found: Any = super()._generate(prompts)
-        if call is None:
-            return found
-        _, completions, *_, images, _ = found
-        call.pictures = images
-        if call.shown is not None:
-            if images is not None:
-                call.shown.so_far(images, range(len(images)))
-            if self.args.mask_truncated_completions:
-                ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-                call.shown.without_completions([ids[-1] not in ends for ids in completions])
-        return found
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, dict[str, Any]]:
-        """TRL's, with the images of a prompt prepared once for all its completions."""
-        tokenize, call = super()._tokenize_prompts, self._sampler.call
-        if call is None:
-            return tokenize(prompts)
-        return call.of("prompts", lambda: self._tokenized(call, tokenize, prompts))
-
-    @staticmethod
-    def _tokenized(call: ScoringCall, tokenize: Callable[..., Any], prompts: list[Any]) -> Any:
-        if call.images is None or call.prompt_lengths is not None:
-            return tokenize(prompts)
-        firsts, which = unique((number, text_of(prompt)) for number, prompt in zip(call.images.numbers_B, prompts))
-        ids, seen, _ = tokenize([prompts[row] for row in firsts])  # a forward prepares what it wants of the images
-        images = None if seen is None else [seen[i] for i in which]
-        if call.shown is not None:
-            call.shown.of_prompts(images or [None] * len(prompts))
-        return [ids[i] for i in which], images, {}
+        """TRL's tuple of eight; of prompts that no rollout batch is made of, TRL's own method makes it."""
+        return super()._generate(prompts) if self._rollouts.local is None else self._rollouts.generate(prompts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """TRL's; none of a process without prompts."""
-        call, calculate = self._sampler.call, super()._calculate_rewards
-        none, device = self._without_prompts(), self.accelerator.device
-
-        def make() -> torch.Tensor:
-            if none:
-                return torch.zeros(len(prompts), len(self.reward_funcs), device=device)
-            with self._clock.phase("rewards"):
-                return calculate(inputs, prompts, completions, completion_ids_list)
-
-        if call is None or (call.recording is None and not none):  # gathers by itself
-            return make()
-        own_BF = call.of("rewards", make)
-        return own_BF if call.alone else self._sampler.rewards_of_all(own_BF[: 0 if none else None].to(device))
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        """The reward functions; while TRL scores completions, as they are checked and called by chunks."""
-        sampler = vars(self).get("_sampler")  # made after TRL's constructor has set them
-        return self._reward_funcs if sampler is None or sampler.checked is None else sampler.checked
-
-    @reward_funcs.setter
-    def reward_funcs(self, functions: list[Any]) -> None:
-        self._reward_funcs = functions
+        """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
+        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), context_of(self))
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], Any]:
-        """TRL's; completions of a rollout batch by key, in chunks cut by global order, or with seeds of their own."""
-        turn, fields = super()._generate_single_turn, (images, multimodal_fields, num_generations, *args)
-        call = self._sampler.call
-        with without_router_logits(self.model.config):
-            if call is None or self.use_transformers_continuous_batching:
-                return turn(prompt_ids, *fields, **kwargs)
-            generate = functools.partial(self._sampler.generate, turn, self._generation, prompt_ids, fields, kwargs)
-            with self._clock.phase("rollout"):
-                return call.of("turn", generate)
-
-    def _tool_call_loop(
-        self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's, with a limit in time for every call; a process without prompts calls none.
+        """TRL's; completions of a rollout batch by this trainer's engine."""
+        if self._rollouts.chunk is not None and not self.use_transformers_continuous_batching:
+            config = None if self.use_vllm else self.generation_config
+            return self._rollouts.turn(prompt_ids, config, self._group_size)
+        return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
-        Afterwards a process takes part in the turns that others still have, where generation is shared.
-        """
-        if self._without_prompts():
-            for messages in completions:
-                messages[0].pop("tool_calls", None)
-        loop, call = super()._tool_call_loop, self._sampler.call
-
-        def run() -> Any:
-            seen = {}
-            if self._timed_tools is not None:
-                now, later = (getattr(self, name) for name in compat.TOOLS)
-                seen = dict(zip(compat.TOOLS, self._timed_tools.of_rows(now, later, self.environments)))
-            return compat.on_view(loop, seen, prompts, prompt_ids, completion_ids, completions, *args, **kwargs)
-
-        found = run() if call is None else call.of("tools", run)
-        if not self.use_transformers_continuous_batching:
-            self._sampler.keep_company(super()._generate_single_turn, self._generation, self._group_size)
-        return found
-
-    @property
-    def _generation(self) -> Generation:
-        return Generation(
-            model=self.accelerator.unwrap_model(self.model),
-            training=self.model.training,
-            generating=functools.partial(compat.generating, self),
-            config=None if self.use_vllm else self.generation_config,
-            vllm=self.vllm_generation if self.use_vllm else None,
-            eos_token_ids=self.eos_token_ids,
-            filler=self._tokenizer.eos_token_id,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-        )
-
-    def _without_prompts(self) -> bool:
-        """Whether this process has nothing to sample of the rollout batch that is sampled now."""
-        return self._sampler.call is not None and self._sampler.call.request.empty
-
-    @property
-    def _rewards(self) -> RewardSettings:
-        rule = AdvantageRule(self.args.advantage_estimator, self.scale_rewards, self.multi_objective_aggregation)
-        return RewardSettings(self.reward_func_names, self.reward_weights, rule)
+    def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's own `_generate_single_turn`."""
+        with without_router_logits(self.model.config):
+            return super()._generate_single_turn(*args, **kwargs)
 
     # ---- Sampling ahead -------------------------------------------------------------------------------------------
 
@@ -763,58 +611,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         if not (lag := self.args.rollout_lag):
             return
-        if self._ahead is None:
+        if self._rollouts.ahead is None:
             if number := len(self._waiting):
                 which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
                 self._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
-            self._ahead, self._waiting = begin_ahead(self, self._waiting, self._sampling_threads), []
+            self._rollouts.ahead = begin_ahead(self, self._waiting, self._sampling_threads)
+            self._waiting = []
         progress = {name: getattr(self.state, name) for name in _PROGRESS}
-        self._ahead.begin(progress, self._sampler.rollout_name, 0 if only_due else lag)
-
-    def _score_alone(self, rows: StepRows) -> ScoringCall:
-        """On the thread: sample, score and reward rows of this process."""
-        records: list[Any] = [*self._logs.values(), *self._metrics.values()]
-        for kept in records:
-            kept.clear()
-        own = self._overrides("_generate_and_score_completions")  # which may change the rows, and does so twice
-        self._sampler.last_call = None
-        self._generate_and_score_completions(copy.deepcopy(rows) if own else rows)
-        if (call := self._sampler.last_call) is None:
-            raise RolloutError(
-                f"{type(self).__name__}._generate_and_score_completions did not hand the rows it was given to TRL's, "
-                "which rollout_lag needs. Use rollout_lag=0."
-            )
-        return call
-
-    def _forms(self) -> tuple[str, ...]:
-        if self._scorer.sharded:  # and compared where all processes score together
-            return ()
-        return tuple(self._scorer.form(model) for model in (self.model, self.ref_model) if model is not None)
+        self._rollouts.ahead.begin(progress, self._rollouts.held, 0 if only_due else lag)
 
     def _end_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
-
-    def _due(self, request: RolloutRequest) -> StepRows:
-        """The rows of this process whose rollout batch was sampled ahead, once all processes are done with theirs."""
-        assert self._ahead is not None
-        job = self._ahead.due(request)
-        sampled = job.sampled.result()
-        self._metrics["train"]["time/wait_train"].append(sampled.idle)
-        self._clock.add(sampled.seconds)
-        self._sampled_at = job.weights.step
-        return job.rows
+        if self._rollouts.ahead is not None:
+            self._rollouts.ahead.close()
+            self._rollouts.ahead = None
 
     def _log_ahead(self) -> None:
         """How far sampling was ahead in this step, and how long it was waited for."""
-        if self._ahead is None:
-            return
-        metrics = self._metrics["train"]
-        metrics["sampling/staleness"].append(self.state.global_step - self._sampled_at)
-        if self._ahead.waited:
-            metrics["time/wait_rollout"].append(self._ahead.waited)
-            self._ahead.waited = 0.0
+        if (ahead := self._rollouts.ahead) is not None:
+            metrics = self._metrics["train"]
+            metrics["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
+            for name, value in ahead.take_waits().items():
+                metrics[name].append(value)
 
     # ---- What is true of a run ------------------------------------------------------------------------------------
 
@@ -835,6 +652,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         mine, theirs = type(self), GRPOTrainer
         return any(name in vars(self) or getattr(mine, name) is not getattr(theirs, name) for name in names)
 
+    def _slices(self, num_generations: int) -> ProcessSlices:
+        """How a rollout batch is cut for the processes to sample."""
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        # an inference server batches by itself, and needs as many from every process: there a chunk is one group
+        chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
+        return ProcessSlices(num_generations, chunk, processes, rank)
+
     def _own_sampling(self) -> str | None:
         """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
         if self.rollout_func is not None:
@@ -844,9 +668,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
-        if self.use_transformers_continuous_batching:
-            return False
-        return self._sampler.samples_by_key(self._generation)
+        engine = self._rollouts.worker.parts.engine
+        return isinstance(engine, TransformersEngine) and engine.samples_by_key(self.generation_config)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
@@ -874,11 +697,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
             )
         checks.refuse_frozen(self.model)
-        self._sampler.hold(None, None)
+        self._rollouts.hold(None, None)
         self._losses, self._waiting = [], []
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
-            ending.callback(self._sampler.end_workers)
+            ending.callback(self._rollouts.end_workers)
             ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
             self._announce()
@@ -1021,10 +844,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
-        if self._ahead is None:
+        if self._rollouts.ahead is None:
             self._keeper.save(save, push, self.state, final, model, trial)
             return
-        self._waiting = self._ahead.for_checkpoint()
+        self._waiting = self._rollouts.ahead.for_checkpoint()
         try:
             self._keeper.save(save, push, self.state, final, model, trial)
         finally:
@@ -1060,35 +883,35 @@ class GRPOTrainer(trl.GRPOTrainer):
         limits = {
             "window": self._step_runner.limits.state(),
             "scoring": self._scorer.memory.limit,
-            "generation": self._sampler.memory.limit,
+            "generation": self._rollouts.worker.parts.memory.limit,
         }
         return RunState(
-            rollout=self._sampler.rollout,
-            rollout_name=self._sampler.rollout_name,
+            rollout=self._rollouts.batch,
+            rollout_name=self._rollouts.held,
             step=self._step,
             losses=self._losses,
             limits=limits,
             waiting=self._waiting,
-            sampled_at=self._sampled_at,
+            sampled_at=self._rollouts.sampled_at,
             **loop_sums(self),
         )
 
     def _restore(self, state: RunState) -> None:
         """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
-        self._sampler.hold(state.rollout, state.rollout_name)
-        self._step, self._waiting, self._sampled_at = state.step, state.waiting, state.sampled_at
+        self._rollouts.hold(state.rollout, state.rollout_name)
+        self._step, self._waiting, self._rollouts.sampled_at = state.step, state.waiting, state.sampled_at
         restore_loop_sums(self, state)
         if state.loss:
             self._losses = list(state.losses)
         if state.limits:
             self._step_runner.limits.restore(state.limits["window"])
             self._scorer.memory.limit = state.limits["scoring"]
-            self._sampler.memory.limit = state.limits["generation"]
+            self._rollouts.worker.parts.memory.limit = state.limits["generation"]
 
     def _record_completions(self) -> RecordedCompletions | None:
         """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
-        rollout = self._sampler.rollout
-        if rollout is None or self._sampler.prepare is not None:  # images are not recorded
+        rollout = self._rollouts.batch
+        if rollout is None or self._rollouts.images.prepare is not None:  # images are not recorded
             return None
 
         def score(row: int) -> torch.Tensor:

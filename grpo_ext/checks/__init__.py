@@ -7,7 +7,7 @@ is checked of a trainer that TRL's constructor has built; the rest can be asked 
 from .ahead import refuse_own_forward
 from .data import check_data_sets, check_stream, first_rows, with_rows
 from .model import check_end_token, check_model, find_model, loading, refuse_frozen
-from .trainer import check_bitwise, check_trainer, uncovered_sampling, why_logprobs
+from .trainer import check_bitwise, check_trainer, uncovered_sampling
 
 __all__ = [
     "check_bitwise",
@@ -22,6 +22,5 @@ __all__ = [
     "refuse_frozen",
     "refuse_own_forward",
     "uncovered_sampling",
-    "why_logprobs",
     "with_rows",
 ]

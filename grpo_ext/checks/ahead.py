@@ -48,7 +48,7 @@ def check_ahead(trainer: Any, config: GRPOConfig) -> None:
         )
     _check_model_ahead(trainer, config)
     _refuse_server_elsewhere(trainer, lag)
-    if trainer._sampler.travelling:
+    if trainer._rollouts.images.travelling:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
             "rollout_lag=0, or a model without images."
@@ -82,7 +82,7 @@ def _check_model_ahead(trainer: Any, config: GRPOConfig) -> None:
         refuse_no_copy(trainer.model)
     elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise ConfigError(f"rollout_lag={lag} and FSDP 1: use FSDP 2 (fsdp_version: 2), or rollout_lag=0.")
-    elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer._reward_funcs):
+    elif is_deepspeed_zero3_enabled() and any(isinstance(func, nn.Module) for func in trainer.reward_funcs):
         raise ConfigError(
             f"rollout_lag={lag} and a reward model under ZeRO-3, which processes share: it would run its collectives "
             "beside those of training. Use ZeRO-2, FSDP2, a function that asks a server, or rollout_lag=0."

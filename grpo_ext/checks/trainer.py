@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, ModelError, did_you_mean
@@ -18,10 +19,11 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import longest_prompt, settle_rope
 from ..forward.reference import base_model_of
 from ..precision.loss_scaler import refuse_half_weights
+from ..rollouts.decoding import own_generate
+from ..rollouts.source import why_equal
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
-from ..rollouts.decoding import own_generate
 from .ahead import check_ahead
 from .data import (
     check_chat_template,
@@ -74,13 +76,6 @@ def check_parallelism(tensor_parallel_size: int) -> None:
             f"tensor parallel size {tensor_parallel_size}: this trainer assigns rows to every process, and the ranks "
             "of one model replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
         )
-
-
-def why_logprobs(config: GRPOConfig) -> str | None:
-    """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
-    if not (config.use_vllm and config.vllm_importance_sampling_correction):
-        return None
-    return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
 
 
 def _check_rewards(trainer: Any, config: GRPOConfig) -> None:
@@ -137,7 +132,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
         elif (sentence := said_of_half_weights(policy)) is not None:
             logger.warning(sentence)
     if config.dynamic_sampling:
-        _check_dynamic_sampling(trainer, ours)
+        _check_dynamic_sampling(trainer, config)
     if config.rollout_lag:
         check_ahead(trainer, config)
     return uncovered + _check_lengths(trainer, config)
@@ -146,26 +141,26 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
 def _check_images_and_tools(trainer: Any) -> None:
     """Refuse images that nothing can be made of, and what cannot show or answer alike on every process."""
     policy, accelerator = trainer.model, trainer.accelerator
-    with_images = trainer._sampler.prepare is not None
-    if trainer._sampler.travelling and shards_parameters(accelerator):
+    with_images = trainer._rollouts.images.prepare is not None
+    if trainer._rollouts.images.travelling and shards_parameters(accelerator):
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
         )
-    if trainer._sampler.travelling and trainer.rollout_func is not None:
+    if trainer._rollouts.images.travelling and trainer.rollout_func is not None:
         raise ConfigError(
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
         )
-    if trainer.tools and accelerator.num_processes > 1 and (why := trainer._sampler.why_vllm_equal) is not None:
+    if trainer.tools and accelerator.num_processes > 1 and (why := why_equal(trainer.args, False)) is not None:
         raise ConfigError(
             f"tools or an environment on {accelerator.num_processes} processes: {why}, and in later turns they have "
             "not; use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
         )
     readable = with_length(trainer.train_dataset, trainer.eval_dataset)
-    if with_images and not trainer._sampler.travelling:
+    if with_images and not trainer._rollouts.images.travelling:
         for data in readable:
-            check_images(data, trainer._sampler.prepare)
+            check_images(data, trainer._rollouts.images.prepare)
     if not with_images:
         _refuse_images(readable)
     if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
@@ -179,7 +174,7 @@ def _check_images_and_tools(trainer: Any) -> None:
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse prompts that do not fit; what depends on the length of a forward and is allowed, as sentences."""
     policy, dataset = trainer.model, trainer.train_dataset
-    with_images = trainer._sampler.prepare is not None
+    with_images = trainer._rollouts.images.prepare is not None
     lengths = functools.partial(_prompt_lengths, trainer)
     # tokens of a prompt with images are known once the images are prepared
     if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
@@ -235,7 +230,7 @@ def uncovered_sampling(trainer: Any) -> list[str]:
     return ["this way of generating does not sample by key; only the update is covered"]
 
 
-def _check_dynamic_sampling(trainer: Any, ours: Any) -> None:
+def _check_dynamic_sampling(trainer: Any, config: GRPOConfig) -> None:
     """Refuse dynamic sampling where there is nothing to draw from, or where it would undo a subclass's work."""
     rows, prompts = len(trainer.train_dataset), trainer.geometry.prompts_per_rollout
     if rows <= prompts:
@@ -243,8 +238,9 @@ def _check_dynamic_sampling(trainer: Any, ours: Any) -> None:
             f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
             f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
         )
-    own = type(trainer)._generate_and_score_completions is not ours._generate_and_score_completions
-    if own and trainer._rewards.rule.depends_on_the_batch:
+    own = trainer._overrides("_generate_and_score_completions")
+    rule = AdvantageRule(config.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
+    if own and rule.depends_on_the_batch:
         raise ConfigError(
             f"dynamic_sampling=True computes advantages over the batch once it is full, and {type(trainer).__name__} "
             "overrides _generate_and_score_completions, whose advantages would be lost; use an estimator that "
@@ -271,7 +267,7 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     train = trainer.train_dataset
     known = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
     unread = all(data is not train for data in known) or trainer.environment_factories is not None
-    unread = unread or trainer._sampler.prepare is not None
+    unread = unread or trainer._rollouts.images.prepare is not None
     if unread or not trainer.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)

@@ -7,9 +7,9 @@ micro-batch is scored in one forward, whose gradients are kept. TRL's `_get_per_
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,17 +35,24 @@ TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 
 @dataclass
 class Request:
-    """A micro-batch that goes through a user's `_get_per_token_logps_and_entropies` as padded tensors.
+    """Rows that go through a user's `_get_per_token_logps_and_entropies` as padded tensors.
 
     Attributes:
+        scorer: of the thread that scores.
         rows: what the tensors were made of.
         tensors: ids and attention mask of the padded batch; `rows` hold for them alone.
+        limits: of `score_rollout`, for the rows of a rollout; None for a micro-batch.
         router: of a MoE model, once the micro-batch is scored; None where another batch was.
     """
 
+    scorer: Scorer
     rows: TokenRows
     tensors: Unchanged
+    limits: tuple[Any, ...] | None = None
     router: RouterOutput | None = None
+
+
+_request: ContextVar[Request | None] = ContextVar("request", default=None)  # of this thread
 
 
 class Scorer:
@@ -74,15 +81,19 @@ class Scorer:
         given: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
         own_head, device = args.score_completions_only, accelerator.device
-        self._request: Request | None = None
         self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
 
-    def twin(self, accelerator: Accelerator, trainer: Any) -> Scorer:
-        """One for another thread: with an accelerator of its own, and TRL's method of another trainer."""
-        scorer = types.MethodType(self.trl_scorer.__func__, trainer)  # type: ignore[attr-defined]
-        twin = Scorer(accelerator, self.args, self.multiple, scorer, self.choice.all_refused)
-        twin.memory = self.memory
-        return twin
+    def copy(self, accelerator: Accelerator) -> Scorer:
+        """One for another thread, with an accelerator of its own."""
+        scorer = Scorer(accelerator, self.args, self.multiple, self.trl_scorer, self.choice.all_refused)
+        scorer.memory = self.memory
+        return scorer
+
+    @property
+    def of_this_thread(self) -> Scorer:
+        """The scorer whose `scoring` this thread is inside; this one outside."""
+        request = _request.get()
+        return self if request is None else request.scorer
 
     def form(self, model: Any) -> Form:
         """How the completions of `model` run."""
@@ -113,17 +124,29 @@ class Scorer:
         return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
 
     @contextmanager
-    def scoring(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, rows: TokenRows) -> Iterator[Request]:
-        """Inside, `score_for_trl` knows the rows of these padded tensors."""
-        before, self._request = self._request, Request(rows, Unchanged(input_ids, attention_mask))
+    def scoring(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        rows: TokenRows,
+        limits: tuple[int | None, int | None, int] | None = None,
+    ) -> Iterator[Request]:
+        """Inside, and in this thread, `score_for_trl` knows the rows of these padded tensors.
+
+        Args:
+            limits: of `score_rollout`; None for a micro-batch.
+        """
+        request = Request(self, rows, Unchanged(input_ids, attention_mask), limits)
+        token = _request.set(request)
         try:
-            yield self._request
+            yield request
         finally:
-            self._request = before
+            _request.reset(token)
 
     def knows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
         """Whether these are the tensors of `scoring`, unchanged."""
-        return self._request is not None and self._request.tensors.are(input_ids, attention_mask)
+        request = _request.get()
+        return request is not None and request.tensors.are(input_ids, attention_mask)
 
     def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
@@ -145,16 +168,20 @@ class Scorer:
             Log-probabilities alone.
         """
 
+        with self.accelerator.autocast():
+            self.check(model, rows, everywhere=False)
+        return joined(self._score(model, rows, self._cut(model, rows, batch_size, max_tokens, group_size)))
+
+    def _cut(
+        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
+    ) -> Chunking:
         def align(chunks: int) -> int:  # where every forward is a collective, all make as many
             return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
 
-        with self.accelerator.autocast():
-            self.check(model, rows, everywhere=False)
         unit = self.args.unit_rows
         units = None if unit is None else (group_size, unit)
         form = self._form(model, rows)
-        chunking = Chunking(batch_size, max_tokens, form, self.multiple, align, units, self.memory)
-        return joined(self._score(model, rows, chunking))
+        return Chunking(batch_size, max_tokens, form, self.multiple, align, units, self.memory)
 
     def score_micro_batch(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score a micro-batch in one forward; its graph is kept where gradients are on."""
@@ -174,9 +201,13 @@ class Scorer:
 
         Of the tensors of `scoring`, the rows that they were made of, whose router output the request then holds.
         """
-        request = self._request if self.knows(input_ids, attention_mask) else None
+        request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
         chunking = replace(self._whole(model, rows), max_rows=batch_size)
+        if request is not None and request.limits is not None:
+            with self.accelerator.autocast():
+                self.check(model, rows, everywhere=False)
+            chunking = self._cut(model, rows, *request.limits)
         parts = self._score(model, rows, chunking, compute_entropy, compute_aux_loss)
         routers = [scores.router for scores in parts if scores.router is not None]
         aux_loss = None

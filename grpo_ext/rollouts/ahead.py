@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..batching.prompt_order import RolloutRequest, StepDataset, StepRows
+from ..batching.prompt_order import StepDataset, StepRows
 from ..errors import ConfigError, RolloutError
 from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
@@ -243,6 +243,12 @@ class RolloutsAhead:
         sampled = self._settled(due)
         self.idle = sampled.idle
         return sampled
+
+    def take_waits(self) -> dict[str, float]:
+        """The seconds that training waited for the thread in this step, if any, and the thread for work."""
+        waits = {"time/wait_train": self.idle, "time/wait_rollout": self.waited}
+        self.idle = self.waited = 0.0
+        return {name: seconds for name, seconds in waits.items() if seconds}
 
     @property
     def sampled_at(self) -> int:

@@ -179,8 +179,7 @@ class RolloutBatch:
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
         """The completions of several rollout batches (rounds of dynamic sampling), one after the other."""
-        parts = [batch.columns for batch in batches]
-        columns = {name: _concatenated(name, [part[name] for part in parts]) for name in parts[0]}
+        columns = concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
         return cls.of_columns(columns, num_generations, batches[0].constants, widest)
@@ -317,6 +316,11 @@ def _selected(column: Column, rows: Sequence[int]) -> Column:
     if isinstance(column, Ragged):
         return column.select(rows)
     return column[list(rows)] if isinstance(column, torch.Tensor) else [column[row] for row in rows]
+
+
+def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """The columns of several parts, one after the other; all have the same."""
+    return {name: _concatenated(name, [part[name] for part in parts]) for name in parts[0]}
 
 
 def _concatenated(name: str, parts: Sequence[Any]) -> Column:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,29 +18,36 @@ import torch
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
+from ..algorithms.keyed_random import TRAIN_STREAM
+from ..batching.prompt_order import StepRows
 from ..forward.images import PromptProcessor
+from ..forward.lm_head import install
+from ..forward.reference import base_model_of
 from ..forward.rows import TokenRows
 from ..forward.scorer import Scorer
 from ..forward.shards import ShardedSnapshot
-from ..forward.snapshot import Snapshot
+from ..forward.snapshot import Snapshot, Weights
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import shards_parameters
+from ..runtime.collectives import shards_parameters, wait_for_all
+from ..runtime.determinism import align_memory
 from ..runtime.out_of_memory import Halving
+from .ahead import RolloutsAhead, Sampled, Worker
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .environments import Environments
 from .images import ImageSource
 from .join import JoinRules
+from .keyed import request_keys
+from .local import Hooks, Parts, Terms
 from .rollout_func import checked_rollout
 from .source import Context
 from .tools import Toolbox
 from .turns import TurnLimits
 from .turns import context_of as context_of_model
 from .vllm import VllmEngine, VllmServer
-from .local import Hooks, Parts, Terms
 from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
@@ -50,6 +57,8 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
     """The worker of the main thread, on the models that are trained."""
     args, accelerator = trainer.args, trainer.accelerator
     sharded = shards_parameters(accelerator)
+    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
+    memory = Halving("generation", remedy, not (sharded or args.bitwise_invariant))
     chat = Chat(
         trainer.processing_class,
         trainer.tools or (),
@@ -66,7 +75,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
     def profile(name: str) -> contextlib.AbstractContextManager[Any]:
         return compat.profiling_context(trainer, name)
 
-    def begun(transcripts: list[Transcript]) -> None:  # for code of the user's that reads them
+    def begun(transcripts: list[Any]) -> None:  # for code of the user's that reads them
         if trainer.environment_factories is not None:
             trainer.environments = [transcript.environment for transcript in transcripts]
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
@@ -77,7 +86,8 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
         reference=lambda: trainer.ref_model,
         as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
         logps=log_probabilities(trainer, scorer),
-        engine=_engine(trainer, images, profile),
+        engine=_engine(trainer, images, memory, profile),
+        memory=memory,
         chat=chat,
         environments=environments,
         toolbox=Toolbox(trainer._standalone_tools, environments, loop),
@@ -100,20 +110,20 @@ def build_worker_ahead(
     trainer: Any, worker: RolloutWorker, snapshot: Snapshot | ShardedSnapshot, accelerator: Any, scorer: Scorer
 ) -> RolloutWorker:
     """A second worker, for a thread: on copies of the models, with tokenizers, environments and a clock of its own."""
-    parts, args = worker.parts, trainer.args
+    parts = worker.parts
     chat, environments = parts.chat.copy(), parts.environments.copy()
     images = parts.images
     if images.prepare is not None:
         own = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
         images = dataclasses.replace(images, prepare=own)
     if trainer.use_vllm:
-        engine: Engine = VllmServer(trainer.vllm_generation, compat.client_of(trainer.vllm_generation), not environments.factories)
+        generation = trainer.vllm_generation
+        engine: Engine = VllmServer(generation, compat.client_of(generation), not environments.factories)
     else:
         generating = _generating_alone(trainer, snapshot.policy, accelerator)
         assert isinstance(parts.engine, TransformersEngine)
         settings = dataclasses.replace(parts.engine.settings, device=accelerator.device)
-        memory = parts.engine.memory
-        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, memory)
+        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, parts.memory)
     ahead = dataclasses.replace(
         parts,
         policy=lambda: snapshot.policy,
@@ -129,20 +139,10 @@ def build_worker_ahead(
         clock=PhaseClock(),
         device=accelerator.device,
     )
-    return RolloutWorker(ahead)
+    return RolloutWorker(ahead, scores=not parts.sharded)
 
 
 # ---- What is read of the trainer for each rollout batch --------------------------------------------------------------
-
-
-def overrides(trainer: Any, name: str) -> bool:
-    """Whether a subclass overrides a method, or something was assigned in its place on the object."""
-    return name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours(trainer), name)
-
-
-def ours(trainer: Any) -> type:
-    """This package's trainer among the classes of a trainer."""
-    return next(cls for cls in type(trainer).__mro__ if cls.__module__ == "grpo_ext.trainer")
 
 
 def context_of(trainer: Any) -> Context:
@@ -161,8 +161,8 @@ def context_of(trainer: Any) -> Context:
         metrics=trainer._metrics[mode],
         logs=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
-        score=trainer._generate_and_score_completions if overrides(trainer, SCORE) else None,
-        rewards=trainer._calculate_rewards if overrides(trainer, "_calculate_rewards") else None,
+        score=trainer._generate_and_score_completions if trainer._overrides(SCORE) else None,
+        rewards=trainer._calculate_rewards if trainer._overrides("_calculate_rewards") else None,
     )
 
 
@@ -183,7 +183,7 @@ def terms_of(trainer: Any, hooks: Hooks) -> Terms:
             trainer.reward_processing_classes,
             trainer.chat_template_kwargs,
         ),
-        recorders={name: getattr(trainer, method) for name, method in methods.items() if overrides(trainer, method)},
+        recorders={name: getattr(trainer, method) for name, method in methods.items() if trainer._overrides(method)},
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
@@ -220,11 +220,11 @@ def hooks_of(trainer: Any) -> Hooks:
 
     turn, generate = trainer._generate_single_turn, trainer._generate
     return Hooks(
-        tokenize if overrides(trainer, "_tokenize_prompts") else None,
-        functools.partial(rollouts.generate_by_user, generate) if overrides(trainer, "_generate") else None,
-        functools.partial(rollouts.turn_by_user, turn, group) if overrides(trainer, "_generate_single_turn") else None,
+        tokenize if trainer._overrides("_tokenize_prompts") else None,
+        functools.partial(rollouts.generate_by_user, generate) if trainer._overrides("_generate") else None,
+        functools.partial(rollouts.turn_by_user, turn, group) if trainer._overrides("_generate_single_turn") else None,
         None if trainer.rollout_func is None else rollout,
-        overrides(trainer, "_calculate_rewards"),
+        trainer._overrides("_calculate_rewards"),
     )
 
 
@@ -235,7 +235,7 @@ def why_logprobs(args: Any) -> str | None:
     return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
 
 
-# ---- Parts ------------------------------------------------------------------------------------------------------------
+# ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
 def whole_groups(geometry: Any) -> int:
@@ -249,7 +249,10 @@ def _pools(trainer: Any) -> dict[Any, list[Any]] | None:
 
 
 def _engine(
-    trainer: Any, images: ImageSource, profile: Callable[[str], contextlib.AbstractContextManager[Any]]
+    trainer: Any,
+    images: ImageSource,
+    memory: Halving,
+    profile: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> Engine:
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.use_vllm:
@@ -267,8 +270,6 @@ def _engine(
         sharded=sharded,
         fp16=args.fp16,
     )
-    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
-    memory = Halving("generation", remedy, not (sharded or args.bitwise_invariant))
 
     def model() -> Any:
         return accelerator.unwrap_model(trainer.model)
@@ -276,7 +277,9 @@ def _engine(
     return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
 
 
-def _generating_alone(trainer: Any, model: Any, accelerator: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _generating_alone(
+    trainer: Any, model: Any, accelerator: Any
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The contexts of generation with a copy of the model."""
 
     @contextlib.contextmanager
@@ -297,7 +300,7 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
     def score(model: Any, rows: TokenRows, terms: Terms, num_generations: int) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, num_generations)
         with scorer.without_gradients(model):
-            if not overrides(trainer, "_get_per_token_logps_and_entropies"):
+            if not trainer._overrides("_get_per_token_logps_and_entropies"):
                 return scorer.score_rollout(model, rows, *limits).logps_S
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
@@ -316,3 +319,92 @@ def accelerator_alone(accelerator: Any, device: torch.device) -> Any:
     alone._models, alone.state = [], copy.copy(accelerator.state)
     alone.state.device = device
     return alone
+
+
+# ---- Sampling ahead --------------------------------------------------------------------------------------------------
+
+
+def described(trainer: Any) -> str | None:
+    """How far a trainer samples ahead and what it holds for that, in words; None where it does not."""
+    lag, reference = trainer.args.rollout_lag, trainer.ref_model
+    if not lag:
+        return None
+    moved = reference.parameters() if reference is not None and trainer.args.sync_ref_model else ()
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
+    size = "this process's part of" if trainer._scorer.sharded else f"{mebibytes:,.0f} MiB,"
+    return f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
+
+
+def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
+    """What samples ahead for a trainer.
+
+    Args:
+        waiting: what a checkpoint found on its way.
+        threads: that sampling computes with on a CPU; None: as many as torch has.
+    """
+    device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    accelerator = accelerator_alone(trainer.accelerator, device)
+    snapshot = _snapshot(trainer, accelerator, device)
+    scorer = trainer._scorer.copy(accelerator)
+    worker = build_worker_ahead(trainer, trainer._rollouts.worker, snapshot, accelerator, scorer)
+
+    def terms(weights: Weights) -> Terms:
+        state = copy.copy(trainer.state)
+        history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+        vars(state).update({**weights.progress, "log_history": history})
+        config = copy.deepcopy(getattr(trainer, "generation_config", None))
+        hooks = Hooks(rewards=trainer._overrides("_calculate_rewards"))
+        now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
+        processors = copy.deepcopy(now.rewards.processing_classes)
+        return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))
+
+    def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> Sampled:
+        snapshot.put_in_place(weights)
+        keys = request_keys(rows.request, trainer.args.seed, TRAIN_STREAM).tolist()
+        local = worker.sample(rows.request, rows.rows, keys, rows.numbers, terms)
+        models = () if scorer.sharded else (snapshot.policy, snapshot.reference)
+        forms = tuple(scorer.form(model) for model in models if model is not None)
+        return Sampled(local, forms, worker.parts.clock.take(), idle)
+
+    send = _sender(trainer, snapshot) if trainer.use_vllm else None
+    steps, last, watch = trainer._rollouts.steps, trainer.state.max_steps, trainer._keeper.watch
+    thread = Worker(threads, device)
+    ahead = RolloutsAhead(steps, last, snapshot, thread, sample, terms, lambda: watch.requested, send)
+    try:
+        ahead.resume(waiting)
+    except BaseException:
+        ahead.close()
+        raise
+    return ahead
+
+
+def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot | ShardedSnapshot:
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+    if trainer._scorer.sharded:
+        return ShardedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
+
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
+        return accelerator.prepare_model(model, evaluation_mode=True)
+
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare, not trainer.use_vllm)
+    if trainer.args.bitwise_invariant:
+        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    return snapshot
+
+
+def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], None]:
+    """What sends the weights that are in place to the vLLM server."""
+    generation = copy.copy(trainer.vllm_generation)
+    generation.model = snapshot.sent
+
+    def send() -> None:
+        generation.sync_weights()
+        wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
+        trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
+
+    return send

@@ -20,8 +20,8 @@ from ..forward.images import packed_images
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
 from .batch import ROW_IMAGES, ROW_NUMBER, Column, Ragged, RolloutBatch, concatenated
-from .transcript import Transcript
 from .local import LocalRollout
+from .transcript import Transcript
 
 GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
 

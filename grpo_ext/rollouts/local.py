@@ -19,6 +19,7 @@ from ..forward.rows import TokenRows
 from ..rewards.calls import RewardCall
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..runtime.clock import PhaseClock
+from ..runtime.out_of_memory import Halving
 from .chat import Chat
 from .engine import Engine, Sampled
 from .environments import Environments
@@ -129,6 +130,7 @@ class Parts:
         as_reference: the context for that, in which its adapters are set aside.
         logps: log-probabilities (S,) of the completion tokens of rows under a model.
         engine, chat, environments, toolbox, rewards, images: see there.
+        memory: the number of completions that fit into one `generate`.
         clock: takes the seconds of the phases.
         device: of the models.
         sharded: a forward is a collective.
@@ -148,6 +150,7 @@ class Parts:
     toolbox: Toolbox
     rewards: RewardRunner
     images: ImageSource
+    memory: Halving
     clock: PhaseClock
     device: torch.device
     sharded: bool

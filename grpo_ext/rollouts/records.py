@@ -7,7 +7,7 @@ once, at the end, of all its rounds. Shapes: B completions, F reward functions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch

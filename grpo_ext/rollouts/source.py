@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +35,10 @@ from .engine import Sampled
 from .images import ImageSource
 from .join import JoinRules, Round, join
 from .keyed import request_keys
-from .records import add_to_table, rollout_metrics
-from .trl_shapes import take_generated, trl_dictionary, trl_generated
-from .transcript import Transcript
 from .local import LocalRollout, Terms
+from .records import add_to_table, rollout_metrics
+from .transcript import Transcript
+from .trl_shapes import take_generated, trl_dictionary, trl_generated
 from .worker import RolloutWorker, Rows, reward_columns
 
 logger = get_logger(__name__)
@@ -128,6 +128,15 @@ class Rollouts:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
         self.batch, self.held = batch, name
 
+    def holds(self, rows: StepRows) -> bool:
+        """Whether the rollout batch of a training step is there already."""
+        return self.batch is not None and self.held == (rows.request.epoch, rows.request.layout.rollout)
+
+    def end_workers(self) -> None:
+        """End the processes that reward functions run in; the next call of one starts them again."""
+        if (workers := self.worker.parts.rewards.workers) is not None:
+            workers.kill()
+
     def read_from(self, prompts: Any, steps: Any, further: FurtherPrompts | None) -> None:
         """The training data, the loader's data set of steps, and further prompts with dynamic sampling."""
         self.images.prompts[True], self.steps, self.further = prompts, steps, further
@@ -142,11 +151,10 @@ class Rollouts:
         request = rows.request
         if not context.terms.training:
             return self.make(rows, context)
-        name = (request.epoch, request.layout.rollout)
-        if self.batch is None or self.held != name:
+        if not self.holds(rows):
             if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
                 rows = self._fetch(request)
-            self.hold(self.make(rows, context), name)
+            self.hold(self.make(rows, context), (request.epoch, request.layout.rollout))
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 
@@ -325,9 +333,7 @@ class Rollouts:
 
     # ---- What users override --------------------------------------------------------------------------------------
 
-    def _scored_by_user(
-        self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]
-    ) -> Round:
+    def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
         request = rows.request
         self._scoring = scoring = Scoring(rows)

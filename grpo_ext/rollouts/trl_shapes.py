@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import RolloutError
-from .batch import ROW_IMAGES, Ragged, to_device
+from .batch import ROW_IMAGES, Ragged, padded, to_device
 from .join import JoinRules, Round, columns_of
 from .local import LocalRollout, Parts
 from .transcript import Transcript
@@ -39,7 +39,7 @@ def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Par
         elif name != ROW_IMAGES:
             left = name.startswith("prompt_")
             fill = parts.pad if name.endswith("_ids") else int(name in ("tool_mask", "importance_sampling_ratio"))
-            found[name] = column.padded(fill, "left" if left else "right", multiple)
+            found[name] = padded(list(column), fill, "left" if left else "right", multiple)
     width = found["completion_ids"].size(1)
     for name in columns.keys() - whole.keys():  # those of masked completions have one token
         if isinstance(columns[name], Ragged) and not name.startswith("prompt_") and name in found:

@@ -10,6 +10,7 @@ exchange before `join`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ class RolloutWorker:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
         transcripts = [
             Transcript(row, key, place, number)
-            for place, (row, key, number) in enumerate(zip(rows, keys, numbers or [None] * len(rows)))
+            for place, (row, key, number) in enumerate(itertools.zip_longest(rows, keys, numbers))
         ]
         self.parts.environments.begin(transcripts, terms.limits.seconds)
         for transcript in transcripts:
@@ -204,7 +205,7 @@ def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts:
     tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
     ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.device)
     images = parts.images.of_transcripts(transcripts) if transcripts else None
-    same = [before.prompt_ids == after.prompt_ids for before, after in zip(transcripts, transcripts[1:])]
+    same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(transcripts)]
     if images is not None:
         same = [text and pixels for text, pixels in zip(same, images.same)]
     completions = [0 if out else len(t.ids) for t, out in zip(transcripts, masked)]
