@@ -21,7 +21,7 @@ import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward.scorer import Scorer
-from grpo_ext.sampling import turns
+from grpo_ext.rollouts import engine
 from tests.support.benches import SETTINGS, Clock
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -74,7 +74,7 @@ def seconds_per_step(
         )
         trainer = GRPOTrainer(tiny_model(**SHAPE), score, args, prompts(64), processing_class=tiny_tokenizer())
         trainer.add_callback(clock := Clock())
-        sampler = turns.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
+        sampler = engine.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
         scorer = Scorer.score_rollout if scores_here else elsewhere
         with (
             mock.patch.object(turns, "sample_chunk", sampler),

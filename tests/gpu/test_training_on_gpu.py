@@ -62,7 +62,7 @@ def train(folder: Path, shape: dict[str, Any], **settings: Any) -> tuple[GRPOTra
         processing_class=tiny_tokenizer(),
     )
     rows = [[10 + (7 * row + 3 * i) % 30 for i in range(COMPLETION - row)] for row in range(32)]
-    trainer._sampler.by_key = lambda call, how, prompts, numbers: rows[: len(prompts)]
+    give_completions(trainer, rows)
     before = [p.detach().cpu().clone() for p in trainer.model.parameters()]
     if not TOY:
         torch.cuda.reset_peak_memory_stats()

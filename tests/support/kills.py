@@ -43,11 +43,11 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         if mine and moment != "rewards" and rewards[0] == 1:
             from grpo_ext.run import checkpoint, keeper
             from grpo_ext.run.state import RunState
-            from grpo_ext.sampling import turns
+            from grpo_ext.rollouts import engine
             from grpo_ext.step import gradients
 
             owner, name = {
-                "rollouts": (turns, "sample_chunk"),
+                "rollouts": (engine, "sample_chunk"),
                 "window": (gradients.NativeGradients, "finish"),
                 "optimizer": (sys.modules["torch.optim.adam"], "adam"),
                 "writing": (RunState, "save"),
@@ -140,10 +140,10 @@ def jittery(longest: float) -> Any:
 
         if not armed:
             armed.append(True)
-            from grpo_ext.sampling import turns
+            from grpo_ext.rollouts import engine
             from grpo_ext.step import gradients
 
-            places = [(turns, "sample_chunk")]
+            places = [(engine, "sample_chunk")]
             places += [(kind, "finish") for kind in (gradients.NativeGradients, gradients.FixedPointGradients)]
             for owner, name in places:
                 inner = vars(owner).get(f"_plain_{name}") or getattr(owner, name)  # once, in a launch of several runs

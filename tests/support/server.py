@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-import grpo_ext.sampling.twin
 from grpo_ext import compat
 from tests.support.tiny import tiny_model
 
@@ -96,5 +95,5 @@ def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, model
                 self.vllm_client = client
 
     put(compat.trl_module, "VLLMGeneration", Generation)
-    put(grpo_ext.sampling.twin, "VLLMClient", lambda **settings: client)
+    put(compat, "VLLMClient", lambda **settings: client)
     return client

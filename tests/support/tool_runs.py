@@ -22,9 +22,10 @@ import torch
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.sampling import turns
+from grpo_ext.rollouts import engine
 from grpo_ext.tools.check.worker import leave
 from tests.support.drop_in import tool_tokenizer
+from tests.support.rollouts import share_forwards
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import parameters
 from tests.tolerances import ADAM_EPSILON
@@ -375,8 +376,9 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         ),
         **given,
     )
-    trainer._sampler.sharded = case.company
-    inner = turns.sample_chunk
+    if case.company:
+        share_forwards(trainer)
+    inner = engine.sample_chunk
     sample = inner if case.script is None else scripted(tokenizer, case.script)
 
     def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
@@ -384,15 +386,15 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         said.extend(zip(keys.tolist(), offsets.tolist(), map(list, prompt_ids), new))
         return new
 
-    turns.sample_chunk = remembered
+    engine.sample_chunk = remembered
     calls_here[0] = 0
     happened.clear()
     before = parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        turns.sample_chunk = inner
-    fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
+        engine.sample_chunk = inner
+    columns = trainer._rollouts.batch.columns  # type: ignore[union-attr]
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [
         {key: value for key, value in line.items() if key not in timed and not key.startswith(("profiling", "time/"))}
@@ -404,7 +406,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "update": parameters(trainer) - before,
         "log": log,
         "table": table,
-        "rollout": {key: fields[key] for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
+        "rollout": {key: list(columns[key]) for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
         "weights": parameters(trainer),
         "said": said,
         "calls": calls_here[0],

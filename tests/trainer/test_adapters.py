@@ -13,7 +13,7 @@ import grpo_ext.forward.choice
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, SplitDependentError
 from grpo_ext.forward.padded import score_through_trl
-from grpo_ext.sampling.chunks import chunks_of
+from grpo_ext.rollouts.engine import chunks_of
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 

@@ -24,8 +24,8 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
 from grpo_ext.runtime.determinism import computing_with
-from grpo_ext.sampling import turns
-from grpo_ext.sampling.ahead import Worker
+from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.ahead import Worker
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
@@ -136,7 +136,7 @@ def test_a_reward_that_hangs_ends_the_run_in_time(tmp_path):
 def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypatch):
     whole = make(tmp_path / "whole", rollout_lag=1)
     whole.train()
-    inner = turns.sample_chunk
+    inner = engine.sample_chunk
 
     def short(model: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         if len(rows) > 8:
@@ -146,7 +146,7 @@ def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypat
     monkeypatch.setattr(turns, "sample_chunk", short)
     trainer = make(tmp_path / "short", rollout_lag=1)
     trainer.train()
-    assert trainer._sampler.memory.limit == 8
+    assert trainer._rollouts.worker.parts.memory.limit == 8
     assert torch.allclose(parameters(trainer), parameters(whole), atol=1e-6)
 
 
@@ -192,7 +192,7 @@ def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
         kinds["training" if main else "sampling"].add(output.dtype)
 
     trainer.model.model.layers[0].self_attn.q_proj.register_forward_hook(note)
-    inner, formed = turns.sample_chunk, set()
+    inner, formed = engine.sample_chunk, set()
 
     def sampled(model: Any, *args: Any) -> Any:
         formed.add(hasattr(model, "_original_forward"))

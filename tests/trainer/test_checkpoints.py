@@ -350,7 +350,7 @@ def test_a_run_goes_on_with_another_way_of_cutting_groups(tmp_path, caplog, old,
     trainer = other(tmp_path, **dict(zip(names, new)), max_steps=2, allow_changed_on_resume=allowed)
     trainer.train("latest")
     assert trainer.state.global_step == 2
-    assert len(trainer._sampler.rollout) == new[1]  # sampled whole, although the run goes on in the middle of it
+    assert len(trainer._rollouts.batch) == new[1]  # sampled whole, although the run goes on in the middle of it
     seen, first = old[0] // 4, new[0] // 4
     fate = f"{first - seen} are skipped" if first > seen else f"{seen - first} come again"
     assert f"step 2 of 2: about {seen} prompts were trained, about {fate}" in caplog.text

@@ -226,7 +226,7 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
-    from grpo_ext.sampling import turns as module
+    from grpo_ext.rollouts import engine as module
 
     trainer = trainers.make(tmp_path)
     monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))

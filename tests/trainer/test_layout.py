@@ -90,7 +90,7 @@ def test_the_prompt_mean_counts_the_tokens_that_a_group_has_in_the_step(tmp_path
     trainer = make(tmp_path, loss_aggregation="prompt_mean", **cut)
     trainer.train()
     first, second = log_of(trainer, "loss")
-    rows, later, rollout = range(18), range(18, 36), trainer._sampler.rollout
+    rows, later, rollout = range(18), range(18, 36), trainer._rollouts.batch
     assert first == pytest.approx(prompt_mean(rollout, rows, [row // 4 for row in rows]), abs=1e-5)
     assert second == pytest.approx(prompt_mean(rollout, later, [row // 4 for row in later]), abs=1e-5)
     # the negative control: groups counted from the first row of the step
@@ -290,7 +290,7 @@ def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointi
     for one in (trainer, plain):
         one.model.train()
         one.model.zero_grad()
-        rollout = trainer._sampler.rollout.select(range(8))
+        rollout = trainer._rollouts.batch.select(range(8))
         batch = rollout.collate(0)
         with torch.enable_grad():
             loss = one.compute_loss(one.model, batch)
@@ -302,7 +302,7 @@ def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointi
 def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path):
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
-    rollout = trainer._sampler.rollout
+    rollout = trainer._rollouts.batch
     assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
     rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
     rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])

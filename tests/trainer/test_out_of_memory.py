@@ -12,7 +12,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import prefix_cache
 from grpo_ext.runtime.out_of_memory import free_memory
-from grpo_ext.sampling import turns as sampling
+from grpo_ext.rollouts import engine as sampling
 from grpo_ext.step import optimizer_step
 from tests.support.trainers import error, make, parameters, update
 from tests.tolerances import UPDATE
@@ -128,7 +128,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "forward", lambda *args: once("scoring", forward(*args)))
     trainer.train()
     assert failed == {"generation", "scoring"}
-    assert trainer._sampler.memory.limit is not None
+    assert trainer._rollouts.worker.parts.memory.limit is not None
     assert trainer._scorer.memory.limit is not None
     assert error(expected, parameters(trainer) - before) <= UPDATE
 

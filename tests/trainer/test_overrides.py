@@ -214,7 +214,7 @@ def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(t
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
     trainer.train()
-    rollout, step = trainer._sampler.rollout, trainer._step_runner
+    rollout, step = trainer._rollouts.batch, trainer._step_runner
     terms = trainer._terms(trainer.model)
     context = step.measure(trainer.model, rollout, step.plan(trainer.model, rollout, 1, terms), terms)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from peft import get_peft_model
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.sampling.decoding import own_generate
+from grpo_ext.rollouts.decoding import own_generate
 from tests.support.drop_in import TOOL_CALL, CountingGame, conversations, log_of, make
 from tests.support.own_generate import LORA, Sampler, Wrapper, apart, change, model_with
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer

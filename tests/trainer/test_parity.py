@@ -176,7 +176,7 @@ def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_ty
         error = float((gradient - theirs).norm() / theirs.norm())
         assert error <= PARITY, f"gradient differs by {error:.2e}"
     # the negative control: advantages of what a step has of its first group are not those of the whole group
-    whole = torch.cat(ours._sampler.rollout.fields["advantages"]).view(-1, 4)
+    whole = torch.cat(ours._rollouts.batch.fields["advantages"]).view(-1, 4)
     assert whole.sum(1).abs().max() < 1e-5
     assert whole.any(1).all()
     assert abs(sum(float(a) for a in steps.found[1][0].fields["advantages"][:2])) > 0.01

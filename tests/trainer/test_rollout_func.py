@@ -51,7 +51,7 @@ def test_completions_prompts_masks_and_fields_are_those_of_the_function(tmp_path
     trainer = make(tmp_path, reward=reward, max_steps=1, shuffle_dataset=False)
     trainer.train()
     rollout, given = (
-        trainer._sampler.rollout,
+        trainer._rollouts.batch,
         given_rollout([p for p in prompts(22)["prompt"][:4] for _ in range(4)], trainer),
     )
     assert turns == [2] * 16

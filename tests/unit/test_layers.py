@@ -24,7 +24,6 @@ ROOMS = (
     "forward",
     "rewards",
     "rollouts",
-    "sampling",
     "step",
     "run",
     "checks",

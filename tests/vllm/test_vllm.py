@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.sampling.vllm_seeds import completion_seeds, seeded
+from grpo_ext.rollouts.vllm import completion_seeds, seeded
 from grpo_ext.tools.check.runs import free_port
 from tests.support.launch import ROOT
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import grpo_ext.sampling.turns as sampling
+import grpo_ext.rollouts.engine as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON

@@ -359,8 +359,8 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
         server.wait()
         trainer.args.seed += 1
         trainer._buffered_inputs = None
-        if hasattr(trainer, "_sampler"):  # ours
-            trainer._sampler.hold(None, None)
+        if hasattr(trainer, "_rollouts"):  # ours
+            trainer._rollouts.hold(None, None)
         trainer._prepare_inputs(item)
         server.report(sampled())
 

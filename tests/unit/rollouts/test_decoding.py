@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, G
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.sampling import decoding
-from grpo_ext.sampling.decoding import (
+from grpo_ext.rollouts import decoding
+from grpo_ext.rollouts.decoding import (
     PLAIN_GENERATE,
     GrowingLayer,
     _left,
@@ -23,7 +23,7 @@ from grpo_ext.sampling.decoding import (
     unique,
     why_not_compact,
 )
-from grpo_ext.sampling.generation import sample_chunk
+from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
 

@@ -23,8 +23,8 @@ from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.errors import RolloutError
 from grpo_ext.rewards.calls import RewardCalls
-from grpo_ext.sampling.chunks import chunks_of, run_chunks
-from grpo_ext.sampling.generation import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
+from grpo_ext.rollouts.engine import chunks_of, run_chunks
+from grpo_ext.rollouts.keyed import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.sampling.rollout import Rollout, gather_rollout
 from grpo_ext.sampling.turns import ScoringCall
 from grpo_ext.step.metrics import StepMetrics

@@ -1,0 +1,26 @@
+"""A trainer's rollouts under a test's hand: completions that are given, and forwards that count as collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_ext import GRPOTrainer
+
+
+def give_completions(trainer: GRPOTrainer, rows: Sequence[list[int]]) -> None:
+    """Let every rollout batch have these completions, by the place of the transcript."""
+
+    def generate(transcripts: Sequence[Any], config: Any, num_generations: int) -> list[Any]:
+        return [(list(rows[transcript.place]), None) for transcript in transcripts]
+
+    trainer._rollouts.worker.parts.engine.generate = generate  # type: ignore[method-assign]
+
+
+def share_forwards(trainer: GRPOTrainer) -> None:
+    """Let sampling believe that processes share the weights, as under FSDP and ZeRO-3."""
+    rollouts, worker = trainer._rollouts, trainer._rollouts.worker
+    engine: Any = worker.parts.engine
+    engine.settings = dataclasses.replace(engine.settings, sharded=True)
+    rollouts.sharded, worker.parts = True, dataclasses.replace(worker.parts, sharded=True)
