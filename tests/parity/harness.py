@@ -1,8 +1,8 @@
 """Stock TRL and grpo_ext side by side: what both do with the same completions, compared key by key.
 
-Compared are the dictionary of `_generate_and_score_completions`, the rows it was given afterwards, `_metrics` and `_logs`
-whenever a trainer logs, the lines of the log, the names of timings that trackers get, and what the functions of a test
-wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
+Compared are the dictionary of `_generate_and_score_completions`, the rows it was given afterwards, `_metrics` and
+`_logs` whenever a trainer logs, the lines of the log, the names of timings that trackers get, and what the functions of
+a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def run_one(
             if not raises:
                 raise
             run.error = error
+    run.journal.trainer = None
     return run
 
 
@@ -186,11 +187,11 @@ class Sides:
     scored: Run
     ours: Run
 
-    def differences(self) -> list[str]:
-        """What grpo_ext does otherwise, beside what is known; a line each."""
-        scored = compare(self.stock, self.scored)
+    def differences(self, *more: Known) -> list[str]:
+        """What grpo_ext does otherwise, beside what is known, and in this case `more`; a line each."""
+        scored = compare(self.stock, self.scored, *more)
         bare = Run(**{**vars(self.stock), "outputs": [], "rows": []})
-        return [f"with an override: {line}" for line in scored] + compare(bare, self.ours)
+        return [f"with an override: {line}" for line in scored] + compare(bare, self.ours, *more)
 
 
 def side_by_side(
@@ -212,21 +213,22 @@ def side_by_side(
     return Sides(*runs)
 
 
-def assert_alike(sides: Sides) -> None:
-    """Fail with all differences.
+def assert_alike(sides: Sides, *more: Known) -> None:
+    """Fail with all differences, beside what is known, and in this case `more`.
 
     Raises:
         AssertionError: there are some.
     """
-    differences = sides.differences()
+    differences = sides.differences(*more)
     assert not differences, "\n".join(differences)
 
 
 # ---- Comparing ------------------------------------------------------------------------------------------------------
 
 
-def compare(stock: Run, ours: Run) -> list[str]:
-    """Every difference of two runs that is not in `KNOWN`, a line each."""
+def compare(stock: Run, ours: Run, *more: Known) -> list[str]:
+    """Every difference of two runs that is neither in `KNOWN` nor in `more`, a line each."""
+    known = [*KNOWN, *more]
     lines = [] if type(stock.error) is type(ours.error) else [f"error: {stock.error!r} against {ours.error!r}"]
     for part in ("outputs", "rows", "metrics", "tables", "lines"):
         theirs, own = getattr(stock, part), getattr(ours, part)
@@ -234,9 +236,9 @@ def compare(stock: Run, ours: Run) -> list[str]:
         if modes != own_modes:
             lines.append(f"{part}: {modes} against {own_modes}")
         for number, ((mode, expected), (_, value)) in enumerate(zip(theirs, own)):
-            lines += [f"{part} {number} ({mode}) {line}" for line in _compare_keys(part, expected, value)]
+            lines += [f"{part} {number} ({mode}) {line}" for line in _compare_keys(part, expected, value, known)]
     names = [dict.fromkeys(run.timings, True) for run in (stock, ours)]
-    lines += [f"timings {line}" for line in _compare_keys("timings", *names)]
+    lines += [f"timings {line}" for line in _compare_keys("timings", *names, known)]
     channels = [dict.fromkeys(name for name, _ in run.journal) for run in (stock, ours)]
     for name in channels[0] | channels[1]:
         if (line := difference(stock.journal.of(name), ours.journal.of(name))) is not None:
@@ -244,18 +246,18 @@ def compare(stock: Run, ours: Run) -> list[str]:
     return lines
 
 
-def _compare_keys(part: str, expected: Any, value: Any) -> list[str]:
+def _compare_keys(part: str, expected: Any, value: Any, known: Sequence[Known]) -> list[str]:
     if not isinstance(expected, Mapping):
         line = difference(expected, value)
         return [] if line is None else [line]
     lines = []
     for name in expected:
-        if any(known.covers(part, name) for known in KNOWN if not known.extra):
+        if any(one.covers(part, name) for one in known if not one.extra):
             continue
         line = ": missing" if name not in value else difference(expected[name], value[name])
         lines += [] if line is None else [f"{name}{line}"]
     for name in value.keys() - expected.keys():
-        if not any(known.covers(part, name) for known in KNOWN if known.extra):
+        if not any(one.covers(part, name) for one in known if one.extra):
             lines.append(f"{name}: TRL has none")
     return lines
 

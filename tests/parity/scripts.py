@@ -1,7 +1,7 @@
 """Completions that are written down, for stock TRL and grpo_ext alike: a model whose `generate` reads from a script.
 
-The script answers from the tokens of a row and from how often the same tokens came before, so it does not matter in which
-batches rows come. `Journal` is where reward functions, tools and environments of a test write what they got.
+The script answers from the tokens of a row and from how often the same tokens came before, so it does not matter in
+which batches rows come. `Journal` is where reward functions, tools and environments of a test write what they got.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Script:
     """The `generate` of a model, and the answers of a server.
 
     Args:
-        reply: what is said; `<eos>` ends it, and without one it is truncated.
+        reply: what is said; `<eos>` ends it, and without one it goes on until it is truncated.
     """
 
     def __init__(self, tokenizer: Any, reply: Reply) -> None:
@@ -101,7 +101,11 @@ class Script:
             self._places[tuple(context)] += 1
         text = self.tokenizer.decode(context)
         said = self.reply(max(0, text.count(MODEL) - 1), place, text)
-        return self.tokenizer(said)["input_ids"][:longest]
+        ids = self.tokenizer(said)["input_ids"][:longest]
+        goes_on = (
+            [] if said.endswith(self.tokenizer.eos_token) else self.tokenizer("z" * (longest - len(ids)))["input_ids"]
+        )
+        return ids + goes_on
 
     def __call__(self, input_ids: Any, attention_mask: Any, generation_config: Any, **images: Any) -> torch.Tensor:
         answers = [
