@@ -56,10 +56,14 @@ class Known:
 
 CLOCK = "the seconds of a run are not those of another"
 PHASES = "grpo_ext logs seconds by phase as time/*"
+OF_IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "num_tiles")
+OF_IMAGES += ("token_type_ids", "mm_token_type_ids", "image_position_ids")
+OF_FORWARD = "a forward prepares the images of the rows it runs, and what its model wants beside them"
 KNOWN = [
     Known(
         "outputs", "num_items_in_batch", False, "denominators are counted by the plan of a step (docs/architecture.md)"
     ),
+    *(Known("outputs", name, extra, OF_FORWARD) for name in OF_IMAGES for extra in (False, True)),
     *(Known(part, "step_time", False, CLOCK) for part in ("metrics", "lines")),
     *(Known("lines", name, False, CLOCK) for name in ("train_runtime", "train_samples_per_second")),
     *(Known("lines", name, False, CLOCK) for name in ("train_steps_per_second", "eval_runtime")),
@@ -146,10 +150,19 @@ Parts = Callable[[Journal], dict[str, Any]]
 Act = Callable[[Any], Any]
 
 
+def train(trainer: Any) -> None:
+    """What is done with a trainer by default."""
+    trainer.train()
+
+
 def run_one(
-    package: Any, folder: Path, parts: Parts, act: Act, scoring: bool, settings: dict[str, Any], raises: bool
+    package: Any, folder: Path, parts: Parts, scoring: bool, act: Act = train, raises: bool = False, **settings: Any
 ) -> Run:
-    """Build a trainer of a package (trl, grpo_ext) and act with it."""
+    """Build a trainer of a package (trl, grpo_ext) and act with it; see `side_by_side`.
+
+    Args:
+        scoring: the trainer overrides `_generate_and_score_completions`.
+    """
     run = Run()
     steps = settings.get("steps_per_generation", 1)
     common = {"per_device_train_batch_size": ROWS // steps, "steps_per_generation": steps, "shuffle_dataset": False}
@@ -194,9 +207,7 @@ class Sides:
         return [f"with an override: {line}" for line in scored] + compare(bare, self.ours, *more)
 
 
-def side_by_side(
-    folder: Path, parts: Parts, act: Act = lambda trainer: trainer.train(), raises: bool = False, **settings: Any
-) -> Sides:
+def side_by_side(folder: Path, parts: Parts, act: Act = train, raises: bool = False, **settings: Any) -> Sides:
     """Run a case with stock TRL and with grpo_ext.
 
     Args:
@@ -207,7 +218,7 @@ def side_by_side(
             `steps_per_generation=2`, two.
     """
     runs = [
-        run_one(package, folder / name, parts, act, scoring, settings, raises)
+        run_one(package, folder / name, parts, scoring, act, raises, **settings)
         for name, package, scoring in (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
     ]
     return Sides(*runs)

@@ -130,7 +130,7 @@ def by_turn(*turns: list[str]) -> Reply:
 
 def scripted_model(tokenizer: Any, reply: Reply = letters, **config: Any) -> Any:
     """A tiny model that says what is written."""
-    model = tiny_model(**{"max_position_embeddings": 4096, **config})
+    model = tiny_model(**{"max_position_embeddings": 4096, "num_hidden_layers": 1, **config})
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of the new embeddings
         model.resize_token_embeddings(len(tokenizer))

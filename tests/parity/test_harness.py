@@ -133,5 +133,5 @@ def test_an_error_on_one_side_alone_is_found(sides):
 
 def test_every_known_difference_has_a_reason_and_is_named_once():
     assert all(known.reason for known in KNOWN)
-    names = [(known.part, known.name) for known in KNOWN]
+    names = [(known.part, known.name, known.extra) for known in KNOWN]
     assert len(set(names)) == len(names)

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from datasets import Dataset
 
-from tests.parity.harness import GROUP, ROWS, assert_alike, side_by_side
+from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
 from tests.parity.scripts import (
     EOS,
     MODEL,
@@ -24,7 +24,7 @@ from tests.parity.scripts import (
     tokens_of,
     writing_reward,
 )
-from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
+from tests.support.tiny import prompts, stock_scores, tiny_model, tiny_tokenizer
 
 pytestmark = stock_scores
 PLAYS = by_turn([f"a{EOS}", call("guess", number=3) + EOS, call("buy", thing="x") + EOS], [f"ok{EOS}", "so"])
@@ -170,6 +170,26 @@ def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat
     assert_alike(sides)
 
 
+def test_a_step_of_several_micro_batches_has_no_old_log_probabilities(tmp_path):
+    """Where a rollout batch is one step (`steps_per_generation` is the accumulation)."""
+    sides = side_by_side(
+        tmp_path,
+        lambda journal: {
+            "model": scripted_model(tiny_tokenizer()),
+            "processing_class": tiny_tokenizer(),
+            "train_dataset": prompts(4),
+            "reward_funcs": writing_reward(journal),
+        },
+        steps_per_generation=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+    )
+    assert "old_per_token_logps" not in sides.stock.outputs[0][1]
+    reason = "means over the step, where TRL's are means of the micro-batches' means"
+    names = [(part, name) for part in ("metrics", "lines") for name in ("entropy", "clip_ratio/*")]
+    assert_alike(sides, *(Known(part, name, False, reason) for part, name in names))
+
+
 # ---- rollout_func ---------------------------------------------------------------------------------------------------
 
 
@@ -230,21 +250,3 @@ def test_a_rollout_func_may_know_no_log_probabilities_and_no_mask(tmp_path):
     sides = side_by_side(tmp_path, lambda journal: rolling(journal, written_rollout(journal, **nothing)))
     assert not {"sampling_per_token_logps", "tool_mask"} & sides.stock.outputs[0][1].keys()
     assert_alike(sides)
-
-
-def test_the_weights_and_not_the_script_decide_the_prompts(tmp_path):
-    """The negative control of this file: other rows are found to be other rows."""
-    sides = [
-        side_by_side(
-            tmp_path / str(first),
-            lambda journal, first=first: {
-                "model": scripted_model(tiny_tokenizer()),
-                "processing_class": tiny_tokenizer(),
-                "train_dataset": prompts(8).select(range(first, 8)),
-                "reward_funcs": letter_reward,
-            },
-        )
-        for first in (0, 2)
-    ]
-    sides[0].ours = sides[1].ours
-    assert any("prompt" in line for line in sides[0].differences())

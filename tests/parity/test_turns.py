@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.parity.harness import GROUP, ROWS, Sides, assert_alike, side_by_side
+import grpo_ext
+from tests.parity.harness import GROUP, ROWS, Sides, assert_alike, run_one, side_by_side
 from tests.parity.scripts import (
     EOS,
     Journal,
@@ -263,6 +264,39 @@ def test_a_template_that_trl_knows_renders_and_reads_calls(tmp_path):
     assert_alike(sides)
 
 
+def test_asynchronous_functions_share_a_loop(tmp_path):
+    """So that a client of a judge or a search, bound to the loop of its first call, serves tools and rewards."""
+    rows = conversations(2, environment=["game", "shop"])
+    reply = by_turn([call("ask", number=1) + EOS, call("buy", thing="x") + EOS, f"a{EOS}"], [f"b{EOS}"])
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        loops: set[Any] = set()
+
+        def note(who: str) -> None:
+            loops.add(asyncio.get_running_loop())
+            journal.write("loops", who, len(loops))
+
+        async def ask(number: int) -> str:
+            """Ask.
+
+            Args:
+                number: What for.
+            """
+            note("tool")
+            return "is"
+
+        async def reward(completions: Any, **columns: Any) -> list[float]:
+            note("reward")
+            return [float(len(one)) for one in completions]
+
+        factories = {"game": game(journal), "shop": shop(journal)}
+        return talking(journal, reply, rows, tools=[ask], environment_factory=factories, reward_funcs=reward)
+
+    sides = side_by_side(tmp_path, parts, max_steps=2, **LONG)
+    assert {who for who, _ in sides.stock.journal.of("loops")} == {"tool", "reward"}
+    assert_alike(sides)
+
+
 def test_tools_go_on_with_the_completions_of_a_rollout_func(tmp_path):
     reply = by_turn([""], [f"after{EOS}"])
 
@@ -287,7 +321,7 @@ def test_another_answer_is_found_to_be_another(tmp_path):
     reply = by_turn([call("tell", number=3) + EOS, f"a{EOS}"], [f"done{EOS}"])
     other = by_turn([call("tell", number=4) + EOS, f"a{EOS}"], [f"done{EOS}"])
     sides = side_by_side(tmp_path / "one", lambda journal: talking(journal, reply), **LONG)
-    sides.ours = side_by_side(tmp_path / "other", lambda journal: talking(journal, other), **LONG).ours
+    sides.ours = run_one(grpo_ext, tmp_path / "other", lambda journal: talking(journal, other), False, **LONG)
     lines = sides.differences()
     for part in ("metrics", "tables", "journal tool", "journal parsed", "journal reward"):
         assert any(line.startswith(part) for line in lines), part
