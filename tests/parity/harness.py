@@ -133,17 +133,15 @@ def recording(base: type, run: Run, scoring: bool) -> type:
 def without_padding(output: dict[str, Any]) -> dict[str, Any]:
     """TRL's dictionary with zeros where a log-probability or ratio belongs to no token: nothing reads it there."""
     absent = output["completion_mask"] == 0
-    found = {name: output[name] for name in BY_TOKEN if name in output}
-    return output | {n: v.masked_fill(absent, 0.0) for n, v in found.items() if v.shape == absent.shape}
+    fields = {name: output[name] for name in BY_TOKEN if name in output}
+    return output | {name: one.masked_fill(absent, 0.0) for name, one in fields.items() if one.shape == absent.shape}
 
 
 def plain(value: Any) -> Any:
-    """Lists and dictionaries in the place of deques and the like; copied."""
+    """A copy with lists and dictionaries in the place of deques and the like."""
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(one) for one in value]
-    return list(map(plain, value)) if type(value).__name__ == "deque" else value
+    return [plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 Parts = Callable[[Journal], dict[str, Any]]
@@ -215,7 +213,8 @@ def side_by_side(folder: Path, parts: Parts, act: Act = train, raises: bool = Fa
         act: what is done with the trainer.
         raises: an exception is recorded.
         settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
-            `steps_per_generation=2`, two.
+            `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
+            grpo_ext trains as a smaller step.
     """
     runs = [
         run_one(package, folder / name, parts, scoring, act, raises, **settings)

@@ -172,7 +172,7 @@ def writing_reward(journal: Journal, name: str = "writing") -> Any:
 def entry_of(columns: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a reward function as they can be compared: environments by their number, loggers by name.
 
-    `trainer_state` is there by its step alone (`harness.KNOWN`).
+    `trainer_state` is there by its step alone: its `num_input_tokens_seen` may lack the rollout that is scored.
     """
     plain = {name: value for name, value in columns.items() if not callable(value)}
     plain["callable"] = sorted(name for name, value in columns.items() if callable(value))
