@@ -392,7 +392,8 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         trainer.train(resume_from_checkpoint=resume)
     finally:
         turns.sample_chunk = inner
-    fields = trainer._sampler.rollout.fields  # type: ignore[union-attr]
+    rollout: Any = trainer._sampler.rollout
+    tokens = ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [
         {key: value for key, value in line.items() if key not in timed and not key.startswith(("profiling", "time/"))}
@@ -404,7 +405,9 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "update": parameters(trainer) - before,
         "log": log,
         "table": table,
-        "rollout": {key: fields[key] for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
+        "rollout": {
+            key: list(rollout.columns[key]) for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
+        },
         "weights": parameters(trainer),
         "said": said,
         "calls": calls_here[0],
