@@ -405,9 +405,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "update": parameters(trainer) - before,
         "log": log,
         "table": table,
-        "rollout": {
-            key: list(rollout.columns[key]) for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
-        },
+        "rollout": {key: list(rollout.columns[key]) for key in tokens},
         "weights": parameters(trainer),
         "said": said,
         "calls": calls_here[0],
