@@ -392,7 +392,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         part: StepPart = inputs[STEP_PART]
         counts, rows = part.context.counts, len(part.groups)
-        items = float(counts.tokens * self.accelerator.num_processes)
+        items = float((counts.tokens if counts.items is None else counts.items) * self.accelerator.num_processes)
         if self.model.training:
             items *= self.geometry.steps_per_rollout * rows / counts.completions
         inputs["num_items_in_batch"] = torch.tensor(items, device=self.accelerator.device)

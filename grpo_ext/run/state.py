@@ -110,7 +110,8 @@ def _of_rollout(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[st
     A column is "<name>/values"; "<name>/lengths" is beside it where rows have values of any number.
     """
     tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {"widths": rollout.widths}}
+    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {}}
+    objects["layout"] = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
     for name, column in rollout.columns.items():
         if isinstance(column, list):
             objects["lists"][name] = column
@@ -155,8 +156,11 @@ def _rollout(
             columns[name] = tensors[key][:, None] if name == "importance_sampling_ratio" else tensors[key]
         elif part == "values":
             columns[name] = Ragged(tensors[key], lengths.tolist())
-    widths = objects.get("layout", {}).get("widths")
-    return RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
+    layout = objects.get("layout", {})
+    widths = layout.get("widths")
+    rollout = RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
+    rollout.items_per_token = layout.get("items_per_token")
+    return rollout
 
 
 _ONE_EACH = ("advantages", "importance_sampling_ratio", "row_number")

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from grpo_ext import GRPOConfig, checks
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
+from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.ahead import Worker
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
 from grpo_ext.runtime.determinism import computing_with
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.ahead import Worker
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
@@ -51,10 +51,10 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
         sampled = tmp_path / f"checkpoint-{state.sampled_at}"
         model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
         for row in range(len(state.rollout)):
-            fields = {name: values[row] for name, values in state.rollout.fields.items()}
-            prompt, completion = fields["prompt_ids"].tolist(), fields["completion_ids"].tolist()
+            one = state.rollout.select([row])
+            prompt, completion = one.prompt_ids.row(0).tolist(), one.completion_ids.row(0).tolist()
             expected = log_probs(model, prompt, completion)
-            assert torch.allclose(fields["old_per_token_logps"], expected, atol=2e-5), (step, row)
+            assert torch.allclose(one.old_per_token_logps.values, expected, atol=2e-5), (step, row)
 
 
 def test_a_checkpoint_names_what_is_on_its_way_and_holds_its_weights(tmp_path):

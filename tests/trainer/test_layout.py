@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, ModelError
+from grpo_ext.rollouts.batch import Ragged
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import error, log_of, make, update
@@ -81,7 +82,7 @@ def prompt_mean(rollout: Any, rows: range, groups: list[int]) -> float:
     for row, group in zip(rows, groups):
         count = int(rollout.loss_mask(row).sum())
         tokens[group] += count
-        weighted[group] += count * float(rollout.fields["advantages"][row])
+        weighted[group] += count * float(rollout.advantages[row])
     return -sum(weighted[group] / tokens[group] for group in tokens) / len(tokens)
 
 
@@ -304,8 +305,10 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     trainer.train()
     rollout = trainer._rollouts.batch
     assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
-    rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
-    rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])
+    prompts = list(rollout.prompt_ids)
+    prompts[1] = torch.cat([prompts[1], torch.tensor([5])])
+    rollout.prompt_ids = Ragged.of(prompts)
+    rollout.prompt_mask = Ragged.of([torch.ones_like(ids) for ids in prompts])
     sizes = rollout.sizes()
     assert list(sizes.groups_B) == list(range(16))
     assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1
