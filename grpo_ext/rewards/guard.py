@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
+ScoredChunk = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
 _SCORED = {"prompts", "completions"}  # a call with both of these keywords scores completions
 
 
@@ -212,6 +213,86 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     return results[0]
 
 
+@dataclass(frozen=True)
+class GuardedCall:
+    """A call of a reward function for one chunk: made as often as it may be tried, and its result checked.
+
+    Attributes:
+        function, name, number: the function, its name, its place among the reward functions.
+        first: place of the chunk's first completion in the rollout batch, over all processes.
+        keywords: of the call, without recorders.
+        recorders: the user's own `log_metric` and `log_extra`; those that are missing record in the `RewardCall`.
+        faults: what is done where the call hangs or raises.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    number: int
+    first: int
+    keywords: dict[str, Any]
+    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
+    faults: Faults = STRICT
+
+    def _begin(self) -> tuple[RewardCall, dict[str, Any]]:
+        # every try has a record of its own, so that what a failed one logged does not count
+        call = RewardCall(self.name, self.number, self.first, len(self.keywords["completions"]))
+        record = {"log_metric": call.log_metric, "log_extra": call.log_extra}
+        return call, {**self.keywords, **record, **self.recorders}
+
+    def _end(self, call: RewardCall, rewards: Any) -> ScoredChunk:
+        return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), call
+
+    def _fail(self, error: Exception) -> ScoredChunk:
+        return self.faults.after_the_last(self.name, error, self.keywords["completions"]), self._begin()[0]
+
+    def score(self, in_worker: Callable[..., Any] | None = None, ended: threading.Event | None = None) -> ScoredChunk:
+        """The rewards of a synchronous function, and what it logged.
+
+        Args:
+            in_worker: runs the function in another process (`RewardWorkers.submit`); None: it runs here.
+            ended: once it is set, no further try is made.
+
+        Raises:
+            RewardError: the last try failed, or what was returned is no reward.
+        """
+
+        def attempt() -> tuple[RewardCall, Any]:
+            call, keywords = self._begin()
+            if in_worker is not None:
+                return call, in_worker(self.function, call, keywords, self.faults.timeout)
+            return call, in_time(lambda: as_list(self.function(**keywords)), self.faults.timeout, "reward_timeout")
+
+        try:
+            call, rewards = Retrying(**self.faults.policy(self.name, ended))(attempt)
+        except Exception as error:
+            if ended is not None and ended.is_set():
+                raise
+            return self._fail(error)
+        return self._end(call, rewards)
+
+    async def score_later(self) -> ScoredChunk:
+        """The rewards of an asynchronous function, and what it logged.
+
+        Raises:
+            RewardError: the last try failed, or what was returned is no reward.
+        """
+
+        async def attempt() -> tuple[RewardCall, Any]:
+            call, keywords = self._begin()
+            try:
+                return call, await asyncio.wait_for(self.function(**keywords), self.faults.timeout)
+            except asyncio.TimeoutError as error:
+                if str(error):  # the function's own
+                    raise
+                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
+
+        try:
+            scored: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
+        except Exception as error:
+            return self._fail(error)
+        return self._end(*scored)
+
+
 def checked_reward(
     function: Callable[..., Any],
     name: str,
@@ -280,8 +361,8 @@ class _Scoring:
         self,
         start: int,
         keywords: dict[str, Any],
-        ended: threading.Event | None = None,
         score: Callable[..., Any] | None = None,
+        ended: threading.Event | None = None,
     ) -> list[float | None]:
         """The rewards of a chunk of a synchronous function.
 
@@ -346,8 +427,7 @@ class InWorkers:
         self.functions.append(one)
 
     def _submit(self, one: _Scoring, keywords: dict[str, Any]) -> list[Future[list[float | None]]]:
-        ended, chunks = self.workers.ended, one.calls.cut(keywords)
-        return [self.workers.submit(functools.partial(one.now, start, part, ended)) for start, part in chunks]
+        return [self.workers.submit(functools.partial(one.now, start, part)) for start, part in one.calls.cut(keywords)]
 
     def rewards(self, one: _Scoring, keywords: dict[str, Any]) -> list[float | None]:
         """The rewards of all completions of a call; the first chunk that fails for good ends the others."""

@@ -1,0 +1,353 @@
+"""`RewardRunner` gives what stock TRL's `_calculate_rewards` gives, and calls functions by chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import trl
+from transformers import AutoModelForSequenceClassification, TrainerState
+
+from grpo_ext.errors import RewardError
+from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import Faults
+from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
+
+INPUTS = [
+    {"prompt": p, "completion": "left out", "answer": p[::-1], "level": i} for i, p in enumerate(["ab", "c", "de"])
+]
+TEXTS = (["ab", "c", "de"], ["abba", "cc", "edd"])
+CHATS = tuple(
+    [[{"role": role, "content": text}] for text in texts] for role, texts in zip(("user", "assistant"), TEXTS)
+)
+IDS = [[3, 4, 4, 3], [5, 5], [7, 6, 6]]
+
+
+class Game:
+    """An environment that owns its reward."""
+
+    guesses = 0
+
+    def get_reward(self) -> float:
+        return float(self.guesses)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state():
+    accelerate.PartialState()  # the logger asks it which process this is
+
+
+def rows(texts: Any = TEXTS, **settings: Any) -> RewardRows:
+    return RewardRows(INPUTS, *map(list, texts), IDS, **settings)
+
+
+def stock(folder: Any, functions: list[Any], tokenizers: Any = None, **settings: Any) -> trl.GRPOTrainer:
+    args = trl.GRPOConfig(
+        str(folder), report_to="none", bf16=False, use_cpu=True, per_device_train_batch_size=8, **settings
+    )
+    trainer = trl.GRPOTrainer(
+        tiny_model(),
+        functions,
+        args,
+        prompts(8),
+        processing_class=tiny_tokenizer(),
+        reward_processing_classes=tokenizers,
+    )
+    trainer.state = TrainerState(global_step=7)
+    return trainer
+
+
+def sources_of(trainer: Any) -> RewardFunctions:
+    options = trainer.chat_template_kwargs
+    return RewardFunctions(trainer.reward_funcs, trainer.reward_func_names, trainer.reward_processing_classes, options)
+
+
+def score(trainer: Any, rows: RewardRows, **settings: Any) -> tuple[torch.Tensor, list[RewardCall]]:
+    runner = RewardRunner(trainer.accelerator.device, async_loop=getattr(trainer, "async_loop", None), **settings)
+    return runner.score(sources_of(trainer), rows, state=trainer.state)
+
+
+def both(trainer: Any, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
+    """The rewards and the calls of the runner, after a comparison with stock TRL's rewards, metrics and columns."""
+    trainer.environments = rows.environments
+    trainer._pending_metrics.clear()
+    trainer._pending_extra_logs.clear()
+    expected_BF = trainer._calculate_rewards(rows.inputs, rows.prompts, rows.completions, rows.completion_ids)
+    rewards_BF, calls = score(trainer, rows)
+    assert rewards_BF.dtype == expected_BF.dtype == torch.float32
+    assert torch.equal(rewards_BF.nan_to_num(-77.0), expected_BF.nan_to_num(-77.0)), (rewards_BF, expected_BF)
+    assert not rewards_BF.requires_grad
+    assert metrics_of(calls) == dict(sorted(trainer._pending_metrics.items()))
+    assert columns_of(calls, len(rows.prompts), set()) == dict(sorted(trainer._pending_extra_logs.items()))
+    return rewards_BF, calls
+
+
+# ---- The same as stock TRL ------------------------------------------------------------------------------------------
+
+
+def length(prompts, completions, completion_ids, answer, level, trainer_state, log_metric, log_extra, **kwargs):
+    assert not kwargs
+    log_metric("mean", sum(map(len, completion_ids)) / len(completion_ids))
+    log_extra("answer", answer)
+    return [len(ids) + 10.0 * n + 100.0 * trainer_state.global_step for ids, n in zip(completion_ids, level)]
+
+
+async def later(completions, log_metric, **kwargs):
+    await asyncio.sleep(0)
+    log_metric("later", 2.0)
+    return [0.1 * len(c) for c in completions]
+
+
+def sparse(completions, level, **kwargs):
+    return [None if n == 1 else 1.0 / 3.0 for n in level]
+
+
+async def sparse_later(completions, level, **kwargs):
+    return [0.25 if n == 1 else None for n in level]
+
+
+class Object:
+    async def __call__(self, completions, **kwargs):
+        return [float(len(c)) for c in completions]
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        [length],
+        [later],
+        [sparse, sparse_later],
+        [later, length, functools.partial(later, extra=1), sparse, Object()],
+        [lambda completions, **kwargs: torch.arange(3), length],
+    ],
+    ids=["sync", "async", "partial None", "all", "tensor"],
+)
+@pytest.mark.parametrize("texts", [TEXTS, CHATS], ids=["text", "chat"])
+def test_rewards_and_logs_of_functions_are_those_of_stock_trl(tmp_path, functions, texts):
+    both(stock(tmp_path, functions), rows(texts))
+
+
+def test_the_keywords_of_a_function_are_those_of_stock_trl(tmp_path):
+    keywords: list[dict[str, Any]] = []
+
+    def records(**kwargs):
+        keywords.append(kwargs)
+        return [1.0] * 3
+
+    async def records_later(**kwargs):
+        return records(**kwargs)
+
+    trainer = stock(tmp_path, [records, records_later])
+    both(trainer, rows(environments=[Game() for _ in range(3)]))
+    trls, ours = keywords[:2], keywords[2:]
+    names = {"prompts", "completions", "completion_ids", "answer", "level", "environments", "trainer_state"}
+    for one, other in zip(trls, ours, strict=True):
+        assert one.keys() == other.keys() == names | {"log_metric", "log_extra"}
+        assert all(one[name] is other[name] or one[name] == other[name] for name in names)
+    both(trainer, rows())
+    assert [kwargs.keys() for kwargs in keywords[4:6]] == [kwargs.keys() for kwargs in keywords[6:]]
+    assert "environments" not in keywords[-1]
+
+
+def test_a_data_column_gives_way_to_what_trl_hands_over(tmp_path):
+    def graded(trainer_state, log_metric, environments, **kwargs):
+        assert trainer_state.global_step == 7
+        log_metric("m", 1.0)
+        return [float(value) for value in environments]
+
+    taken = [{**row, "trainer_state": "x", "log_metric": "x", "environments": 5} for row in INPUTS]
+    trainer = stock(tmp_path, [graded])
+    both(trainer, dataclasses.replace(rows(), inputs=taken))
+    both(trainer, dataclasses.replace(rows(environments=[1, 2, 3]), inputs=taken))
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
+        score(trainer, dataclasses.replace(rows(), inputs=[{**row, "prompts": "x"} for row in INPUTS]))
+
+
+def test_rewards_of_environments_are_those_of_stock_trl(tmp_path):
+    class Judged(Game):
+        async def get_reward(self) -> float:
+            return 0.25
+
+    def of_game(environments, _env_type=Game, **kwargs):  # as TRL's constructor appends them
+        return [e.get_reward() if type(e) is _env_type else None for e in environments]
+
+    async def of_judged(environments, _env_type=Judged, **kwargs):
+        return [await e.get_reward() if type(e) is _env_type else None for e in environments]
+
+    trainer = stock(tmp_path, [of_game, of_judged])
+    some = [Game(), Judged(), Game()]
+    for number, environment in enumerate(some):
+        environment.guesses = number
+    rewards_BF, _ = both(trainer, rows(environments=some))
+    assert rewards_BF.nan_to_num(-1.0).tolist() == [[0.0, -1.0], [-1.0, 0.25], [2.0, -1.0]]
+
+
+def reward_model(dtype: torch.dtype = torch.float32) -> Any:
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(config).to(dtype)
+    model.config._name_or_path = "scorer"
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("texts", [TEXTS, CHATS], ids=["text", "chat"])
+def test_rewards_of_models_are_those_of_stock_trl(tmp_path, texts, dtype):
+    tokenizer = tiny_tokenizer(chat=True)
+    trainer = stock(tmp_path, [length, reward_model(dtype), later], [None, tokenizer, None])
+    rewards_BF, calls = both(trainer, rows(texts))
+    assert len(set(rewards_BF[:, 1].tolist())) == 3
+    assert sorted((call.function, call.number, call.first, call.rows) for call in calls) == [
+        ("later", 2, 0, 3),
+        ("length", 0, 0, 3),
+        ("scorer", 1, 0, 3),
+    ]
+
+
+def test_a_reward_model_gets_the_arguments_of_the_chat_template(tmp_path):
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ suffix }}" + tokenizer.chat_template + "{{ suffix }}"
+    rewards = []
+    for suffix in ("x", "yz"):
+        model, kwargs = reward_model(), {"suffix": suffix}
+        rewards.append(both(stock(tmp_path, [model], tokenizer, chat_template_kwargs=kwargs), rows(CHATS))[0])
+    assert not torch.equal(*rewards)  # the control
+
+
+def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itself(tmp_path):
+    model, shapes, called = reward_model(), [], []
+
+    def graded(completions, **kwargs):
+        called.append(len(completions))
+        return [0.0] * len(completions)
+
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    trainer = stock(tmp_path, [graded, model], [None, tiny_tokenizer()])
+    score(trainer, rows(chunk=1))
+    assert (called, shapes) == ([1, 1, 1], [3])
+    RewardRunner(torch.device("cpu")).keep_company(sources_of(trainer), rows())
+    assert (called, shapes) == ([1, 1, 1], [3, 3])
+
+
+@pytest.mark.parametrize("environments", [None, ["x", "y", "z"]])
+def test_a_row_that_nobody_scored_is_named_as_in_stock_trl(tmp_path, caplog, environments):
+    trainer = stock(tmp_path, [sparse, sparse])
+    with caplog.at_level(logging.WARNING):
+        both(trainer, rows(environments=environments))
+    expected, shown = (record.message for record in caplog.records if "returned None" in record.message)
+    assert shown == expected
+    assert "'answer': 'c', 'level': 1" in shown
+
+
+# ---- What is our own ------------------------------------------------------------------------------------------------
+
+
+def sources(*functions: Callable[..., Any]) -> RewardFunctions:
+    names = [f"function_{number}" for number in range(len(functions))]
+    return RewardFunctions(functions, names, [None] * len(functions))
+
+
+@contextmanager
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    running = asyncio.new_event_loop()
+    thread = threading.Thread(target=running.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield running
+    finally:
+        running.call_soon_threadsafe(running.stop)
+        thread.join()
+
+
+def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_synchronous_ones():
+    events: list[str] = []
+    threads: set[int] = set()
+
+    def graded(completions, **kwargs):
+        events.append("sync")
+        return [1.0] * len(completions)
+
+    async def meets(completions, **kwargs):
+        events.append("async")
+        threads.add(threading.get_ident())
+        while events.count("async") < 6:
+            await asyncio.sleep(0.001)
+        return [2.0] * len(completions)
+
+    with loop() as async_loop:
+        runner = RewardRunner(torch.device("cpu"), Faults(timeout=30.0), async_loop=async_loop)
+        rewards_BF, calls = runner.score(sources(meets, graded, meets), rows(chunk=1, first=9), state=None)
+    assert rewards_BF.tolist() == [[2.0, 1.0, 2.0]] * 3
+    assert events == ["sync"] * 3 + ["async"] * 6
+    assert threading.get_ident() not in threads
+    assert len(threads) == 1
+    places = sorted((call.number, call.first, call.rows) for call in calls)
+    assert places == [(number, 9 + row, 1) for number in range(3) for row in range(3)]
+
+
+def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
+    with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
+        RewardRunner(torch.device("cpu")).score(sources(sparse, later), rows(), state=None)
+
+
+def test_every_function_has_a_profile_of_its_own_name():
+    profiles: collections.Counter[str] = collections.Counter()
+
+    @contextmanager
+    def profile(name):
+        profiles[name] += 1
+        yield
+
+    with loop() as async_loop:
+        runner = RewardRunner(torch.device("cpu"), async_loop=async_loop, profile=profile)
+        runner.score(sources(sparse, later), rows(chunk=1), state=None)
+    assert profiles == {"function_0": 1, "function_1": 1}
+
+
+def test_recorders_of_the_users_own_replace_those_of_the_call():
+    logged: list[Any] = []
+
+    def graded(completions, log_metric, log_extra, **kwargs):
+        log_metric("n", len(completions))
+        log_extra("c", completions)
+        return [0.0] * len(completions)
+
+    runner = RewardRunner(torch.device("cpu"))
+    _, calls = runner.score(
+        sources(graded), rows(chunk=2), state=None, recorders={"log_metric": lambda *args: logged.append(args)}
+    )
+    assert logged == [("n", 2), ("n", 1)]
+    assert [call.columns for call in calls] == [{"c": ["abba", "cc"]}, {"c": ["edd"]}]
+    assert not any(call.metrics for call in calls)
+
+
+def test_a_process_without_completions_calls_nothing():
+    empty = RewardRows([], [], [], [])
+    rewards_BF, calls = RewardRunner(torch.device("cpu")).score(sources(sparse, later), empty, state=None)
+    assert rewards_BF.shape == (0, 2)
+    assert calls == []
+
+
+def test_functions_are_read_at_each_call():
+    functions: list[Any] = [lambda completions, **kwargs: [1.0] * 3]
+    holder = types.SimpleNamespace(functions=RewardFunctions(functions, ["a"], [None]))
+    runner = RewardRunner(torch.device("cpu"))
+    assert runner.score(holder.functions, rows(), state=None)[0][0].tolist() == [1.0]
+    functions[0] = lambda completions, **kwargs: [2.0] * 3
+    assert runner.score(holder.functions, rows(), state=None)[0][0].tolist() == [2.0]
