@@ -9,7 +9,6 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +22,7 @@ from grpo_ext.errors import RewardError
 from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
 from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from tests.support.rewards import functions_of, running_loop
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 
 INPUTS = [
@@ -258,23 +258,6 @@ def test_a_row_that_nobody_scored_is_named_as_in_stock_trl(tmp_path, caplog, env
 # ---- What is our own ------------------------------------------------------------------------------------------------
 
 
-def sources(*functions: Callable[..., Any]) -> RewardFunctions:
-    names = [f"function_{number}" for number in range(len(functions))]
-    return RewardFunctions(functions, names, [None] * len(functions))
-
-
-@contextmanager
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    running = asyncio.new_event_loop()
-    thread = threading.Thread(target=running.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield running
-    finally:
-        running.call_soon_threadsafe(running.stop)
-        thread.join()
-
-
 def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_synchronous_ones():
     events: list[str] = []
     threads: set[int] = set()
@@ -290,9 +273,9 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
             await asyncio.sleep(0.001)
         return [2.0] * len(completions)
 
-    with loop() as async_loop:
+    with running_loop() as async_loop:
         runner = RewardRunner(torch.device("cpu"), Faults(timeout=30.0), async_loop=async_loop)
-        rewards_BF, calls = runner.score(sources(meets, graded, meets), rows(chunk=1, first=9), state=None)
+        rewards_BF, calls = runner.score(functions_of([meets, graded, meets]), rows(chunk=1, first=9), state=None)
     assert rewards_BF.tolist() == [[2.0, 1.0, 2.0]] * 3
     assert events == ["sync"] * 3 + ["async"] * 6
     assert threading.get_ident() not in threads
@@ -303,7 +286,7 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
-        RewardRunner(torch.device("cpu")).score(sources(sparse, later), rows(), state=None)
+        RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), rows(), state=None)
 
 
 def test_every_function_has_a_profile_of_its_own_name():
@@ -314,9 +297,9 @@ def test_every_function_has_a_profile_of_its_own_name():
         profiles[name] += 1
         yield
 
-    with loop() as async_loop:
+    with running_loop() as async_loop:
         runner = RewardRunner(torch.device("cpu"), async_loop=async_loop, profile=profile)
-        runner.score(sources(sparse, later), rows(chunk=1), state=None)
+        runner.score(functions_of([sparse, later]), rows(chunk=1), state=None)
     assert profiles == {"function_0": 1, "function_1": 1}
 
 
@@ -330,7 +313,7 @@ def test_recorders_of_the_users_own_replace_those_of_the_call():
 
     runner = RewardRunner(torch.device("cpu"))
     _, calls = runner.score(
-        sources(graded), rows(chunk=2), state=None, recorders={"log_metric": lambda *args: logged.append(args)}
+        functions_of([graded]), rows(chunk=2), state=None, recorders={"log_metric": lambda *args: logged.append(args)}
     )
     assert logged == [("n", 2), ("n", 1)]
     assert [call.columns for call in calls] == [{"c": ["abba", "cc"]}, {"c": ["edd"]}]
@@ -339,7 +322,7 @@ def test_recorders_of_the_users_own_replace_those_of_the_call():
 
 def test_a_process_without_completions_calls_nothing():
     empty = RewardRows([], [], [], [])
-    rewards_BF, calls = RewardRunner(torch.device("cpu")).score(sources(sparse, later), empty, state=None)
+    rewards_BF, calls = RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), empty, state=None)
     assert rewards_BF.shape == (0, 2)
     assert calls == []
 
