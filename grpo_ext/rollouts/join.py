@@ -128,7 +128,7 @@ def join(
             "completion needs its rewards, and every group has to be whole."
         )
     advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
-    columns = concatenated([share.columns for share in shares if share.columns])
+    columns = concatenated(_alike([share.columns for share in shares if share.columns]))
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     start = sum(len(share.entries) for share in shares[:rank])
     return Round(
@@ -155,6 +155,21 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
             if issubclass(kind, RolloutError):
                 raise RolloutError(f"on process {rank}, {message}")
             raise ProcessError(f"process {rank} failed: {kind.__name__}: {message}")
+
+
+def _alike(parts: list[dict[str, Column]]) -> list[dict[str, Column]]:
+    """The columns of processes, of which a `rollout_func` may have returned a mask on some alone.
+
+    Raises:
+        RolloutError: on some alone it returned log-probabilities.
+    """
+    if any("tool_mask" in part for part in parts):  # without one, the model wrote all tokens
+        parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]
+    if len({"sampling_per_token_logps" in part for part in parts}) > 1:
+        raise RolloutError(
+            "rollout_func returned logprobs on some processes and None on others; return them on all, or on none."
+        )
+    return parts
 
 
 def _share(local: LocalRollout, rules: JoinRules) -> Share:
