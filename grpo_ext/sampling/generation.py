@@ -27,7 +27,7 @@ from ..algorithms.keyed_random import choose, completion_keys, uniform
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
-from ..rollouts.batch import padded
+from ..rollouts.ragged import padded
 from .decoding import compact_decode, growing_cache, unique
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")

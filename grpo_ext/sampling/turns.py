@@ -25,7 +25,7 @@ from ..forward.adapters import is_prompt_learning
 from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rewards.calls import RewardCalls
-from ..rollouts.batch import padded
+from ..rollouts.ragged import padded
 from ..runtime.collectives import first_of_all_processes, max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .chunks import RowTokens, chunks_of, rows_continued, run_chunks
