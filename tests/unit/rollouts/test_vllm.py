@@ -14,8 +14,9 @@ import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.batch import Ragged, RolloutBatch
-from grpo_ext.rollouts.vllm import completion_seeds, seeded
+from grpo_ext.rollouts.batch import RolloutBatch
+from grpo_ext.rollouts.ragged import Ragged
+from grpo_ext.rollouts.vllm import completion_seeds, sampling_metrics, seeded
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import METRIC
 
