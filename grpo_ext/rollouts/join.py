@@ -19,8 +19,9 @@ from ..errors import PrecisionError, ProcessError, RolloutError
 from ..forward.images import packed_images
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
-from .batch import ROW_IMAGES, ROW_NUMBER, Column, Ragged, RolloutBatch, concatenated
+from .batch import ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch, concatenated
 from .local import LocalRollout
+from .ragged import Ragged
 from .transcript import Transcript
 
 GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has

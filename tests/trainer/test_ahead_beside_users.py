@@ -80,7 +80,9 @@ def test_a_subclass_changes_the_rows(tmp_path, lag):
     state = RunState.load(tmp_path / "checkpoint-3", 4)
     assert state is not None
     assert state.rollout is not None
-    trained = {tiny_tokenizer().decode(ids) for ids in state.rollout.prompt_ids}
+    rows = state.rollout.token_rows(torch.device("cpu"))
+    prompt_ids = [rows.ids_N[start : start + n] for start, n in zip(rows.starts_B, rows.prompts_B)]
+    trained = {tiny_tokenizer().decode(ids) for ids in prompt_ids}
     assert {prompt.replace(" ", "")[1:] for prompt in trained} <= {prompt.replace(" ", "") for prompt in given}
 
 

@@ -18,8 +18,9 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.batch import Ragged, RolloutBatch
+from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.join import Entry, Round
+from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
 from grpo_ext.rollouts.vllm import VllmEngine, completion_seeds, seeded
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
