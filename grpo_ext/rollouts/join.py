@@ -69,7 +69,7 @@ class Share:
     reward_calls: list[RewardCall] = field(default_factory=list)
     tool_calls: int = 0
     tool_failures: int = 0
-    failure: tuple[type[Exception], str] | None = None
+    failure: tuple[str, str] | None = None
 
 
 @dataclass
@@ -150,12 +150,12 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
         raise failure
     for rank, share in enumerate(shares):
         if share.failure is not None:
-            kind, message = share.failure
-            if issubclass(kind, PrecisionError):
+            kind, message = share.failure  # by name: the class may be one that cannot be sent
+            if kind == PrecisionError.__name__:
                 raise PrecisionError(message)
-            if issubclass(kind, RolloutError):
+            if kind == RolloutError.__name__:
                 raise RolloutError(f"on process {rank}, {message}")
-            raise ProcessError(f"process {rank} failed: {kind.__name__}: {message}")
+            raise ProcessError(f"process {rank} failed: {kind}: {message}")
 
 
 def _alike(parts: list[dict[str, Column]]) -> list[dict[str, Column]]:
@@ -175,7 +175,7 @@ def _alike(parts: list[dict[str, Column]]) -> list[dict[str, Column]]:
 
 def _share(local: LocalRollout, rules: JoinRules) -> Share:
     if local.failure is not None:
-        return Share(failure=(type(local.failure), str(local.failure)))
+        return Share(failure=(type(local.failure).__name__, str(local.failure)))
     transcripts = local.counted
     entries = [_entry(transcript, rules) for transcript in transcripts]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
