@@ -225,6 +225,7 @@ def hooks_of(trainer: Any) -> Hooks:
         functools.partial(rollouts.turn_by_user, turn, group) if trainer._overrides("_generate_single_turn") else None,
         None if trainer.rollout_func is None else rollout,
         trainer._overrides("_calculate_rewards"),
+        trainer._overrides(SCORE),
     )
 
 

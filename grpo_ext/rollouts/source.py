@@ -216,7 +216,7 @@ class Rollouts:
 
     def _uneven(self, request: RolloutRequest, context: Context) -> contextlib.AbstractContextManager[None]:
         """Where code of the user's runs, `accelerator.gather` takes a different number of rows from every process."""
-        if context.terms.hooks.any or context.score is not None:
+        if context.terms.hooks.any:
             return uneven_gathers(self.accelerator, request.empty)
         return contextlib.nullcontext()
 
