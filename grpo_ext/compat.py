@@ -340,6 +340,7 @@ OVERRIDES: dict[str, Point] = {
         "_issue_warnings_after_load": "load_result",
         "_load_optimizer_and_scheduler": "checkpoint",
         "_push_from_checkpoint": "checkpoint_folder",
+        "_get_output_dir": "trial",
         "_finalize_training": "trial num_train_samples start_time",
         "get_total_train_batch_size": "args",
         "get_train_dataloader": "",
@@ -374,7 +375,6 @@ CALLED = (
     Point(_GRPO, "_log_metric", ("name", "value")),
     Point(_GRPO, "_log_completion_extra", ("column", "values")),
     Point(_GRPO, "_remove_unused_columns", ("dataset", "description")),
-    Point(_GRPO, "_get_output_dir", ("trial",)),
     Point(accelerate.Accelerator, "accumulate", ()),
     Point(accelerate.Accelerator, "backward", ("loss",)),
     Point(accelerate.Accelerator, "unwrap_model", ("model",)),
@@ -436,10 +436,6 @@ BODIES = (
     *(Body(_GRPO, _SCORING, (f"self.{name} = ",)) for name in (*TOOLS, "environments")),
     Body(_GRPO, _SCORING, ("pool = self._environment_pool[name]", "pool.append(self.environment_factories[name]())")),
     Body(_GRPO, "_tool_call_loop", ("prompt_ids[idx_with_tool] + completion_ids[idx_with_tool] + suffix_ids",)),
-    Body(_TRAINER, "_init_training_state", ("compare_trainer_and_checkpoint_args(self.args",)),
-    Body(_TRAINER, "_save_checkpoint", ("self.state.best_global_step",)),
-    # a checkpoint is written below the folder that is asked for
-    *(Body(owner, "_save_checkpoint", ("self._get_output_dir(trial=trial)",)) for owner in (_TRAINER, _GRPO)),
     # what a rollout batch is made of
     *(Body(_GRPO, _SCORING, (f'"{name}": {name}',)) for name in _FIELDS),
     *(Body(_GRPO, _SCORING, (f'output["{name}"]',)) for name in (*_MORE, "tool_mask")),

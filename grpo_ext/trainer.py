@@ -13,7 +13,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,11 @@ from .forward.reference import ReferenceSource, base_model_of, build_reference, 
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
-from .run.fingerprint import check_names, fingerprint_of_run
-from .run.interrupts import RunCallback
-from .run.keeper import RunKeeper, RunParts
+from .run.fingerprint import check_names
+from .run.keeper import RunKeeper
+from .run.live import LiveRun
 from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.output_folder import create_output_dir
-from .run.recorded_completions import RecordedCompletions, record
-from .run.state import RunState, loop_sums, restore_loop_sums
 from .run.weights import dtypes_kept, load_renamed
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
@@ -243,18 +241,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images, own_loss
         )
-        self._keeper = RunKeeper(
-            self.accelerator,
-            self.args,
-            given,
-            self.geometry,
-            self._parts,
-            self._fingerprint,
-            self._run_state,
-            self._restore,
-            self._record_completions,
-            self._logs,
-        )
+        self._keeper = RunKeeper(self.accelerator, self.args, given, self.geometry, LiveRun(self))
         self.add_callback(self._keeper)
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
@@ -852,8 +839,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 quiet(),
                 pinned(self._threads),
                 computing_with(self._divided_threads()),
-                self._telling_callbacks(),
-                self._keeper.running(checkpoint, lambda: self.state),
+                self._keeper.running(checkpoint),
             ):
                 try:
                     result = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -905,16 +891,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, described(self))
         self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
-    @contextlib.contextmanager
-    def _telling_callbacks(self) -> Iterator[None]:
-        """After what runs inside, callbacks learn that the run has ended, also where it failed."""
-        try:
-            yield
-        finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, RunCallback):
-                    callback.on_run_end()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
@@ -928,10 +904,12 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers', which says where a resumed run goes on, and not that its micro-batches differ."""
-        begin = super()._init_training_state
-        size = self._keeper.micro_batch_of_checkpoint or self.args.per_device_train_batch_size
-        seen = {"args": compat.View(self.args, {"per_device_train_batch_size": size})}
-        place = compat.on_view(begin, seen, *args, **kwargs)
+        size = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = self._keeper.micro_batch_of_checkpoint or size
+        try:
+            place = super()._init_training_state(*args, **kwargs)
+        finally:
+            self.args.per_device_train_batch_size = size
         if self.state.global_step:
             self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
         return place
@@ -986,79 +964,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
-        save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
-        if self._ahead is None:
-            self._keeper.save(save, push, self.state, final, model, trial)
-            return
-        self._waiting = self._ahead.for_checkpoint()
-        try:
-            self._keeper.save(save, push, self.state, final, model, trial)
-        finally:
-            self._waiting = []
+        final = self._checkpoint_folder(trial)
+        with self._keeper.writing(final, self.state):
+            super()._save_checkpoint(model, trial)
+        if self._keeper.push_due:
+            super()._push_from_checkpoint(str(final))
+        self._keeper.rotate(final, self.state.best_model_checkpoint)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """transformers'; while a checkpoint is written, the folder in which it becomes whole."""
+        return self._keeper.output_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._keeper.push_later()
+        """Later, under the name that the checkpoint will have."""
+        self._keeper.push_due = True
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _parts(self) -> RunParts:
-        unwrap = self.accelerator.unwrap_model
-        reference = None if self.ref_model is None else unwrap(self.ref_model)
-        return RunParts(
-            model=unwrap(self.model),
-            reference=reference,
-            optimizer=self.optimizer,
-            processing_class=self.processing_class,
-            tokenizer=self._tokenizer,
-            end_tokens=self.eos_token_ids,
-            train_dataset=self.train_dataset,
-            reward_weights=self.reward_weights,
-            reward_names=self.reward_func_names,
-            tools=self.tools or (),
-        )
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return fingerprint_of_run(self.args, self.geometry, self._parts(), whole=not self._scorer.sharded)
-
-    def _run_state(self) -> RunState:
-        """What a checkpoint holds beside model, optimizer and scheduler."""
-        limits = {
-            "window": self._step_runner.limits.state(),
-            "scoring": self._scorer.memory.limit,
-            "generation": self._sampler.memory.limit,
-        }
-        return RunState(
-            rollout=self._sampler.rollout,
-            rollout_name=self._sampler.rollout_name,
-            step=self._step,
-            losses=self._losses,
-            limits=limits,
-            waiting=self._waiting,
-            sampled_at=self._sampled_at,
-            **loop_sums(self),
-        )
-
-    def _restore(self, state: RunState) -> None:
-        """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
-        self._sampler.hold(state.rollout, state.rollout_name)
-        self._step, self._waiting, self._sampled_at = state.step, state.waiting, state.sampled_at
-        restore_loop_sums(self, state)
-        if state.loss:
-            self._losses = list(state.losses)
-        if state.limits:
-            self._step_runner.limits.restore(state.limits["window"])
-            self._scorer.memory.limit = state.limits["scoring"]
-            self._sampler.memory.limit = state.limits["generation"]
-
-    def _record_completions(self) -> RecordedCompletions | None:
-        """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
-        rollout = self._sampler.rollout
-        if rollout is None or self._sampler.prepare is not None:  # images are not recorded
-            return None
-
-        def score(row: int) -> torch.Tensor:
-            with self._scorer.without_gradients(self.model):
-                return self._score(self.model, self._step_runner.collate(rollout, (row,)))[0][0]
-
-        return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)

@@ -279,7 +279,7 @@ def fingerprint_of_run(args: Any, geometry: Any, parts: Any, whole: bool) -> dic
     """Everything that is compared on resume, in plain JSON types.
 
     Args:
-        parts: what the run is made of, a `run.keeper.RunParts`.
+        parts: what the run is made of, a `run.live.RunParts`.
         whole: whether this process holds all weights.
     """
     return {

@@ -116,33 +116,6 @@ def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weigh
     return Weights(progress, *parts)
 
 
-def loop_sums(trainer: Any) -> dict[str, Any]:
-    """What the loops of transformers and TRL have added up since the last log line and since the start."""
-    entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
-    return {
-        "metrics": {name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
-        "loss": {
-            "since_log": float(trainer._tr_loss),
-            "total": float(trainer._total_loss_scalar),
-            "last_logged": float(trainer._globalstep_last_logged),
-        },
-        "entropy": entropy if trainer.use_adaptive_entropy else {},
-    }
-
-
-def restore_loop_sums(trainer: Any, state: RunState) -> None:
-    """Give them back to a trainer whose loop has set its own to zero."""
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update(state.metrics)
-    if state.loss:
-        trainer._tr_loss = trainer._tr_loss + state.loss["since_log"]
-        trainer._total_loss_scalar = state.loss["total"]
-        trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(state.loss["last_logged"])
-    if state.entropy:
-        trainer.entropy_coef = state.entropy["coefficient"]
-        trainer._last_world_entropy = state.entropy["last"]
-
-
 def save_reference(model: torch.nn.Module, folder: str | Path) -> None:
     """Write a reference model that moves during the run (`sync_ref_model`)."""
     state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
