@@ -27,9 +27,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checks, compat
-from .algorithms.advantages import AdvantageRule, weighted_sum
+from .algorithms.advantages import AdvantageRule
 from .algorithms.losses import adapted_entropy_coefficient
-from .algorithms.pass_at_k import are_pass_or_fail, pass_metrics
 from .batching.micro_batches import Form
 from .batching.prompt_order import (
     FurtherPrompts,
@@ -39,7 +38,6 @@ from .batching.prompt_order import (
     make_eval_loader,
     make_loader,
 )
-from .batching.sizes import describe_plan
 from .config import GRPOConfig
 from .errors import ConfigError, RolloutError
 from .forward.architecture import experts_per_token, token_cost
@@ -50,12 +48,11 @@ from .forward.reference import ReferenceSource, base_model_of, build_reference, 
 from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
-from .run.fingerprint import check_names
 from .run.keeper import RunKeeper
 from .run.live import LiveRun
 from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.output_folder import create_output_dir
-from .run.weights import dtypes_kept, load_renamed
+from .run.weights import all_loaded
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
@@ -65,10 +62,11 @@ from .sampling.decoding import unique, without_router_logits
 from .sampling.rollout import Rollout
 from .sampling.rollout_func import CheckedRollout
 from .sampling.sampler import RewardSettings, RolloutSampler, TrlScoring
-from .sampling.tool_calls import TimedTools, check_tools, checked_environments
+from .sampling.tool_calls import TimedTools
 from .sampling.turns import Generation, ScoringCall
-from .sampling.twin import begin_ahead, described
+from .sampling.twin import begin_ahead
 from .step.backward import clear_cache_every
+from .step.evaluation import PassAtK
 from .step.loss import LossTerms, assemble_loss
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
 from .step.statistics import STEP_PART, StepPart, whole_step
@@ -140,23 +138,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         compat.verify()
         config = GRPOConfig.for_model(args, model)
-        checks.check_model(model, config)
-        if config.rollout_lag:
-            checks.refuse_own_forward(model)
         leave_in_order()
-        check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
-        if environment_factory is None:
-            checks.check_data_sets(train_dataset, eval_dataset)
-        rows = checks.with_rows(train_dataset, eval_dataset)
-        environment_factory = checked_environments(environment_factory, config.tool_timeout, rows)
-        if processing_class is None:
-            processing_class = compat.processing_class_of(model, config)
-        checks.check_end_token(processing_class, model)
-        with_images = isinstance(processing_class, ProcessorMixin)
-        if tools or environment_factory:
-            check_tools(tools or [], processing_class, checks.first_rows(train_dataset, eval_dataset))
-        travelling = with_images and bool(tools or environment_factory)
-        checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
+        processing_class, environment_factory = checks.check_arguments(
+            config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
+        )
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
@@ -165,8 +150,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._is_twin = False  # the trainer that samples ahead, on a thread
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
-        self._warned_without_pass_at_k = False
-        self._pass_or_fail = True  # every reward so far was 0 or 1
         self._sampled_at = 0  # optimizer steps made before the weights that sampled the rollout batch
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
@@ -178,29 +161,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
         with checks.loading():
-            super().__init__(
-                model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-                args=loop_args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+            super().__init__(  # in TRL's order: compat.OVERRIDES
+                model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
+                eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
+                peft_config, tools, rollout_func, environment_factory,
+            )  # fmt: skip
         compat.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
-        self._build(config, args, with_images, travelling)
+        self._build(config, args)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
             self._sampler.start_workers(self._reward_funcs, self.reward_func_names)
@@ -214,8 +186,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.sync_ref_model:
             self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool, travelling: bool) -> None:
+    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""
+        with_images = isinstance(self.processing_class, ProcessorMixin)
+        travelling = with_images and bool(self.tools or self.environment_factories)
         multiple = self.pad_to_multiple_of
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
@@ -241,8 +215,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images, own_loss
         )
-        self._keeper = RunKeeper(self.accelerator, self.args, given, self.geometry, LiveRun(self))
+        self._keeper = RunKeeper(LiveRun(self), user_args)
         self.add_callback(self._keeper)
+        self.add_callback(self._keeper.watch)
+        self._passes = PassAtK(self.args)
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
@@ -269,22 +245,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._sampler.slices(self.num_generations)
+        shuffle, workers = bool(self.shuffle_dataset), ("num_workers", "persistent_workers", "prefetch_factor")
         further = None
         if args.dynamic_sampling:
-            order = PromptOrder(len(dataset), args.seed, bool(self.shuffle_dataset))
-            further = FurtherPrompts(dataset, slices, order, args.seed)
+            further = FurtherPrompts(dataset, slices, PromptOrder(len(dataset), args.seed, shuffle), args.seed)
         loader = make_loader(
             dataset,
             self.geometry,
             slices,
             seed=args.seed,
-            shuffle=bool(self.shuffle_dataset),
+            shuffle=shuffle,
             drop_last=args.dataloader_drop_last,
-            worker_options={
-                "num_workers": args.dataloader_num_workers,
-                "persistent_workers": args.dataloader_persistent_workers,
-                "prefetch_factor": args.dataloader_prefetch_factor,
-            },
+            worker_options={name: getattr(args, f"dataloader_{name}") for name in workers},
             ahead=args.rollout_lag > 0,
         )
         self._sampler.read_from(dataset, loader.dataset, further)
@@ -361,8 +333,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
-        for name, value in (self._pass_metrics() if len(dataloader) else {}).items():
-            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        passes = self._passes.metrics(self.num_generations_eval) if len(dataloader) else {}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in passes.items()})
         return output
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
@@ -370,26 +342,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._metrics["eval"].clear()
         return output
-
-    def _pass_rewards(self) -> torch.Tensor:
-        """The rewards (B,) that pass@k is about, of the completions that were sampled last."""
-        rewards_BF, name = self._sampler.rewards_BF, self.args.eval_pass_reward
-        assert rewards_BF is not None  # something was sampled
-        if name is None:
-            return weighted_sum(rewards_BF, self.reward_weights)
-        return rewards_BF[:, self.reward_func_names.index(name)]
-
-    def _pass_metrics(self) -> dict[str, float]:
-        least = self.args.eval_pass_threshold
-        if least is None and self._pass_or_fail:
-            least = 1.0
-        if least is None and self.args.num_generations_eval is not None and not self._warned_without_pass_at_k:
-            self._warned_without_pass_at_k = True
-            logger.warning(
-                "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
-                "reward that has passed, or eval_pass_reward to the reward function that says what has."
-            )
-        return pass_metrics(self._pass_rewards().view(-1, self.num_generations_eval).tolist(), least)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the completions of this optimizer step, the same on every process (a `Rollout`)."""
@@ -412,7 +364,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             rows = self._due(rows.request)
         score, metrics = self._generate_and_score_completions, self._metrics[self._mode]
         rollout = self._sampler.sample(rows, score, metrics, self._rewards, replaces, level)
-        self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._pass_rewards().tolist())
+        self._passes.observe(self._sampler.rewards_BF, self.reward_weights, self.reward_func_names)
         return rollout
 
     def _terms(self, model: Any) -> StepTerms:
@@ -804,10 +756,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
@@ -821,11 +770,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
-        if resume_from_checkpoint is None and (unread := self.args.resume_from_checkpoint) is not None:
-            logger.warning(
-                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
-                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
-            )
         checks.refuse_frozen(self.model)
         self._sampler.hold(None, None)
         self._losses, self._waiting = [], []
@@ -834,7 +778,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._sampler.end_workers)
             ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
-            self._announce()
+            checks.warn_before_training(self, self._uncovered)
+            self._keeper.announce()
             with (
                 quiet(),
                 pinned(self._threads),
@@ -874,22 +819,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.callback_handler.on_save(self.args, self.state, self.control)
         self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self.control.should_training_stop = True
-
-    def _announce(self) -> None:
-        if (untested := compat.untested()) is not None:
-            logger.warning(untested)
-        if self.args.bitwise_invariant:
-            checks.check_bitwise(self)  # a `generate` may have been replaced since
-        for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
-            logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-        prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-        epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
-        drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
-        form = self._scorer.described(self.model)
-        slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
-        precision = f"bfloat16 (TRL's default){slower}" if self.args.bf16 else None
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, described(self))
-        self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
@@ -931,8 +860,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """transformers', which would take the checkpoint that an interrupted run goes on from for a leftover."""
         limit = self.args.save_total_limit
-        if self._keeper.watch.stopping:
-            self.args.save_total_limit = None
+        self.args.save_total_limit = None if self._keeper.watch.stopping else limit
         try:
             return super()._finalize_training(trial, num_train_samples, start_time)
         finally:
@@ -940,17 +868,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""
-        with dtypes_kept(self.model if model is None else model):
+        with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self.is_fsdp_enabled:
-            load_renamed(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """transformers', and the weights that it leaves out."""
-        with dtypes_kept(self.model):
+        by_engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        with all_loaded(self.model, str(self.state.best_model_checkpoint), by_engine):
             super()._load_best_model()
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            load_renamed(self.model, str(self.state.best_model_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Nothing: what is missing is loaded after all, or ends the run (`run.weights`)."""

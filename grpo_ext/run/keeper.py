@@ -40,15 +40,8 @@ from .checkpoint import (
     write_listing,
     writing_folder,
 )
-from .fingerprint import (
-    KEEPS_ROLLOUT,
-    batch_advice,
-    check_same_run,
-    differences,
-    fingerprint_of_run,
-    save_fingerprint,
-)
-from .interrupts import InterruptWatch, TrainingInterrupted
+from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, differences, save_fingerprint
+from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .live import LiveRun
 from .log import RunLog
 from .manifest import closing, opening, read_manifest, write_manifest
@@ -63,9 +56,8 @@ class RunKeeper(TrainerCallback):
     """See the module.
 
     Args:
-        args: the loop's configuration; user_args: the user's, whose `output_dir` follows.
-        geometry: the batch sizes.
         run: what is kept.
+        user_args: the user's configuration, whose `output_dir` follows that of the loop's.
 
     Attributes:
         output_dir: where the Trainer's own saving has to write; None: to the folder of the run.
@@ -74,18 +66,12 @@ class RunKeeper(TrainerCallback):
         push_due: the checkpoint that is `writing` is to be pushed, once it has its name.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        user_args: trl.GRPOConfig | None,
-        geometry: BatchGeometry,
-        run: LiveRun,
-    ) -> None:
-        self.accelerator, self.args, self.user_args = accelerator, args, user_args
-        self.geometry, self.run = geometry, run
-        self.sharded = shards_parameters(accelerator)
-        device = accelerator.device
+    def __init__(self, run: LiveRun, user_args: trl.GRPOConfig | None) -> None:
+        self.run, self.user_args = run, user_args
+        self.accelerator: Accelerator = run.trainer.accelerator
+        self.args: GRPOConfig = run.trainer.args
+        self.geometry: BatchGeometry = run.trainer.geometry
+        self.sharded, device = shards_parameters(self.accelerator), self.accelerator.device
         self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
         self.output_dir: str | None = None
         self.changed: frozenset[str] = frozenset()
@@ -105,7 +91,7 @@ class RunKeeper(TrainerCallback):
     def fingerprint(self) -> dict[str, Any]:
         """What is compared on resume; made once in a run."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint_of_run(self.args, self.geometry, self.run.parts(), not self.sharded)
+            self._fingerprint = self.run.fingerprint(whole=not self.sharded)
         return self._fingerprint
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
@@ -117,18 +103,13 @@ class RunKeeper(TrainerCallback):
             self.run.restore(resumed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Completions of training are told from those of an evaluation that follows; a signal stops all processes."""
-        self._log.collect(self.run.logs, self.run.parts().reward_weights.tolist())
-        self.watch.on_step_end(args, state, control, **kwargs)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See `InterruptWatch`."""
-        self.watch.on_epoch_end(args, state, control, **kwargs)
+        """Completions of training are told from those of an evaluation that follows."""
+        self._log.collect(self.run.logs, self.run.trainer.reward_weights.tolist())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """A line of the run's log."""
         if logs is not None:
-            weights, device = self.run.parts().reward_weights.tolist(), self.accelerator.device
+            weights, device = self.run.trainer.reward_weights.tolist(), self.accelerator.device
             self._log.write(state.global_step, state.epoch, logs, self.run.logs, weights, device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
@@ -144,6 +125,11 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
+        if wanted is None and (unread := self.args.resume_from_checkpoint) is not None:
+            logger.warning(
+                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
+                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
+            )
         self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
         named = isinstance(wanted, str) and wanted not in ("latest", "auto")
         checkpoint = self.find(wanted) if named else None
@@ -180,6 +166,10 @@ class RunKeeper(TrainerCallback):
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
 
+    def announce(self) -> None:
+        """Print the plan of the run."""
+        self.say(f"Plan (sizes over all processes unless they say otherwise)\n{self.run.plan()}")
+
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
         """Inside, a run: signals stop it after a step, its manifest and its callbacks are told how it ends."""
@@ -190,25 +180,24 @@ class RunKeeper(TrainerCallback):
                 return
             folder = str(self.args.output_dir)
             earlier = read_manifest(folder) if checkpoint is not None else []
-            entry = opening(
-                self.geometry, self.fingerprint, self.accelerator.device, checkpoint, self.run.parts().model
-            )
+            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint, self.run.model)
             write_manifest(folder, [*earlier, entry])
             self._log.begin(folder, checkpoint)
             try:
                 yield
             except BaseException:
-                self._close_manifest([*earlier, entry | closing(self.run.global_step, "failed", None)])
+                self._close_manifest([*earlier, entry | closing(self.run.trainer.state.global_step, "failed", None)])
                 raise
-            parts = self.run.parts()
             ended = "interrupted" if self.watch.stopping else "finished"
-            optimizer = parts.optimizer if self.args.bitwise_invariant else None
-            end = closing(self.run.global_step, ended, None if self.sharded else parts.model, optimizer)
+            optimizer = self.run.trainer.optimizer if self.args.bitwise_invariant else None
+            model, step = None if self.sharded else self.run.model, self.run.trainer.state.global_step
+            end = closing(step, ended, model, optimizer)
             self._close_manifest([*earlier, entry | end])
 
     def _tell_callbacks(self) -> None:
-        for callback in self.run.callbacks:
-            callback.on_run_end()
+        for callback in self.run.trainer.callback_handler.callbacks:
+            if isinstance(callback, RunCallback):
+                callback.on_run_end()
 
     def _close_manifest(self, entries: list[dict[str, Any]]) -> None:
         """The end of a run stands in its manifest where there is space: what was trained matters more."""
@@ -301,7 +290,7 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
             state.rollout = state.rollout_name = None
             state.waiting = []
-        if (reference := self.run.parts().reference) is not None:
+        if (reference := self.run.reference) is not None:
             load_reference(reference, checkpoint)
         return state
 
@@ -314,7 +303,7 @@ class RunKeeper(TrainerCallback):
         step = int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
         g, total = self.geometry, self.args.max_steps
         if total <= 0:
-            layout = EpochLayout(g, len(self.run.parts().train_dataset), self.args.dataloader_drop_last)
+            layout = EpochLayout(g, len(self.run.trainer.train_dataset), self.args.dataloader_drop_last)
             total = math.ceil(self.args.num_train_epochs * len(layout))
         if step >= total:
             raise CheckpointError(
@@ -395,19 +384,19 @@ class RunKeeper(TrainerCallback):
     def _save_own(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
         state.save_to_json(str(folder / "trainer_state.json"))  # with the best checkpoint's final name
         save_fingerprint(self.fingerprint, folder)
-        parts = self.run.parts()
+        model, reference = self.run.model, self.run.reference
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
             # the engine wrote its shards of the weights alone
-            adapter = getattr(parts.model, "peft_config", None)
-            own: list[Any] = [parts.model.config, getattr(parts.model, "generation_config", None)]
-            own = own if adapter is None else [adapter[parts.model.active_adapter]]
-            for part in filter(None, [*own, parts.processing_class]):
+            adapter = getattr(model, "peft_config", None)
+            own: list[Any] = [model.config, getattr(model, "generation_config", None)]
+            own = own if adapter is None else [adapter[model.active_adapter]]
+            for part in filter(None, [*own, self.run.trainer.processing_class]):
                 part.save_pretrained(folder)
         if run_state is None:
             return
         run_state.save(folder)
-        if parts.reference is not None and self.args.sync_ref_model and not self.sharded:
-            save_reference(parts.reference, folder)
+        if reference is not None and self.args.sync_ref_model and not self.sharded:
+            save_reference(reference, folder)
 
     def _publish(self, written: Path, final: Path, step: int) -> None:
         """List what all processes wrote into a folder, and give it its name."""
@@ -427,12 +416,12 @@ class RunKeeper(TrainerCallback):
 
     def _bytes(self, run_state: RunState | None) -> int:
         """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
-        parts = self.run.parts()
-        adapter = hasattr(parts.model, "peft_config")
-        weights = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad or not adapter)
+        model, optimizer = self.run.model, self.run.trainer.optimizer
+        adapter = hasattr(model, "peft_config")
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
         if run_state is None:
             return weights
-        states = parts.optimizer.state.values() if parts.optimizer is not None else ()
+        states = optimizer.state.values() if optimizer is not None else ()
         state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
         rollout, ahead = run_state.rollout, {weights.step: weights.nbytes for _, weights in run_state.waiting}
         rows = sum(row.nbytes for values in (rollout.fields if rollout else {}).values() for row in values)

@@ -5,82 +5,80 @@ What is read is that of the moment: the Trainer makes its optimizer late and rep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .interrupts import RunCallback
+from ..batching.sizes import describe_plan
+from ..sampling.twin import described
+from .fingerprint import data_fingerprint, model_fingerprint, settings_of, tokenizer_fingerprint, tools_fingerprint
 from .recorded_completions import RecordedCompletions, record
 from .state import RunState
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """What a run is made of, under the wrappers of Accelerate.
+class LiveRun:
+    """See the module.
 
     Attributes:
-        model: the policy, as PEFT wraps it; reference: of its own, or None.
-        optimizer: None before training.
-        processing_class: tokenizer or processor; tokenizer: its tokenizer; end_tokens: ids at which completions end.
-        train_dataset, reward_weights, reward_names: of the run.
-        tools: functions, and methods of environments.
+        trainer: read from outside of this class for what is public of a `transformers.Trainer`.
     """
 
-    model: Any
-    reference: Any
-    optimizer: Any
-    processing_class: Any
-    tokenizer: Any
-    end_tokens: Collection[int]
-    train_dataset: Any
-    reward_weights: torch.Tensor
-    reward_names: Sequence[str]
-    tools: Sequence[Any]
-
-
-class LiveRun:
-    """See the module."""
-
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
 
     @property
-    def global_step(self) -> int:
-        """Optimizer steps so far."""
-        return self._trainer.state.global_step
+    def model(self) -> Any:
+        """The policy under the wrappers of Accelerate, as PEFT wraps it."""
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+    @property
+    def reference(self) -> Any:
+        """The reference model, where it is one of its own; None otherwise."""
+        model = self.trainer.ref_model
+        return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     @property
     def logs(self) -> dict[str, Any]:
         """TRL's record of completions."""
-        return self._trainer._logs
+        return self.trainer._logs
 
-    @property
-    def callbacks(self) -> list[RunCallback]:
-        """Those that are told of the end of the run."""
-        return [callback for callback in self._trainer.callback_handler.callbacks if isinstance(callback, RunCallback)]
-
-    def parts(self) -> RunParts:
-        """What the run is made of."""
-        trainer = self._trainer
-        unwrap = trainer.accelerator.unwrap_model
-        return RunParts(
-            model=unwrap(trainer.model),
-            reference=None if trainer.ref_model is None else unwrap(trainer.ref_model),
-            optimizer=trainer.optimizer,
-            processing_class=trainer.processing_class,
-            tokenizer=trainer._tokenizer,
-            end_tokens=trainer.eos_token_ids,
-            train_dataset=trainer.train_dataset,
-            reward_weights=trainer.reward_weights,
-            reward_names=trainer.reward_func_names,
-            tools=trainer.tools or (),
+    def plan(self) -> str:
+        """The resolved plan, for people."""
+        trainer, args = self.trainer, self.trainer.args
+        prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
+        epochs = None if args.max_steps > 0 else args.num_train_epochs
+        slower = "; float32 is faster on a CPU: bf16=False" if trainer.accelerator.device.type == "cpu" else ""
+        return describe_plan(
+            trainer.geometry,
+            prompts,
+            args.dataloader_drop_last,
+            epochs,
+            args.micro_batch_tokens,
+            form=trainer._scorer.described(trainer.model),
+            precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
+            ahead=described(trainer),
         )
+
+    def fingerprint(self, whole: bool) -> dict[str, Any]:
+        """Everything that is compared on resume, in plain JSON types.
+
+        Args:
+            whole: whether this process holds all weights.
+        """
+        trainer = self.trainer
+        return {
+            "data": data_fingerprint(trainer.train_dataset),
+            "model": model_fingerprint(self.model, self.reference, whole),
+            "tokenizer": tokenizer_fingerprint(trainer._tokenizer),
+            "end_tokens": sorted(trainer.eos_token_ids),
+            "rewards": list(trainer.reward_func_names),
+            "tools": tools_fingerprint(trainer.tools or ()),
+            "settings": settings_of(trainer.args, trainer.geometry),
+        }
 
     def state(self) -> RunState:
         """What a checkpoint holds beside model, optimizer and scheduler; on all processes together."""
-        trainer = self._trainer
+        trainer = self.trainer
         sampler, limits = trainer._sampler, trainer._step_runner.limits
         entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
         return RunState(
@@ -106,7 +104,7 @@ class LiveRun:
 
     def restore(self, state: RunState) -> None:
         """Give a trainer what `state` took, once its loops have set their own sums to zero."""
-        trainer = self._trainer
+        trainer = self.trainer
         trainer._sampler.hold(state.rollout, state.rollout_name)
         trainer._step, trainer._waiting, trainer._sampled_at = state.step, state.waiting, state.sampled_at
         trainer._metrics["train"].clear()
@@ -126,7 +124,7 @@ class LiveRun:
 
     def record(self) -> RecordedCompletions | None:
         """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
-        trainer = self._trainer
+        trainer = self.trainer
         rollout, model = trainer._sampler.rollout, trainer.model
         if rollout is None or trainer._sampler.prepare is not None:  # images are not recorded
             return None

@@ -119,7 +119,7 @@ class RolloutSampler(TurnSampler):
         self.prompts: dict[bool, Any] = {}
         self.rollout: Rollout | None = None
         self.rollout_name: tuple[int, int] | None = None
-        self.rewards_BF: torch.Tensor | None = None
+        self.rewards_BF = torch.empty(0)
         self.last_call: ScoringCall | None = None
         self.checked: list[Any] | None = None
         self.workers: RewardWorkers | None = None

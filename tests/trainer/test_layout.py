@@ -210,14 +210,14 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
 )
 def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys, kind, settings, says):
     trainer = make(tmp_path, kind if kind == "qwen2" else architecture(kind), max_steps=1, **settings)
-    trainer._announce()
+    trainer._keeper.announce()
     assert re.search(f"  forward +{says}", capsys.readouterr().out)
 
 
 def test_the_plan_says_that_bfloat16_is_slow_on_a_cpu(tmp_path, capsys):
-    make(tmp_path, max_steps=1, bf16=True)._announce()
+    make(tmp_path, max_steps=1, bf16=True)._keeper.announce()
     assert re.search(r"  precision +bfloat16 \(TRL's default\); float32 is faster on a CPU", capsys.readouterr().out)
-    make(tmp_path, max_steps=1)._announce()
+    make(tmp_path, max_steps=1)._keeper.announce()
     assert "precision" not in capsys.readouterr().out
 
 
