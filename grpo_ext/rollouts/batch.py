@@ -19,7 +19,7 @@ from ..compat import images_among
 from ..errors import RolloutError
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
-from ..runtime.collectives import gather_lists, ragged_gather
+from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
 # fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
@@ -85,45 +85,6 @@ class RolloutBatch:
         further = {name: column for name, column in columns.items() if name not in NAMES}
         groups = group_numbers(len(columns["completion_ids"]), num_generations)
         return cls(**known, groups=groups, fields=further, constants=constants or {}, widths=widths)
-
-    @classmethod
-    def of_rows(
-        cls,
-        prompt_ids: Sequence[Sequence[int]],
-        completion_ids: Sequence[Sequence[int]],
-        advantages: torch.Tensor | Sequence[Any],
-        num_generations: int,
-        masked_out: Sequence[bool] | None = None,
-        row_number: Sequence[int] | None = None,
-        row_images: Sequence[torch.Tensor] | None = None,
-        **tokens: Sequence[Any] | torch.Tensor | None,
-    ) -> RolloutBatch:
-        """A rollout batch of the rows of all processes.
-
-        Args:
-            advantages: (B,), or one sequence for each completion, as long as it.
-            masked_out: which completions carry no loss and are not scored; one token of each stays.
-            tokens: `tool_mask`, `old_per_token_logps`, `importance_sampling_ratio`, ...: a sequence for each
-                completion, as long as it; a tensor (B, ...) for one value each; None for none.
-        """
-        out = masked_out or [False] * len(completion_ids)
-        kept = [min(len(ids), 1) if masked else len(ids) for ids, masked in zip(completion_ids, out)]
-        masks = [torch.full((n,), int(not masked)) for n, masked in zip(kept, out)]
-        columns: dict[str, Column] = {
-            "prompt_ids": Ragged.of(prompt_ids, torch.long),
-            "prompt_mask": Ragged.of([torch.ones(len(ids), dtype=torch.long) for ids in prompt_ids]),
-            "completion_ids": Ragged.of([ids[:n] for ids, n in zip(completion_ids, kept)], torch.long),
-            "completion_mask": Ragged.of(masks),
-        }
-        for name, rows in {"advantages": advantages, **tokens}.items():
-            if rows is not None:
-                cut = not isinstance(rows, torch.Tensor)
-                columns[name] = Ragged.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
-        if row_number is not None:
-            columns[ROW_NUMBER] = torch.tensor(list(row_number))
-        if row_images is not None:
-            columns[ROW_IMAGES] = Ragged.of(row_images, torch.uint8)
-        return cls.of_columns(columns, num_generations)
 
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
@@ -295,46 +256,47 @@ def _widened(name: str, values: torch.Tensor, shape: Sequence[int]) -> torch.Ten
 # ---- From TRL's dictionary ------------------------------------------------------------------------------------------
 
 
-def gather_scored(scored: dict[str, Any], rows: int, num_generations: int, overridden: bool = False) -> RolloutBatch:
-    """Gather TRL's dictionary of all processes into the rollout batch that every process holds.
+def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) -> RolloutBatch:
+    """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
+
+    Columns are kept as they are, and so is what the override adds. Images are left out: every forward makes them anew.
 
     Args:
-        scored: what `_generate_and_score_completions` returned for this process's rows, padded. Images are left out:
-            every forward makes them anew.
-        rows: rows of this process that count (0 without prompts), whole groups.
-        overridden: a user's override returned the dictionary: its columns are kept as they are, and so is what it adds.
+        scored: of this process, padded.
+        rows: that the override was given; 0 for a process without prompts.
 
     Raises:
         RolloutError: on every process, where an override returned another number of rows than it was given.
     """
-    images = images_among(scored)
-    entries = {name: value for name, value in scored.items() if name not in images}
-    if not overridden:
-        columns = {name: _gathered(column, rows) for name, column in sorted(_trimmed(entries).items())}
-        return RolloutBatch.of_columns(_one_each(columns), num_generations)
-    count = scored["completion_ids"].size(0)
-    _refuse_other_counts(count, rows)
-    constants: dict[str, Any] = {}
-    columns = {}
-    for name, value in sorted(entries.items()):
-        if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == count:
-            whole = Ragged(value.flatten(0, 1), [value.size(1)] * count) if _is_ragged(name, value) else value
-            columns[name] = _gathered(whole, rows) if name in NAMES else _gathered_field(name, value, rows)
-        elif isinstance(value, (list, tuple)) and len(value) == count:
-            columns[name] = gather_lists([_on_cpu(entry) for entry in value[:rows]])
-        else:
-            constants[name] = _on_cpu(value)
-    batch = RolloutBatch.of_columns(_one_each(columns), num_generations, gather_lists([constants])[0])
+    images = images_among(dict(scored))
+    entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
+    shares: list[tuple[int, dict[str, Any]]] = gather_lists([(rows, entries)])
+    shares = [share for share in shares if share[0]]
+    for given, share in shares:
+        if (count := len(share["completion_ids"])) != given:
+            raise RolloutError(
+                f"_generate_and_score_completions returned {count} completions for {given} rows; a step is made of all "
+                "rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing is to "
+                "be learned."
+            )
+    parts = [{name: _column(name, value, given) for name, value in share.items()} for given, share in shares]
+    columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
+    constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
+    batch = RolloutBatch.of_columns(_one_each(columns), num_generations, constants)
     batch.widths = (max(batch.prompt_ids.lengths), max(batch.completion_ids.lengths))
-    tokens, items = int(batch.loss_masks.values.sum()), batch.constants.get("num_items_in_batch")
+    tokens, items = int(batch.loss_masks.values.sum()), constants.get("num_items_in_batch")
     if items is not None and tokens and float(items) != tokens:
         batch.items_per_token = float(items) / tokens
     return batch
 
 
-def _is_ragged(name: str, value: torch.Tensor) -> bool:
-    """Whether a column of TRL's dictionary holds tokens; one of width 1 may, see `_one_each`."""
-    return name in NAMES and value.dim() == 2
+def _column(name: str, value: Any, rows: int) -> Column | None:
+    """An entry of TRL's dictionary with one value for each row; None for any other."""
+    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
+        if name in NAMES and value.dim() == 2:
+            return Ragged(value.flatten(0, 1), [value.size(1)] * rows)
+        return value
+    return list(value) if isinstance(value, (list, tuple)) and len(value) == rows else None
 
 
 def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
@@ -351,51 +313,6 @@ def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
     return columns | single
 
 
-def _trimmed(scored: dict[str, Any]) -> dict[str, Column]:
-    """The columns of a dictionary of TRL's own, without padding."""
-    # a completion that is masked out keeps one column, because a scored width of zero is no slice
-    lengths = scored["completion_mask"].sum(1).clamp(min=1).tolist()
-    prompts = scored["prompt_mask"].sum(1).tolist()
-    columns: dict[str, Column] = {}
-    for name, value in scored.items():
-        if not isinstance(value, torch.Tensor) or name not in NAMES:
-            continue
-        if name.startswith("prompt_"):
-            columns[name] = Ragged.of([row[row.size(0) - n :] for row, n in zip(value, prompts)])
-        elif _is_ragged(name, value):
-            columns[name] = Ragged.of([row[:n] for row, n in zip(value, lengths)])
-        else:
-            columns[name] = value
-    return columns
-
-
-def _gathered(column: Any, rows: int) -> Column:
-    """A column of all processes, on the CPU; the first `rows` of this process count."""
-    if not isinstance(column, Ragged):
-        return ragged_gather(column, rows).cpu()
-    lengths = torch.tensor(column.lengths[:rows], dtype=torch.long, device=column.values.device)
-    # kept on the CPU: a rollout is many short rows, and a micro-batch moves to the device as a whole
-    values = ragged_gather(column.values[: sum(column.lengths[:rows])].detach())
-    return Ragged(values.cpu(), ragged_gather(lengths).tolist())
-
-
-def _gathered_field(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """A user's field (B, ...) of all processes, on the CPU, as wide as the widest of those that have rows."""
-    shapes = gather_lists([tuple(value.shape[1:])] if rows else [])
-    shape = [max(sizes) for sizes in zip(*shapes)]
-    return ragged_gather(_widened(name, value.detach(), shape), rows).cpu()
-
-
-def _refuse_other_counts(count: int, rows: int) -> None:
-    wrong = [pair for pair in gather_lists([(count, rows)]) if pair[1] and pair[0] != pair[1]]
-    if wrong:
-        raise RolloutError(
-            f"_generate_and_score_completions returned {wrong[0][0]} completions for {wrong[0][1]} rows; a step is "
-            "made of all rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing "
-            "is to be learned."
-        )
-
-
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
@@ -409,10 +326,3 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     return {name: moved(value) for name, value in batch.items()}
-
-
-def gather_images(packed: Sequence[torch.Tensor], rows: int, device: torch.device) -> Ragged:
-    """The packed images of the rows of all processes; the first `rows` of this process count."""
-    column = _gathered(Ragged.of([images.to(device) for images in packed]), rows)
-    assert isinstance(column, Ragged)
-    return column

@@ -347,8 +347,7 @@ class Rollouts:
                 scored = score(list(rows.rows))
         finally:
             self._scoring = None
-        count = 0 if request.empty else len(scored["completion_ids"])
-        batch = gather_scored(scored, count, request.num_generations, overridden=True)
+        batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         if not scoring.rounds and self.further is not None and context.terms.training:
             raise RolloutError(
                 "_generate_and_score_completions made a rollout batch without TRL's method, and dynamic_sampling=True "

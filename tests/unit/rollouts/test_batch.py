@@ -15,6 +15,7 @@ from grpo_ext.forward.rows import TokenRows
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import measure_step
+from tests.support.batches import batch_of_rows, batch_of_trl
 
 VOCABULARY, PAD = 24, 0
 
@@ -60,7 +61,7 @@ ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
 @pytest.mark.parametrize("ratio", [None, "sequence"])
 def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
     scored = scored_batch(tools=tools, ratio=ratio)
-    batch = gather_scored(dict(scored), rows=4, num_generations=2).collate(PAD)
+    batch = batch_of_trl(dict(scored), 2).collate(PAD)
     assert set(batch) == set(scored) - {"num_items_in_batch"}
     for name, value in batch.items():
         expected = scored[name]
@@ -69,7 +70,7 @@ def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
 
 
 def test_a_stored_row_has_no_padding():
-    rollout = gather_scored(scored_batch(tools=True, ratio="sequence"), rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch(tools=True, ratio="sequence"), 2)
     assert len(rollout) == 4
     assert [len(row) for row in rollout.prompt_ids] == list(PROMPT_LENGTHS)
     for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
@@ -80,7 +81,7 @@ def test_a_stored_row_has_no_padding():
 
 @pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [2, 2]])
 def test_some_rows_are_padded_to_their_own_longest(rows):
-    rollout = gather_scored(scored_batch(), rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch(), 2)
     batch = rollout.select(rows).collate(PAD)
     assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
     assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
@@ -94,7 +95,7 @@ def test_some_rows_are_padded_to_their_own_longest(rows):
 
 
 def test_padding_to_a_multiple_widens_both_sides():
-    batch = gather_scored(scored_batch(), rows=4, num_generations=2).collate(PAD, pad_to_multiple_of=8)
+    batch = batch_of_trl(scored_batch(), 2).collate(PAD, pad_to_multiple_of=8)
     assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
     assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
     assert batch["prompt_mask"][:, -1].all()
@@ -102,36 +103,30 @@ def test_padding_to_a_multiple_widens_both_sides():
 
 
 def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
-    rollout = gather_scored(scored_batch(masked=(1,)), rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch(masked=(1,)), 2)
     assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
     assert len(rollout.completion_ids.row(1)) == 1
     alone = rollout.select([1]).collate(PAD)
     assert alone["completion_ids"].shape == (1, 1)
     assert alone["completion_mask"].tolist() == [[0]]
-    everything = gather_scored(scored_batch(masked=(0, 1, 2, 3)), rows=4, num_generations=2).collate(PAD)
+    everything = batch_of_trl(scored_batch(masked=(0, 1, 2, 3)), 2).collate(PAD)
     assert everything["completion_ids"].shape == (4, 1)
 
 
 def test_tokens_of_a_tool_carry_no_loss():
-    rollout = gather_scored(scored_batch(tools=True), rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch(tools=True), 2)
     assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
-
-
-def test_a_ghosts_rows_do_not_count():
-    rollout = gather_scored(scored_batch(ratio="sequence"), rows=0, num_generations=2)
-    assert len(rollout) == 0
-    assert all(len(values) == 0 for values in rollout.columns.values())
 
 
 def test_a_ratio_per_token_survives_gathering():
     scored = scored_batch(ratio="token")
-    rollout = gather_scored(dict(scored), rows=4, num_generations=2)
+    rollout = batch_of_trl(dict(scored), 2)
     for row, n in enumerate(COMPLETION_LENGTHS):
         assert torch.equal(rollout.importance_sampling_ratio.row(row), scored["importance_sampling_ratio"][row, :n])
 
 
 def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
-    rollout = gather_scored(scored_batch(ratio="token"), rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch(ratio="token"), 2)
     cfg = LossConfig(loss_type="vespo", correct_sampling=True)
 
     def weights(rows: list[int]) -> list[float]:
@@ -150,18 +145,12 @@ def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
     assert weights([0, 1, 2, 3]) == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_field_that_is_no_batch_of_rows_is_left_out():
-    scored = scored_batch() | {"num_images": [1, 1, 1, 1], "pixel_values": torch.zeros(2, 3, 4)}
-    rollout = gather_scored(scored, rows=4, num_generations=2)
-    assert not {"num_images", "pixel_values", "num_items_in_batch"} & set(rollout.columns)
-
-
 def batch_of(lengths: list[int], num_generations: int, **columns: Any) -> RolloutBatch:
     """Completions of these lengths, with prompts of one token for the first group, two for the second, and so on."""
     prompts = [list(range(1, 2 + row // num_generations)) for row in range(len(lengths))]
     advantages = columns.pop("advantages", torch.arange(1.0, 1 + len(lengths)))
     ids = [[7 + row] * n for row, n in enumerate(lengths)]
-    return RolloutBatch.of_rows(prompts, ids, advantages, num_generations, **columns)
+    return batch_of_rows(prompts, ids, advantages, num_generations, **columns)
 
 
 def test_selecting_keeps_every_column_and_the_order():
@@ -177,30 +166,6 @@ def test_selecting_keeps_every_column_and_the_order():
     assert torch.equal(chosen.fields["cube"], rollout.fields["cube"][[3, 1]])
 
 
-def test_rows_become_the_batch_that_is_gathered_of_trls_dictionary():
-    scored = scored_batch(masked=(1,), tools=True, ratio="token")
-    gathered = gather_scored(scored, rows=4, num_generations=2)
-
-    def rows(name: str) -> list[Any]:
-        lengths = PROMPT_LENGTHS if name == "prompt_ids" else COMPLETION_LENGTHS
-        left = name == "prompt_ids"
-        return [row[len(row) - n :] if left else row[:n] for row, n in zip(scored[name], lengths)]
-
-    tokens = ("tool_mask", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
-    made = RolloutBatch.of_rows(
-        rows("prompt_ids"),
-        rows("completion_ids"),
-        ADVANTAGES,
-        2,
-        masked_out=[False, True, False, False],
-        **{name: rows(name) for name in tokens},
-    )
-    assert made.columns.keys() == gathered.columns.keys()
-    for name, column in made.columns.items():
-        for mine, theirs in zip(column, gathered.columns[name]):
-            assert torch.equal(mine, theirs), name
-
-
 def test_a_step_counts_the_tokens_that_a_group_has_in_it():
     step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
@@ -211,7 +176,7 @@ def test_a_step_counts_the_tokens_that_a_group_has_in_it():
 
 def test_advantages_per_token_survive_gathering():
     per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
-    rollout = gather_scored(scored_batch() | {"advantages": per_token}, rows=4, num_generations=2)
+    rollout = batch_of_trl(scored_batch() | {"advantages": per_token}, 2)
     batch = rollout.collate(PAD)
     mask = batch["completion_mask"].bool()
     assert torch.equal(batch["advantages"][mask], per_token[mask])
@@ -223,7 +188,7 @@ def test_advantages_per_token_survive_gathering():
 
 def overridden(changes: dict[str, Any], rows: Sequence[int] = range(4)) -> dict[str, Any]:
     """The dictionary of some rows of the batch, as an override returned it, in columns of its own width."""
-    batch = gather_scored(scored_batch() | changes, 4, 2, overridden=True)
+    batch = gather_scored(scored_batch() | changes, 4, 2)
     return batch.select(rows).collate(PAD)
 
 
@@ -254,7 +219,7 @@ def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
     parts = []
     for width in (2, 3):
         changes = {"few": torch.ones(4, width), "prompt_few": torch.ones(4, width), "texts": [str(width)] * 4}
-        parts.append(gather_scored(scored_batch() | changes, 4, 2, overridden=True))
+        parts.append(gather_scored(scored_batch() | changes, 4, 2))
     joined = RolloutBatch.joined(parts, 2)
     assert joined.fields["few"].sum(1).tolist() == [2.0] * 4 + [3.0] * 4
     assert joined.fields["few"][0].tolist() == [1.0, 1.0, 0.0]
@@ -265,14 +230,14 @@ def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
 
 def test_another_number_of_rows_is_refused():
     with pytest.raises(RolloutError, match="returned 4 completions for 8 rows"):
-        gather_scored(scored_batch(), 8, 2, overridden=True)
+        gather_scored(scored_batch(), 8, 2)
 
 
 @pytest.mark.parametrize("hole", [[0], [2], [1, 3], [4]])
 def test_tokens_that_attention_leaves_out_keep_their_places(hole):
     mask = scored_batch()["completion_mask"].clone()
     mask[1, hole] = 0  # the row with five tokens
-    batch = gather_scored(scored_batch() | {"completion_mask": mask}, 4, 2, overridden=True)
+    batch = gather_scored(scored_batch() | {"completion_mask": mask}, 4, 2)
     rows, at_the_end = batch.token_rows(torch.device("cpu")), hole == [4]
     assert batch.gaps == [False, not at_the_end, False, False]
     assert rows.completions_B == [2, 4 if at_the_end else 5, 1, 3]

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.run.state import STATE, TENSORS, RunState
+from tests.support.batches import batch_of_rows
 
 
 def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
@@ -28,7 +29,7 @@ def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
 def rollout(**fields: Any) -> RolloutBatch:
     """Two completions of one group."""
     logps = [[-1.0, -2.0], [-3.0]]
-    batch = RolloutBatch.of_rows(
+    batch = batch_of_rows(
         [[5, 6], [5, 6]],
         [[7, 8], [9]],
         torch.tensor([1.0, -1.0]),

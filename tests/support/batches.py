@@ -1,0 +1,59 @@
+"""Rollout batches of tests: from lists of token ids, or from TRL's padded dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grpo_ext.rollouts.batch import NAMES, ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch
+from grpo_ext.rollouts.ragged import Ragged
+
+
+def batch_of_rows(
+    prompt_ids: Sequence[Sequence[int]],
+    completion_ids: Sequence[Sequence[int]],
+    advantages: torch.Tensor | Sequence[Any],
+    num_generations: int,
+    masked_out: Sequence[bool] | None = None,
+    row_number: Sequence[int] | None = None,
+    row_images: Sequence[torch.Tensor] | None = None,
+    **tokens: Sequence[Any] | torch.Tensor | None,
+) -> RolloutBatch:
+    """A rollout batch of rows; columns are sequences as long as each completion, or tensors of one value each."""
+    out = masked_out or [False] * len(completion_ids)
+    kept = [min(len(ids), 1) if masked else len(ids) for ids, masked in zip(completion_ids, out)]
+    masks = [torch.full((n,), int(not masked)) for n, masked in zip(kept, out)]
+    columns: dict[str, Column] = {
+        "prompt_ids": Ragged.of(prompt_ids, torch.long),
+        "prompt_mask": Ragged.of([torch.ones(len(ids), dtype=torch.long) for ids in prompt_ids]),
+        "completion_ids": Ragged.of([ids[:n] for ids, n in zip(completion_ids, kept)], torch.long),
+        "completion_mask": Ragged.of(masks),
+    }
+    for name, rows in {"advantages": advantages, **tokens}.items():
+        if rows is not None:
+            cut = not isinstance(rows, torch.Tensor)
+            columns[name] = Ragged.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
+    if row_number is not None:
+        columns[ROW_NUMBER] = torch.tensor(list(row_number))
+    if row_images is not None:
+        columns[ROW_IMAGES] = Ragged.of(row_images, torch.uint8)
+    return RolloutBatch.of_columns(columns, num_generations)
+
+
+def batch_of_trl(scored: Mapping[str, Any], num_generations: int) -> RolloutBatch:
+    """A rollout batch of TRL's padded dictionary, without its padding."""
+    lengths = scored["completion_mask"].sum(1).clamp(min=1).tolist()
+    prompts = scored["prompt_mask"].sum(1).tolist()
+    columns: dict[str, Column] = {}
+    for name, value in scored.items():
+        if not isinstance(value, torch.Tensor) or name not in NAMES:
+            continue
+        if name.startswith("prompt_"):
+            columns[name] = Ragged.of([row[row.size(0) - n :] for row, n in zip(value, prompts)])
+        elif value.dim() == 2 and value.size(1) > 1:
+            columns[name] = Ragged.of([row[:n] for row, n in zip(value, lengths)])
+        else:
+            columns[name] = value
+    return RolloutBatch.of_columns(columns, num_generations)
