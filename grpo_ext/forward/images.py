@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import BatchFeature
 
-from ..compat import IMAGE_ARGUMENTS, View, prepare_multimodal_messages
+from ..compat import IMAGE_ARGUMENTS, prepare_multimodal_messages
 from ..errors import DataError, ModelError
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one for each token of a prompt
@@ -48,15 +47,6 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The prompt of a row, with its images in the content of its messages."""
     return prepare_multimodal_messages(row["prompt"], images=images_of(row))
-
-
-def text_of(prompt: Any) -> Any:
-    """What tells prompts with the same images apart."""
-    if isinstance(prompt, str):
-        return prompt
-    contents = ((m["role"], m["content"]) for m in prompt)
-    parts = [(role, part) for role, c in contents for part in (c if isinstance(c, list) else [c])]
-    return tuple((role, part.get("text", part["type"]) if isinstance(part, dict) else part) for role, part in parts)
 
 
 def count_images(messages: Sequence[dict[str, Any]]) -> int:
@@ -118,17 +108,6 @@ class PromptProcessor:
         """The types of tokens among which images stand anywhere, where the model takes them."""
         token = -1 if self.image_token is None else self.image_token
         return dict.fromkeys(self._type_names, (ids_BL == token).long())
-
-
-class WithoutImages(View):
-    """A model's processor, seen as one that makes nothing of images: each forward here prepares its own."""
-
-    def __call__(self, text: list[str], **kwargs: Any) -> BatchFeature:
-        return self.image_processor(text)
-
-    def image_processor(self, images: Sequence[Any], **kwargs: Any) -> BatchFeature:
-        """No pixels."""
-        return BatchFeature({"pixel_values": torch.zeros(len(images), 0)})
 
 
 @dataclass(frozen=True)

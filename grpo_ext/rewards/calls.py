@@ -13,8 +13,6 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ..runtime.collectives import gather_lists
-
 logger = get_logger(__name__)
 
 
@@ -45,11 +43,6 @@ class RewardCall:
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column of the completions table, one value for each completion of the call."""
         self.columns.setdefault(column, []).extend(values)
-
-
-def gather_calls(calls: Sequence[RewardCall]) -> list[RewardCall]:
-    """The calls of all processes, in the order of the completions, on every process."""
-    return sorted(gather_lists(list(calls)), key=lambda call: (call.first, call.number))
 
 
 def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:

@@ -463,10 +463,3 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     return {name: moved(value) for name, value in batch.items()}
-
-
-def gather_images(packed: Sequence[torch.Tensor], rows: int, device: torch.device) -> Ragged:
-    """The packed images of the rows of all processes; the first `rows` of this process count."""
-    column = _gathered(Ragged.of([images.to(device) for images in packed]), rows)
-    assert isinstance(column, Ragged)
-    return column

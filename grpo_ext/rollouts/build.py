@@ -30,6 +30,7 @@ from ..forward.snapshot import Snapshot, Weights
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
+from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.determinism import align_memory
@@ -207,12 +208,8 @@ def hooks_of(trainer: Any) -> Hooks:
     rollouts, group = trainer._rollouts, trainer._group_size
 
     def tokenize(prompts: list[Any], names: list[str | None]) -> list[list[int]]:
-        before = getattr(trainer, "_batch_environments", None)
-        trainer._batch_environments = names  # TRL's method wants as many as there are prompts
-        try:
+        with assigned(trainer, _batch_environments=names):  # TRL's method wants as many as there are prompts
             return trainer._tokenize_prompts(prompts)[0]
-        finally:
-            trainer._batch_environments = before
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
         rollouts.refuse_unequal_prompts(len(prompts))

@@ -27,6 +27,7 @@ from ..config import GRPOConfig
 from ..errors import DataError, RolloutError
 from ..forward.images import count_images, messages_of
 from ..rewards.calls import RewardCall
+from ..runtime.attributes import assigned
 from ..runtime.collectives import any_process, gather_lists, uneven_gathers
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
@@ -222,12 +223,10 @@ class Rollouts:
         calculate = context.rewards
 
         def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
-            self.local, local.reward_calls = local, []
-            try:
-                with self._uneven(local.request, context), self.worker.parts.clock.phase("rewards"):
-                    return calculate(*reward_columns(local.transcripts)), local.reward_calls
-            finally:
-                self.local = None
+            local.reward_calls = []
+            uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
+            with assigned(self, local=local), uneven, phase:
+                return calculate(*reward_columns(local.transcripts)), local.reward_calls
 
         return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
 
@@ -336,12 +335,9 @@ class Rollouts:
     def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
         request = rows.request
-        self._scoring = scoring = Scoring(rows)
-        try:
-            with self._uneven(request, context):
-                scored = score(list(rows.rows))
-        finally:
-            self._scoring = None
+        scoring = Scoring(rows)
+        with assigned(self, _scoring=scoring), self._uneven(request, context):
+            scored = score(list(rows.rows))
         count = 0 if request.empty else len(scored["completion_ids"])
         batch = gather_scored(scored, count, request.num_generations, overridden=True)
         if not scoring.rounds:  # it made everything by itself
@@ -383,11 +379,8 @@ class Rollouts:
 
     def generate_by_user(self, generate: Callable[[list[Any]], Any], local: LocalRollout) -> None:
         """Completions by the user's `_generate`."""
-        self.local = local
-        try:
+        with assigned(self, local=local):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
-        finally:
-            self.local = None
 
     def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
         """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
@@ -414,11 +407,8 @@ class Rollouts:
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
-            self.chunk = chunk
-            try:
+            with assigned(self, chunk=chunk):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
-            finally:
-                self.chunk = None
             values = [None] * len(ids) if logps is None else logps
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
         return [sampled[id(row)] for row in rows if id(row) in sampled]
