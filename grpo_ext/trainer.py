@@ -1,9 +1,9 @@
 """`GRPOTrainer`: TRL's GRPO trainer with the update taken out of the hands of the hardware split.
 
-The override points, each of which hands over to a component that the trainer owns: the sampler makes rollout batches
-(sampling.sampler), the scorer their log-probabilities (forward.scorer), the step runs the micro-batches of an optimizer
-step (step.optimizer_step), the keeper writes and reads checkpoints (run.keeper). docs/architecture.md follows a step
-through them. What is overridden stands in the contract of `compat`, which is verified when a trainer is built.
+It holds the override points, each of which hands over to a component that the trainer owns. `Rollouts` makes rollout
+batches (rollouts.source). `Scorer` computes log-probabilities (forward.scorer). `OptimizerStep` runs the micro-batches
+of a step (step.optimizer_step). `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a
+step through them. The contract in `compat` names what is overridden; it is verified when a trainer is built.
 """
 
 from __future__ import annotations
@@ -22,57 +22,44 @@ from accelerate.logging import get_logger
 from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checks, compat
 from .algorithms.losses import adapted_entropy_coefficient
-from .batching.micro_batches import Form
-from .batching.prompt_order import FurtherPrompts, ProcessSlices, PromptOrder, StepRows, make_eval_loader, make_loader
+from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
-from .forward.images import PromptProcessor, RowImages
+from .forward.images import RowImages
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
 from .forward.rows import TokenRows
-from .forward.scorer import Scorer
-from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
-from .rollouts.build import begin_ahead, build_worker, context_of, terms_of
+from .rollouts.batch import RolloutBatch
+from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
-from .rollouts.engine import TransformersEngine
-from .rollouts.images import ImageSource
 from .rollouts.local import Hooks
-from .rollouts.source import Rollouts
 from .run.keeper import RunKeeper
 from .run.live import LiveRun
 from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.output_folder import create_output_dir
 from .run.weights import all_loaded
+from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
-from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
+from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
 from .step.loss import LossTerms, assemble_loss, loss_config_of
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
-from .step.statistics import STEP_PART, StepPart, whole_step
+from .step.statistics import STEP_PART, StepPart
 
 logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
-# why a model that takes images does not run in a form: always, and where tools or environments may bring some
-_PLACES: dict[Form, str] = {
-    "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
-}
-# what reward functions may read of the Trainer's state, as it was when the weights were taken
-_PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
-# a user's override of these may change the rows, so images have to travel with them
-_OWN_ROWS = ("_generate_and_score_completions", "_generate")
-_LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -138,9 +125,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
-        self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
-        self._tokens_before: int | None = None  # while the completions of a step are fetched
-        self._sampling_threads: int | None = None
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -176,28 +160,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""
-        with_images = isinstance(self.processing_class, ProcessorMixin)
-        travelling = with_images and bool(self.tools or self.environment_factories)
-        multiple = self.pad_to_multiple_of
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         trl_scorer = super()._get_per_token_logps_and_entropies
-        prepare = None
-        if with_images:
-            options: Any = self.chat_template_kwargs
-            template = {"chat_template": self.chat_template, **options}
-            prepare = PromptProcessor(self.processing_class, template, compat.image_token(self.model))
-            compat.sample_no_image_tokens(self)
-        refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
-        self._scorer = Scorer(self.accelerator, self.args, multiple, trl_scorer, refused)
-        travelling = travelling or (with_images and any(map(self._overrides, _OWN_ROWS)))
-        images = ImageSource(prepare, travelling)
-        worker = build_worker(self, images, self._scorer, self._clock)
-        self._rollouts = Rollouts(self.accelerator, self.args, worker, images)
-        pad = self._tokenizer.pad_token_id
+        self._scorer, self._rollouts = build_rollouts(self, trl_scorer, self._clock)
+        pad, multiple = self._tokenizer.pad_token_id, self.pad_to_multiple_of
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images
         )
@@ -230,22 +200,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         dataset, args = self.train_dataset, self.args
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
-        slices = self._slices(self.num_generations)
-        shuffle, workers = bool(self.shuffle_dataset), ("num_workers", "persistent_workers", "prefetch_factor")
-        further = None
-        if args.dynamic_sampling:
-            further = FurtherPrompts(dataset, slices, PromptOrder(len(dataset), args.seed, shuffle), args.seed)
+        workers = ("num_workers", "persistent_workers", "prefetch_factor")
         loader = make_loader(
             dataset,
             self.geometry,
-            slices,
+            self._rollouts.slices(self.num_generations),
             seed=args.seed,
-            shuffle=shuffle,
+            shuffle=bool(self.shuffle_dataset),
             drop_last=args.dataloader_drop_last,
             worker_options={name: getattr(args, f"dataloader_{name}") for name in workers},
             ahead=args.rollout_lag > 0,
         )
-        self._rollouts.read_from(dataset, loader.dataset, further)
+        self._rollouts.read_from(loader.dataset)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -257,7 +223,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
-        slices = self._slices(self.num_generations_eval)
+        slices = self._rollouts.slices(self.num_generations_eval)
         loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
         self._rollouts.images.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
         return loader
@@ -277,12 +243,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self._tokens_before = self.state.num_input_tokens_seen
-        self._sample_ahead(only_due=self.args.dynamic_sampling)
-        completions = self._prepare_inputs(inputs)
-        self._sample_ahead()
-        self._tokens_before = None
-        self._log_ahead()
+        completions = self._completions_of(inputs)
         terms = self._terms(model)
         context, plan = self._step_runner.run(model, completions, terms)
         loss = self._log_step(log_step(context, plan, self._clock.take()))
@@ -295,6 +256,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
+
+    def _completions_of(self, inputs: Any) -> RolloutBatch:
+        """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
+        tokens_seen = self.state.num_input_tokens_seen
+        try:
+            sample_ahead(self, only_due=self.args.dynamic_sampling)
+            completions = self._prepare_inputs(inputs)
+            sample_ahead(self)
+        except StoppedWaiting:  # the step is not made
+            self.state.num_input_tokens_seen = tokens_seen
+            raise
+        for name, value in self._rollouts.waits(self.state.global_step).items():
+            self._metrics["train"][name].append(value)
+        return completions
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -336,10 +311,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
                 "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
             )
-        ahead = self._rollouts.ahead
-        if ahead is not None and self.use_vllm and not self.model.training:
-            ahead.drain()  # the evaluation sends its weights
-        if ahead is None or not self.model.training:
+        if self.use_vllm and (self._rollouts.ahead is None or not self.model.training):
             self._load_weights_into_vllm(generation_batch)
         batch = self._rollouts.completions_of(generation_batch, context_of(self))
         if (rewards_BF := self._rollouts.rewards_BF) is not None:
@@ -348,28 +320,23 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_weights_into_vllm(self, rows: StepRows) -> None:
         """TRL's rule: where a rollout batch is sampled, once for each step of the weights."""
-        if self.use_vllm and not self._rollouts.holds(rows) and self.state.global_step != self._last_loaded_step:
+        if self._rollouts.ahead is not None:
+            self._rollouts.ahead.drain()
+        if not self._rollouts.holds(rows) and self.state.global_step != self._last_loaded_step:
             with compat.profiling_context(self, "sync_weights"):
                 self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
 
     def _terms(self, model: Any) -> StepTerms:
         """What the loss of a step is made of; `model` as the loop calls it."""
-        own_loss = self._overrides("compute_loss", "_compute_loss")
-        # what adds to the loss of a completion whose advantage is zero
-        others = (
-            self.beta != 0.0
-            or self._entropy_bonus_enabled
-            or self.aux_loss_enabled
-            or self.top_entropy_quantile < 1.0
-            or self.loss_type == "vespo"  # logs a weight of every sequence
-            or own_loss
-        )
-        skips = self.args.skip_zero_contribution and self.model.training and not others
+        own_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
+        # what adds to the loss of a completion whose advantage is zero; "vespo" logs a weight of every sequence
+        others = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled or own_loss
+        others = others or self.top_entropy_quantile < 1.0 or self.loss_type == "vespo"
         return StepTerms(
             functools.partial(self._loss_of, model),
             functools.partial(self._score, self.model),
-            skips,
+            self.args.skip_zero_contribution and self.model.training and not others,
             self.top_entropy_quantile,
             self.aux_loss_enabled,
             experts_per_token(self.model),
@@ -385,25 +352,17 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
 
-        A loss that divides by the accumulation steps, as TRL wants of one, is divided for this micro-batch: what comes
-        out of the micro-batches is added up, so the divisor is the step's completions over those of the micro-batch,
-        which makes a mean over its completions a part of the mean over those of the step. `num_items_in_batch` is such
-        that TRL's rescaling of it gives the loss tokens of this step.
+        What is read from TRL's attributes there is that of the micro-batch: see `StepPart`.
         """
         part: StepPart = inputs[STEP_PART]
-        counts, rows = part.context.counts, len(part.groups)
-        items = float((counts.tokens if counts.items is None else counts.items) * self.accelerator.num_processes)
-        if self.model.training:
-            items *= self.geometry.steps_per_rollout * rows / counts.completions
+        training, accumulation = self.model.training, part.accumulation_steps
+        items = part.items_in_batch(
+            self.accelerator.num_processes, self.geometry.steps_per_rollout if training else None
+        )
         inputs["num_items_in_batch"] = torch.tensor(items, device=self.accelerator.device)
-        before = getattr(self, "current_gradient_accumulation_steps", 1)  # an evaluation may come before training
-        self.current_gradient_accumulation_steps = counts.completions / rows
-        try:
-            with self.compute_loss_context_manager():
-                options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-                return self.compute_loss(model, inputs, **options)
-        finally:
-            self.current_gradient_accumulation_steps = before
+        options = {"num_items_in_batch": None} if training else {}  # as transformers calls it
+        with assigned(self, current_gradient_accumulation_steps=accumulation), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs, **options)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
@@ -411,45 +370,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         `inputs[STEP_PART]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
         if STEP_PART not in inputs:
-            inputs = self._whole_step(inputs)
-        part: StepPart = inputs[STEP_PART]
-        logps, entropies, router = self._score(model, inputs, part.rows_of(inputs) or self._rows_of(inputs))
+            inputs = self._step_runner.as_step(inputs, self._group_size, self._terms(model))
+        logps, entropies, router = self._score(model, inputs, self._step_runner.tokens_of(inputs))
         bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None
         router_coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else None
         terms = LossTerms(bonus, router_coefficient, bool(self.args.rollout_lag) and self.model.training)
         return assemble_loss(loss_config_of(self), terms, inputs, logps, entropies, router)
 
-    def _whole_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        quantile, top_k = self.top_entropy_quantile, experts_per_token(self.model)
-        rows, device = self._rows_of(inputs), self.accelerator.device
-        return whole_step(inputs, rows, device, top_k, self._group_size, quantile, self._entropies)
-
-    def _rows_of(self, inputs: dict[str, Any]) -> TokenRows:
-        """The tokens of a padded batch of the user's own making."""
-        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-        return TokenRows.of_padded(ids, mask, inputs["completion_ids"].size(1), self._images(inputs))
-
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
-        mode = self._mode
-        loss, policy_loss = values.pop("loss"), values.pop("policy_loss")
-        if self._entropy_bonus_enabled:
-            self._metrics[mode]["policy_loss"].append(policy_loss)
-            entropy = values.pop("bonus_entropy", math.nan)
-            if mode == "train":
-                if self.use_adaptive_entropy:
-                    self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
-                    self.entropy_coef = adapted_entropy_coefficient(
-                        self.entropy_coef,
-                        self._last_world_entropy,
-                        target=self.args.entropy_target,
-                        delta=self.args.entropy_coef_delta,
-                        lowest=self.args.entropy_coef_min,
-                        highest=self.args.entropy_coef_max,
-                    )
-                self._metrics[mode]["entropy_coef"].append(self.entropy_coef)
+        loss, policy_loss, args = values.pop("loss"), values.pop("policy_loss"), self.args
+        entropy = values.pop("bonus_entropy", math.nan) if self._entropy_bonus_enabled else None
+        if entropy is not None and self.model.training:
+            if self.use_adaptive_entropy:
+                self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
+                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
+                self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
+            values = {"entropy_coef": self.entropy_coef} | values
+        if entropy is not None:
+            values = {"policy_loss": policy_loss} | values
         for name, value in values.items():
-            self._metrics[mode][name].append(value)
+            self._metrics[self._mode][name].append(value)
         return loss
 
     def _entropy_coefficient(self) -> float:
@@ -463,32 +404,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _score(
         self, model: Any, batch: dict[str, Any], rows: TokenRows
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model.
-
-        A user's `_get_per_token_logps_and_entropies` is called with the padded batch, as TRL calls it.
-        """
-        width, router = batch["completion_ids"].size(1), self.aux_loss_enabled
-        if not self._overrides("_get_per_token_logps_and_entropies"):
-            scores = self._scorer.score_micro_batch(model, rows, True, router)
-            assert scores.entropies_S is not None
-            device = batch["completion_ids"].device
-            logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
-            return logps, entropies, scores.router
-        ids, mask = (torch.cat([batch[f"prompt_{n}"], batch[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-        images = compat.images_among(batch)
-        if not images and rows.images is not None:
-            images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
-        options: Any = {"compute_entropy": True, "compute_aux_loss": router, **images}
-        with self._scorer.scoring(ids, mask, rows) as request:
-            logps, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)
-        return logps, entropies, request.router
+        """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model."""
+        return self._scorer.score_inputs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
 
     def _images(self, columns: Mapping[str, Any]) -> RowImages | None:
         return self._rollouts.images.of_batch(columns, self.model.training)
-
-    def _entropies(self, batch: dict[str, Any], rows: TokenRows) -> torch.Tensor:
-        with torch.no_grad():
-            return self._score(self.model, batch, rows)[1]
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -538,38 +458,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
 
-    # ---- Sampling ahead -------------------------------------------------------------------------------------------
-
-    def _sample_ahead(self, only_due: bool = False) -> None:
-        """With `rollout_lag`: begin with the rollout batches that the weights as they are now have to sample.
-
-        Args:
-            only_due: begin with that of this step alone, which may want further prompts before others have their turn.
-        """
-        if not (lag := self.args.rollout_lag):
-            return
-        if self._rollouts.ahead is None:
-            if number := len(self._waiting):
-                which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
-                self._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
-            self._rollouts.ahead = begin_ahead(self, self._waiting, self._sampling_threads)
-            self._waiting = []
-        progress = {name: getattr(self.state, name) for name in _PROGRESS}
-        self._rollouts.ahead.begin(progress, self._rollouts.held, 0 if only_due else lag)
-
-    def _end_ahead(self) -> None:
-        if self._rollouts.ahead is not None:
-            self._rollouts.ahead.close()
-            self._rollouts.ahead = None
-
-    def _log_ahead(self) -> None:
-        """How far sampling was ahead in this step, and how long it was waited for."""
-        if (ahead := self._rollouts.ahead) is not None:
-            metrics = self._metrics["train"]
-            metrics["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
-            for name, value in ahead.take_waits().items():
-                metrics[name].append(value)
-
     # ---- What is true of a run ------------------------------------------------------------------------------------
 
     @property
@@ -584,29 +472,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _threads(self) -> int | None:
         return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
-    def _overrides(self, *names: str) -> bool:
-        """Whether a subclass overrides any of these methods, or one is assigned to this trainer."""
-        mine, theirs = type(self), GRPOTrainer
-        return any(name in vars(self) or getattr(mine, name) is not getattr(theirs, name) for name in names)
-
-    def _slices(self, num_generations: int) -> ProcessSlices:
-        """How a rollout batch is cut for the processes to sample."""
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # an inference server batches by itself, and needs as many from every process: there a chunk is one group
-        chunk = num_generations if self.args.use_vllm else self.geometry.rollout_chunk_size
-        return ProcessSlices(num_generations, chunk, processes, rank)
-
-    def _own_sampling(self) -> str | None:
-        """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
-        if self.rollout_func is not None:
-            return "rollout_func"
-        names = (name for name in ("_generate", "_generate_single_turn") if self._overrides(name))
-        return next((f"{type(self).__name__}.{name}" for name in names), None)
-
-    def _samples_by_key(self) -> bool:
-        """Whether the random number of every token follows from its key."""
-        engine = self._rollouts.worker.parts.engine
-        return isinstance(engine, TransformersEngine) and engine.samples_by_key(self.generation_config)
+    def _override_of(self, name: str) -> Any:
+        """The method that a subclass, or an assignment to this trainer, has put in the place of ours; None if none."""
+        overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
+        return getattr(self, name) if overridden else None
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
@@ -627,7 +496,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         checks.refuse_frozen(self.model)
         self._rollouts.hold(None, None)
-        self._losses, self._waiting = [], []
+        self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
@@ -638,38 +507,24 @@ class GRPOTrainer(trl.GRPOTrainer):
             with (
                 quiet(),
                 pinned(self._threads),
-                computing_with(self._divided_threads()),
+                computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),
+                contextlib.closing(self._rollouts),
             ):
-                try:
-                    result = super().train(checkpoint, trial, ignore_keys_for_eval)
-                finally:
-                    self._end_ahead()
+                result = super().train(checkpoint, trial, ignore_keys_for_eval)
             if (limits := self._step_runner.limits).failures:
                 self._keeper.say(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
 
-    def _divided_threads(self) -> int | None:
-        """With a lag, the threads that training computes with, where sampling takes some of them."""
-        args, device = self.args, torch.device(self.args.rollout_device or self.accelerator.device)
-        if args.rollout_lag and args.bitwise_invariant:
-            self._sampling_threads = args.rollout_threads or args.bitwise_threads
-        elif args.rollout_lag and device.type == "cpu":
-            training, self._sampling_threads = divided_threads(args.rollout_threads)
-            return training
-        return None
-
     def _stop_between_steps(self, trial: Any) -> None:
         """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
         self._keeper.watch.stopping = True
-        if self._tokens_before is not None:
-            self.state.num_input_tokens_seen = self._tokens_before
         there = from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir)
         if saves := self.state.global_step and not there:
             self._save_checkpoint(self.model, trial)
-        self._end_ahead()  # callbacks may evaluate
+        self._rollouts.close()  # callbacks may evaluate
         if saves:
             self.callback_handler.on_save(self.args, self.state, self.control)
         self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -688,12 +543,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers', which says where a resumed run goes on, and not that its micro-batches differ."""
-        size = self.args.per_device_train_batch_size
-        self.args.per_device_train_batch_size = self._keeper.micro_batch_of_checkpoint or size
-        try:
+        size = self._keeper.micro_batch_of_checkpoint or self.args.per_device_train_batch_size
+        with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
-        finally:
-            self.args.per_device_train_batch_size = size
         if self.state.global_step:
             self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
         return place
@@ -714,12 +566,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """transformers', which would take the checkpoint that an interrupted run goes on from for a leftover."""
-        limit = self.args.save_total_limit
-        self.args.save_total_limit = None if self._keeper.watch.stopping else limit
-        try:
+        limit = None if self._keeper.watch.stopping else self.args.save_total_limit
+        with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
-        finally:
-            self.args.save_total_limit = limit
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""

@@ -287,7 +287,7 @@ def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance:
 
 
 def adapted_entropy_coefficient(
-    coefficient: float, entropy: float, *, target: float, delta: float, lowest: float, highest: float
+    coefficient: float, entropy: float, target: float, delta: float, lowest: float, highest: float
 ) -> float:
     """The entropy bonus's factor for the next step (Skywork-OR1, arXiv 2505.22312): up by `delta` while the step's
     entropy (nats per token) is at or below the target, down otherwise, within bounds."""

@@ -15,6 +15,7 @@ from ..errors import ConfigError, ModelError
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
+from ..rollouts.build import own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from .model import random_parts
 
@@ -39,8 +40,8 @@ def refuse_own_forward(model: Any) -> None:
 def check_ahead(trainer: Any, config: GRPOConfig) -> None:
     """Refuse what cannot be sampled on a thread of its own, or not before it is due."""
     lag, dataset = config.rollout_lag, trainer.train_dataset
-    own = trainer._own_sampling() or own_generate(trainer.model)
-    if own is not None or not (trainer.use_vllm or trainer._samples_by_key()):
+    own = own_sampling(trainer) or own_generate(trainer.model)
+    if own is not None or not (trainer.use_vllm or samples_by_key(trainer)):
         raise ConfigError(
             f"rollout_lag={lag} needs this trainer's own sampling; rollout_func, beam search, do_sample=False, a paged "
             f"cache and a generate of one's own{'' if own is None else f' ({own})'} would run on the weights that are "

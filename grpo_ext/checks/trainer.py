@@ -21,6 +21,7 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import longest_prompt, settle_rope
 from ..forward.reference import base_model_of
 from ..precision.loss_scaler import refuse_half_weights
+from ..rollouts.build import own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import checked_environments
 from ..rollouts.source import why_equal
@@ -240,8 +241,8 @@ def check_bitwise(trainer: Any) -> None:
     accelerator = trainer.accelerator
     refuse_sharding(shards_parameters(accelerator), accelerator.num_processes, accelerator.distributed_type.value)
     refuse_batch_dependent_rewards(trainer.reward_funcs)
-    own = trainer._own_sampling()
-    if own is not None or not trainer._samples_by_key():
+    own = own_sampling(trainer)
+    if own is not None or not samples_by_key(trainer):
         own = own or own_generate(accelerator.unwrap_model(trainer.model))
         raise ConfigError(
             "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
@@ -269,9 +270,9 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
 
 def _uncovered_sampling(trainer: Any) -> list[str]:
     """What the promise does not cover of how completions are sampled, as sentences."""
-    if trainer._own_sampling() is None and trainer._samples_by_key():
+    if own_sampling(trainer) is None and samples_by_key(trainer):
         return []
-    if (own := trainer._own_sampling()) is not None:
+    if (own := own_sampling(trainer)) is not None:
         sentence = f"{own} may sample in its own way; only the update is covered"
         if own == "rollout_func":
             sentence += (
@@ -298,7 +299,7 @@ def _check_dynamic_sampling(trainer: Any, config: GRPOConfig) -> None:
             f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
             f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
         )
-    own = trainer._overrides("_generate_and_score_completions")
+    own = trainer._override_of("_generate_and_score_completions")
     rule = AdvantageRule(config.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
     if own and rule.depends_on_the_batch:
         raise ConfigError(

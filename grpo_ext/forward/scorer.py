@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from .. import compat
 from ..batching.micro_batches import Form
 from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
@@ -186,6 +187,38 @@ class Scorer:
     def score_micro_batch(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score a micro-batch in one forward; its graph is kept where gradients are on."""
         return joined(self._score(model, rows, self._whole(model, rows), with_entropy, with_router))
+
+    def score_inputs(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        rows: TokenRows,
+        with_router: bool,
+        override: Callable[..., Any] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
+        """Score a micro-batch that TRL's loss takes.
+
+        Args:
+            inputs: TRL's padded dictionary; rows: its tokens.
+            override: the user's `_get_per_token_logps_and_entropies`, which is called as TRL calls it.
+
+        Returns:
+            Log-probabilities and entropies (B, T), and the router output of a MoE model.
+        """
+        width = inputs["completion_ids"].size(1)
+        if override is None:
+            scores, device = self.score_micro_batch(model, rows, True, with_router), inputs["completion_ids"].device
+            assert scores.entropies_S is not None
+            logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
+            return logps, entropies, scores.router
+        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        images = compat.images_among(inputs)
+        if not images and rows.images is not None:
+            images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+        options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
+        with self.scoring(ids, mask, rows) as request:
+            logps, entropies, _ = override(model, ids, mask, width, **options)
+        return logps, entropies, request.router
 
     def score_for_trl(
         self,

@@ -10,15 +10,17 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import ProcessorMixin
 
 from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
 from ..algorithms.keyed_random import TRAIN_STREAM
+from ..batching.micro_batches import Form
 from ..batching.prompt_order import StepRows
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
@@ -30,6 +32,7 @@ from ..forward.snapshot import Snapshot, Weights
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
+from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.determinism import align_memory
@@ -43,7 +46,7 @@ from .join import JoinRules
 from .keyed import request_keys
 from .local import Hooks, Parts, Terms
 from .rollout_func import checked_rollout
-from .source import Context
+from .source import Context, Rollouts
 from .tools import Toolbox
 from .turns import TurnLimits
 from .turns import context_of as context_of_model
@@ -51,6 +54,31 @@ from .vllm import VllmEngine, VllmServer
 from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
+LOGPS = "_get_per_token_logps_and_entropies"
+# a user's override of these may change the rows, so images have to travel with them
+_OWN_ROWS = (SCORE, "_generate")
+# why a model that takes images does not run in a form: always, and where tools or environments may bring some
+_PLACES: dict[Form, str] = {
+    "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
+}
+_LATER: dict[Form, str] = {"prefix": "tools and environments may show images after the prompt"}
+_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # TRL's, by the argument of functions
+# what reward functions may read of the Trainer's state, as it was when the weights were taken
+_PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
+
+
+def build_rollouts(trainer: Any, trl_scorer: Callable[..., Any], clock: PhaseClock) -> tuple[Scorer, Rollouts]:
+    """What scores the completions of a run, and what makes its rollout batches."""
+    with_images, prepare = isinstance(trainer.processing_class, ProcessorMixin), None
+    travelling = with_images and bool(trainer.tools or trainer.environment_factories)
+    if with_images:
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
+        compat.sample_no_image_tokens(trainer)
+    refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
+    scorer = Scorer(trainer.accelerator, trainer.args, trainer.pad_to_multiple_of, trl_scorer, refused)
+    images = ImageSource(prepare, travelling or (with_images and any(map(trainer._override_of, _OWN_ROWS))))
+    return scorer, Rollouts(trainer.accelerator, trainer.args, build_worker(trainer, images, scorer, clock), images)
 
 
 def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> RolloutWorker:
@@ -161,8 +189,8 @@ def context_of(trainer: Any) -> Context:
         metrics=trainer._metrics[mode],
         logs=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
-        score=trainer._generate_and_score_completions if trainer._overrides(SCORE) else None,
-        rewards=trainer._calculate_rewards if trainer._overrides("_calculate_rewards") else None,
+        score=trainer._override_of(SCORE),
+        rewards=trainer._override_of("_calculate_rewards"),
     )
 
 
@@ -174,7 +202,7 @@ def terms_of(trainer: Any, hooks: Hooks) -> Terms:
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # that one rollout batch is trained for
     engine = trainer.vllm_generation if trainer.use_vllm else None
     context = context_of_model(trainer.model.config, trainer._rollouts.images.prepare is not None, engine)
-    methods = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
+    recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
     return Terms(
         training=training,
         rewards=RewardFunctions(
@@ -183,7 +211,7 @@ def terms_of(trainer: Any, hooks: Hooks) -> Terms:
             trainer.reward_processing_classes,
             trainer.chat_template_kwargs,
         ),
-        recorders={name: getattr(trainer, method) for name, method in methods.items() if trainer._overrides(method)},
+        recorders={name: method for name, method in recorders.items() if method is not None},
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
@@ -207,26 +235,36 @@ def hooks_of(trainer: Any) -> Hooks:
     rollouts, group = trainer._rollouts, trainer._group_size
 
     def tokenize(prompts: list[Any], names: list[str | None]) -> list[list[int]]:
-        before = getattr(trainer, "_batch_environments", None)
-        trainer._batch_environments = names  # TRL's method wants as many as there are prompts
-        try:
+        with assigned(trainer, _batch_environments=names):  # TRL's method wants as many as there are prompts
             return trainer._tokenize_prompts(prompts)[0]
-        finally:
-            trainer._batch_environments = before
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
         rollouts.refuse_unequal_prompts(len(prompts))
         return checked_rollout(trainer.rollout_func, prompts, trainer, why_logprobs(trainer.args))
 
-    turn, generate = trainer._generate_single_turn, trainer._generate
+    turn, generate = trainer._override_of("_generate_single_turn"), trainer._override_of("_generate")
     return Hooks(
-        tokenize if trainer._overrides("_tokenize_prompts") else None,
-        functools.partial(rollouts.generate_by_user, generate) if trainer._overrides("_generate") else None,
-        functools.partial(rollouts.turn_by_user, turn, group) if trainer._overrides("_generate_single_turn") else None,
+        None if trainer._override_of("_tokenize_prompts") is None else tokenize,
+        None if generate is None else functools.partial(rollouts.generate_by_user, generate),
+        None if turn is None else functools.partial(rollouts.turn_by_user, turn, group),
         None if trainer.rollout_func is None else rollout,
-        trainer._overrides("_calculate_rewards"),
-        trainer._overrides(SCORE),
+        trainer._override_of("_calculate_rewards") is not None,
+        trainer._override_of(SCORE) is not None,
     )
+
+
+def own_sampling(trainer: Any) -> str | None:
+    """The name of what a user has put in the place of the trainer's sampling, or of a part of it."""
+    if trainer.rollout_func is not None:
+        return "rollout_func"
+    names = (name for name in ("_generate", "_generate_single_turn") if trainer._override_of(name) is not None)
+    return next((f"{type(trainer).__name__}.{name}" for name in names), None)
+
+
+def samples_by_key(trainer: Any) -> bool:
+    """Whether the random number of every token follows from its key."""
+    engine = trainer._rollouts.worker.parts.engine
+    return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
 
 
 def why_logprobs(args: Any) -> str | None:
@@ -301,14 +339,12 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
     def score(model: Any, rows: TokenRows, terms: Terms, num_generations: int) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, num_generations)
         with scorer.without_gradients(model):
-            if not trainer._overrides("_get_per_token_logps_and_entropies"):
+            if (override := trainer._override_of(LOGPS)) is None:
                 return scorer.score_rollout(model, rows, *limits).logps_S
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
             with scorer.scoring(ids, mask, rows, limits):
-                logps_BT, _, _ = trainer._get_per_token_logps_and_entropies(
-                    model, ids, mask, width, batch_size=terms.batch_size, **images
-                )
+                logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
         return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
 
     return score
@@ -337,13 +373,25 @@ def described(trainer: Any) -> str | None:
     return f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
 
 
-def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: int | None) -> RolloutsAhead:
-    """What samples ahead for a trainer.
+def sample_ahead(trainer: Any, only_due: bool = False) -> None:
+    """With `rollout_lag`: begin with the rollout batches that the weights as they are now have to sample.
 
     Args:
-        waiting: what a checkpoint found on its way.
-        threads: that sampling computes with on a CPU; None: as many as torch has.
+        only_due: begin with that of this step alone, which may want further prompts before others have their turn.
     """
+    rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
+    if not lag:
+        return
+    if rollouts.ahead is None:
+        if number := len(rollouts.waiting):
+            which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
+            trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
+        rollouts.ahead, rollouts.waiting = _begin_ahead(trainer), ()
+    progress = {name: getattr(trainer.state, name) for name in _PROGRESS}
+    rollouts.ahead.begin(progress, rollouts.held, 0 if only_due else lag)
+
+
+def _begin_ahead(trainer: Any) -> RolloutsAhead:
     device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -357,7 +405,7 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
         history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
         vars(state).update({**weights.progress, "log_history": history})
         config = copy.deepcopy(getattr(trainer, "generation_config", None))
-        hooks = Hooks(rewards=trainer._overrides("_calculate_rewards"))
+        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards") is not None)
         now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
         processors = copy.deepcopy(now.rewards.processing_classes)
         return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))
@@ -374,10 +422,10 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
 
     send = _sender(trainer, snapshot) if trainer.use_vllm else None
     steps, last, watch = trainer._rollouts.steps, trainer.state.max_steps, trainer._keeper.watch
-    thread = Worker(threads, device)
+    thread = Worker(trainer._rollouts.threads, device)
     ahead = RolloutsAhead(steps, last, snapshot, thread, sample, terms, lambda: watch.requested, send)
     try:
-        ahead.resume(waiting)
+        ahead.resume(trainer._rollouts.waiting)
     except BaseException:
         ahead.close()
         raise

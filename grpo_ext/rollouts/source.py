@@ -21,13 +21,16 @@ from accelerate.logging import get_logger
 from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys, mix
-from ..batching.prompt_order import FurtherPrompts, RolloutRequest, StepRows
+from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, RolloutError
 from ..forward.images import count_images, messages_of
+from ..forward.snapshot import Weights
 from ..rewards.calls import RewardCall
+from ..runtime.attributes import assigned
 from ..runtime.collectives import any_process, gather_lists, uneven_gathers
+from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
 from .chat import images_in
@@ -96,6 +99,8 @@ class Rollouts:
         rewards_BF: of the completions that were sampled last, training's or an evaluation's.
         ahead: with `rollout_lag`, while it trains.
         sampled_at: optimizer steps made before the weights that sampled the rollout batch.
+        waiting: what a checkpoint found on its way: first steps of rollout batches, and the weights that sample them.
+        threads: that sampling ahead computes with on a CPU; None: as many as torch has.
         steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
             made.
         local: this process's part while a hook of the user's makes its completions; chunk: of it, while one samples.
@@ -114,6 +119,8 @@ class Rollouts:
         self.held: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
         self.ahead: RolloutsAhead | None = None
+        self.waiting: Sequence[tuple[int, Weights]] = ()
+        self.threads: int | None = None
         self.sampled_at = 0
         self.steps: Any = None
         self.further: FurtherPrompts | None = None
@@ -137,9 +144,37 @@ class Rollouts:
         if (workers := self.worker.parts.rewards.workers) is not None:
             workers.kill()
 
-    def read_from(self, prompts: Any, steps: Any, further: FurtherPrompts | None) -> None:
-        """The training data, the loader's data set of steps, and further prompts with dynamic sampling."""
-        self.images.prompts[True], self.steps, self.further = prompts, steps, further
+    def slices(self, num_generations: int) -> ProcessSlices:
+        """How a rollout batch is cut for the processes to sample."""
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        # an inference server batches by itself, and needs as many from every process: there a chunk is one group
+        chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
+        return ProcessSlices(num_generations, chunk, processes, rank)
+
+    def divide_threads(self) -> int | None:
+        """With a lag, the CPU threads of training where sampling takes some of them; None: as many as torch has."""
+        args, training = self.args, None
+        if args.rollout_lag and args.bitwise_invariant:
+            self.threads = args.rollout_threads or args.bitwise_threads
+        elif args.rollout_lag and torch.device(args.rollout_device or self.accelerator.device).type == "cpu":
+            training, self.threads = divided_threads(args.rollout_threads)
+        return training
+
+    def waits(self, step: int) -> dict[str, float]:
+        """How far sampling was ahead in an optimizer step, and how long it was waited for, under the log's names."""
+        return {} if self.ahead is None else {"sampling/staleness": step - self.sampled_at, **self.ahead.take_waits()}
+
+    def close(self) -> None:
+        """End what is sampled ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
+
+    def read_from(self, steps: Any) -> None:
+        """The training loader's data set of steps."""
+        self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
+        if self.args.dynamic_sampling:
+            self.further = FurtherPrompts(steps.prompts, steps.rule, steps.order, self.args.seed)
         self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
 
     def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
@@ -227,12 +262,10 @@ class Rollouts:
         calculate = context.rewards
 
         def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
-            self.local, local.reward_calls = local, []
-            try:
-                with self._uneven(local.request, context), self.worker.parts.clock.phase("rewards"):
-                    return calculate(*reward_columns(local.transcripts)), local.reward_calls
-            finally:
-                self.local = None
+            local.reward_calls = []
+            uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
+            with assigned(self, local=local), uneven, phase:
+                return calculate(*reward_columns(local.transcripts)), local.reward_calls
 
         return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
 
@@ -341,12 +374,9 @@ class Rollouts:
     def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
         request = rows.request
-        self._scoring = scoring = Scoring(rows)
-        try:
-            with self._uneven(request, context):
-                scored = score(list(rows.rows))
-        finally:
-            self._scoring = None
+        scoring = Scoring(rows)
+        with assigned(self, _scoring=scoring), self._uneven(request, context):
+            scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         if not scoring.rounds and self.further is not None and context.terms.training:
             raise RolloutError(
@@ -392,11 +422,8 @@ class Rollouts:
 
     def generate_by_user(self, generate: Callable[[list[Any]], Any], local: LocalRollout) -> None:
         """Completions by the user's `_generate`."""
-        self.local = local
-        try:
+        with assigned(self, local=local):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
-        finally:
-            self.local = None
 
     def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
         """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
@@ -423,11 +450,8 @@ class Rollouts:
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
-            self.chunk = chunk
-            try:
+            with assigned(self, chunk=chunk):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
-            finally:
-                self.chunk = None
             values = [None] * len(ids) if logps is None else logps
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
         return [sampled[id(row)] for row in rows if id(row) in sampled]

@@ -98,7 +98,7 @@ class LiveRun:
                 "scoring": trainer._scorer.memory.limit,
                 "generation": rollouts.worker.parts.memory.limit,
             },
-            waiting=trainer._waiting if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
+            waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
             sampled_at=rollouts.sampled_at,
         )
 
@@ -107,7 +107,7 @@ class LiveRun:
         trainer = self.trainer
         rollouts = trainer._rollouts
         rollouts.hold(state.rollout, state.rollout_name)
-        trainer._step, trainer._waiting, rollouts.sampled_at = state.step, state.waiting, state.sampled_at
+        trainer._step, rollouts.waiting, rollouts.sampled_at = state.step, state.waiting, state.sampled_at
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(state.metrics)
         if state.loss:

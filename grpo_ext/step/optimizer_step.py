@@ -34,7 +34,7 @@ from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
 from .plan import MicroBatch, MicroBatchLayout, plan_step
-from .statistics import STEP_PART, TOKENS, StepContext, StepPart, measure_step
+from .statistics import STEP_PART, TOKENS, StepContext, StepPart, measure_step, whole_step
 
 logger = get_logger(__name__)
 Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
@@ -212,6 +212,23 @@ class OptimizerStep:
         batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch, self._token_rows(some)
+
+    def tokens_of(self, inputs: Inputs) -> TokenRows:
+        """The tokens of a padded batch without padding, also of one that the user has made or changed."""
+        rows = inputs[STEP_PART].rows_of(inputs) if STEP_PART in inputs else None
+        if rows is None:
+            ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+            rows = TokenRows.of_padded(ids, mask, inputs["completion_ids"].size(1), self.images(inputs))
+        return rows
+
+    def as_step(self, inputs: Inputs, num_generations: int, terms: StepTerms) -> Inputs:
+        """A scored batch that is no part of a step (a user's own call), with itself as its step."""
+        rows, entropies = self.tokens_of(inputs), None
+        if (quantile := terms.top_entropy_quantile) < 1.0:
+            with torch.no_grad():
+                _, entropies, _ = terms.score(inputs, rows)
+        top_k = terms.experts_per_token
+        return whole_step(inputs, rows, self.accelerator.device, top_k, num_generations, quantile, entropies)
 
     def _loss(self, rollout: RolloutBatch, context: StepContext, terms: StepTerms, part: MicroBatch) -> torch.Tensor:
         inputs, tokens = self.collate(rollout, part.rows)

@@ -84,6 +84,27 @@ class StepPart:
         """The tokens that a dictionary holds padded; None where a user's override has put others there."""
         return self.rows if self.padded.are(*(inputs[name] for name in TOKENS)) else None
 
+    @property
+    def accumulation_steps(self) -> float:
+        """The step's completions over those of the micro-batch.
+
+        The parts of micro-batches are added up, so a mean over completions that is divided by this, as TRL wants of a
+        loss, becomes a part of the mean over those of the step.
+        """
+        return self.context.counts.completions / len(self.groups)
+
+    def items_in_batch(self, processes: int, steps_per_rollout: int | None) -> float:
+        """`num_items_in_batch` from which TRL's rescaling, that of training alone, makes the loss tokens of this step.
+
+        Args:
+            steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
+        """
+        counts = self.context.counts
+        items = float((counts.tokens if counts.items is None else counts.items) * processes)
+        return (
+            items if steps_per_rollout is None else items * (steps_per_rollout * len(self.groups) / counts.completions)
+        )
+
 
 def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
     by_group = dict.fromkeys(groups_B, 0)
@@ -176,23 +197,23 @@ def whole_step(
     top_k: int,
     num_generations: int,
     top_entropy_quantile: float,
-    entropies_of: Callable[[dict[str, Any], TokenRows], torch.Tensor],
+    entropies_BT: torch.Tensor | None,
 ) -> dict[str, Any]:
     """A scored batch that is no part of a step (a user's own call), with itself as its step.
 
     Args:
         inputs: as TRL scored it; it begins with a whole group.
         rows: its tokens.
-        entropies_of: from both to entropies (B, T), without gradients; called where a quantile is set.
+        entropies_BT: of its tokens, where a quantile is set.
     """
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     groups = group_numbers(mask.size(0), num_generations)
     context = StepContext(_counts(mask.sum(1).tolist(), groups), StepMetrics(device), top_k=top_k)
     keep = None
-    if top_entropy_quantile < 1.0:
-        entropies, numbers = entropies_of(inputs, rows), list(range(mask.size(0)))
-        by_row = dict(zip(numbers, entropies)), dict(zip(numbers, mask))
+    if entropies_BT is not None:
+        numbers = list(range(mask.size(0)))
+        by_row = dict(zip(numbers, entropies_BT)), dict(zip(numbers, mask))
         _set_entropy_keep(context, *by_row, numbers, top_entropy_quantile)
-        keep = context.keep_mask(numbers, mask.size(1), entropies.device)
+        keep = context.keep_mask(numbers, mask.size(1), entropies_BT.device)
     padded = Unchanged(*(inputs[name] for name in TOKENS))
     return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}

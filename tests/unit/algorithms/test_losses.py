@@ -559,8 +559,8 @@ def test_the_threshold_takes_more_tokens_than_torchs_quantile():
     ],
 )
 def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coefficient, entropy, expected):
-    bounds = {"target": 1.0, "delta": 0.01, "lowest": 0.0, "highest": 0.2}
-    assert adapted_entropy_coefficient(coefficient, entropy, **bounds) == pytest.approx(expected, abs=1e-15)
+    bounds = (1.0, 0.01, 0.0, 0.2)  # target, change in a step, lowest, highest
+    assert adapted_entropy_coefficient(coefficient, entropy, *bounds) == pytest.approx(expected, abs=1e-15)
 
 
 # ---- Load balancing -------------------------------------------------------------------------------------------------
