@@ -649,8 +649,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _overrides(self, *names: str) -> bool:
         """Whether a subclass overrides any of these methods, or one is assigned to this trainer."""
+        return self._overridden(*names) is not None
+
+    def _overridden(self, *names: str) -> str | None:
+        """The name, with that of its class, of the first of these methods that is a user's."""
         mine, theirs = type(self), GRPOTrainer
-        return any(name in vars(self) or getattr(mine, name) is not getattr(theirs, name) for name in names)
+        found = (name for name in names if name in vars(self) or getattr(mine, name) is not getattr(theirs, name))
+        return next((f"{mine.__name__}.{name}" for name in found), None)
 
     def _slices(self, num_generations: int) -> ProcessSlices:
         """How a rollout batch is cut for the processes to sample."""
@@ -663,8 +668,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
         if self.rollout_func is not None:
             return "rollout_func"
-        names = (name for name in ("_generate", "_generate_single_turn") if self._overrides(name))
-        return next((f"{type(self).__name__}.{name}" for name in names), None)
+        return self._overridden("_generate", "_generate_single_turn")
 
     def _samples_by_key(self) -> bool:
         """Whether the random number of every token follows from its key."""
@@ -749,8 +753,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _announce(self) -> None:
         if (untested := compat.untested()) is not None:
             logger.warning(untested)
+        checks.refuse_overrides(self)  # something may have been assigned since
         if self.args.bitwise_invariant:
-            checks.check_bitwise(self)  # a `generate` may have been replaced since
+            checks.check_bitwise(self)
         for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
             logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
         prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None

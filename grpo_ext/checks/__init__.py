@@ -7,7 +7,7 @@ is checked of a trainer that TRL's constructor has built; the rest can be asked 
 from .ahead import refuse_own_forward
 from .data import check_data_sets, check_stream, first_rows, with_rows
 from .model import check_end_token, check_model, find_model, loading, refuse_frozen
-from .trainer import check_bitwise, check_trainer, uncovered_sampling
+from .trainer import check_bitwise, check_trainer, refuse_overrides, uncovered_sampling
 
 __all__ = [
     "check_bitwise",
@@ -20,6 +20,7 @@ __all__ = [
     "first_rows",
     "loading",
     "refuse_frozen",
+    "refuse_overrides",
     "refuse_own_forward",
     "uncovered_sampling",
     "with_rows",

@@ -24,7 +24,7 @@ from ..rollouts.source import why_equal
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
-from .ahead import check_ahead
+from .ahead import check_ahead, refuse_overrides_ahead
 from .data import (
     check_chat_template,
     check_images,
@@ -63,6 +63,21 @@ def check_overrides(cls: type, ours: type) -> None:
             f"{cls.__name__} overrides {', '.join(unused)}, which stock TRL calls and grpo_ext does not; the override"
             " has no effect here. Loaders and losses are built in batching.prompt_order and algorithms.losses."
         )
+
+
+def refuse_overrides(trainer: Any) -> None:
+    """Refuse overrides that would not be called, or not with the weights that sample.
+
+    Raises:
+        ConfigError: names the override and what to override instead.
+    """
+    if own := trainer._overridden("_tool_call_loop"):
+        raise ConfigError(
+            f"{own} would not be called: this trainer answers tools transcript by transcript. Override "
+            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
+        )
+    if trainer.args.rollout_lag:
+        refuse_overrides_ahead(trainer)
 
 
 def check_parallelism(tensor_parallel_size: int) -> None:
@@ -108,6 +123,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
                 disable_random_parts(module)
     _check_images_and_tools(trainer)
     _check_rewards(trainer, config)
+    refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_dora_in_8_bits(policy)
     check_overrides(type(trainer), ours)

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from grpo_ext import GRPOConfig, checks
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
+from grpo_ext.rollouts import engine
+from grpo_ext.rollouts.ahead import Worker
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
 from grpo_ext.runtime.determinism import computing_with
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.ahead import Worker
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 from tests.support.trainers import LORA, SAVE, log_of, make, other, parameters
@@ -51,10 +51,10 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
         sampled = tmp_path / f"checkpoint-{state.sampled_at}"
         model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
         for row in range(len(state.rollout)):
-            fields = {name: values[row] for name, values in state.rollout.fields.items()}
-            prompt, completion = fields["prompt_ids"].tolist(), fields["completion_ids"].tolist()
-            expected = log_probs(model, prompt, completion)
-            assert torch.allclose(fields["old_per_token_logps"], expected, atol=2e-5), (step, row)
+            prompt, completion = (getattr(state.rollout, f"{part}_ids").row(row) for part in ("prompt", "completion"))
+            expected = log_probs(model, prompt.tolist(), completion.tolist())
+            assert state.rollout.old_per_token_logps is not None
+            assert torch.allclose(state.rollout.old_per_token_logps.row(row), expected, atol=2e-5), (step, row)
 
 
 def test_a_checkpoint_names_what_is_on_its_way_and_holds_its_weights(tmp_path):
@@ -143,7 +143,7 @@ def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return inner(model, rows, *args, **kwargs)
 
-    monkeypatch.setattr(turns, "sample_chunk", short)
+    monkeypatch.setattr(engine, "sample_chunk", short)
     trainer = make(tmp_path / "short", rollout_lag=1)
     trainer.train()
     assert trainer._rollouts.worker.parts.memory.limit == 8
@@ -199,7 +199,7 @@ def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
         return inner(model, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "sample_chunk", sampled)
+        patch.setattr(engine, "sample_chunk", sampled)
         trainer.train()
     expected = {torch.bfloat16} if bf16 else {torch.float32}
     assert kinds == {"training": expected, "sampling": expected}
