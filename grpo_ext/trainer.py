@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,9 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import checks, compat
-from .algorithms.advantages import weighted_sum
 from .algorithms.losses import adapted_entropy_coefficient
-from .algorithms.pass_at_k import are_pass_or_fail, pass_metrics
 from .batching.micro_batches import Form
 from .batching.prompt_order import FurtherPrompts, ProcessSlices, PromptOrder, StepRows, make_eval_loader, make_loader
-from .batching.sizes import describe_plan
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
@@ -44,27 +41,23 @@ from .forward.scorer import Scorer
 from .forward.snapshot import Weights
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
-from .rollouts.build import begin_ahead, build_worker, context_of, described, terms_of
+from .rollouts.build import begin_ahead, build_worker, context_of, terms_of
 from .rollouts.decoding import without_router_logits
 from .rollouts.engine import TransformersEngine
-from .rollouts.environments import checked_environments
 from .rollouts.images import ImageSource
 from .rollouts.local import Hooks
 from .rollouts.source import Rollouts
-from .rollouts.tools import check_tools
-from .run.fingerprint import check_names, fingerprint_of_run
-from .run.interrupts import RunCallback
-from .run.keeper import RunKeeper, RunParts
+from .run.keeper import RunKeeper
+from .run.live import LiveRun
 from .run.optimizer_settings import fill_missing_state, settings_kept
 from .run.output_folder import create_output_dir
-from .run.recorded_completions import RecordedCompletions, record
-from .run.state import RunState, loop_sums, restore_loop_sums
-from .run.weights import dtypes_kept, load_renamed
+from .run.weights import all_loaded
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, divided_threads, pinned
 from .runtime.quiet import quiet
 from .step.backward import clear_cache_every
+from .step.evaluation import PassAtK
 from .step.loss import LossTerms, assemble_loss, loss_config_of
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
 from .step.statistics import STEP_PART, StepPart, whole_step
@@ -138,31 +131,16 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         compat.verify()
         config = GRPOConfig.for_model(args, model)
-        checks.check_model(model, config)
-        if config.rollout_lag:
-            checks.refuse_own_forward(model)
         leave_in_order()
-        check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
-        if environment_factory is None:
-            checks.check_data_sets(train_dataset, eval_dataset)
-        rows = checks.with_rows(train_dataset, eval_dataset)
-        environment_factory = checked_environments(environment_factory, config.tool_timeout, rows)
-        if processing_class is None:
-            processing_class = compat.processing_class_of(model, config)
-        checks.check_end_token(processing_class, model)
-        with_images = isinstance(processing_class, ProcessorMixin)
-        if tools or environment_factory:
-            check_tools(tools or [], processing_class, checks.first_rows(train_dataset, eval_dataset))
-        travelling = with_images and bool(tools or environment_factory)
-        checks.check_stream(train_dataset, config.dynamic_sampling, with_images and not travelling)
+        processing_class, environment_factory = checks.check_arguments(
+            config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
+        )
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
         self._deepspeed_scale: DeepSpeedScale | None = None
         self._waiting: list[tuple[int, Weights]] = []  # what a checkpoint found on its way
         self._tokens_before: int | None = None  # while the completions of a step are fetched
         self._sampling_threads: int | None = None
-        self._warned_without_pass_at_k = False
-        self._pass_or_fail = True  # every reward so far was 0 or 1
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -171,29 +149,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
         with checks.loading():
-            super().__init__(
-                model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
-                args=loop_args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+            super().__init__(  # in TRL's order: compat.OVERRIDES
+                model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
+                eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
+                peft_config, tools, rollout_func, environment_factory,
+            )  # fmt: skip
         compat.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
         self.geometry = config.geometry
         if reference is not None:
             self._add_reference(reference, config)
-        self._build(config, args, with_images, travelling)
+        self._build(config, args)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
             self._rollouts.worker.parts.rewards.start_workers(terms_of(self, Hooks()).rewards)
@@ -207,8 +174,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.sync_ref_model:
             self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _build(self, config: GRPOConfig, given: trl.GRPOConfig | None, with_images: bool, travelling: bool) -> None:
+    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""
+        with_images = isinstance(self.processing_class, ProcessorMixin)
+        travelling = with_images and bool(self.tools or self.environment_factories)
         multiple = self.pad_to_multiple_of
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
@@ -232,19 +201,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images
         )
-        self._keeper = RunKeeper(
-            self.accelerator,
-            self.args,
-            given,
-            self.geometry,
-            self._parts,
-            self._fingerprint,
-            self._run_state,
-            self._restore,
-            self._record_completions,
-            self._logs,
-        )
+        self._keeper = RunKeeper(LiveRun(self), user_args)
         self.add_callback(self._keeper)
+        self.add_callback(self._keeper.watch)
+        self._passes = PassAtK(self.args)
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
@@ -271,22 +231,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
         slices = self._slices(self.num_generations)
+        shuffle, workers = bool(self.shuffle_dataset), ("num_workers", "persistent_workers", "prefetch_factor")
         further = None
         if args.dynamic_sampling:
-            order = PromptOrder(len(dataset), args.seed, bool(self.shuffle_dataset))
-            further = FurtherPrompts(dataset, slices, order, args.seed)
+            further = FurtherPrompts(dataset, slices, PromptOrder(len(dataset), args.seed, shuffle), args.seed)
         loader = make_loader(
             dataset,
             self.geometry,
             slices,
             seed=args.seed,
-            shuffle=bool(self.shuffle_dataset),
+            shuffle=shuffle,
             drop_last=args.dataloader_drop_last,
-            worker_options={
-                "num_workers": args.dataloader_num_workers,
-                "persistent_workers": args.dataloader_persistent_workers,
-                "prefetch_factor": args.dataloader_prefetch_factor,
-            },
+            worker_options={name: getattr(args, f"dataloader_{name}") for name in workers},
             ahead=args.rollout_lag > 0,
         )
         self._rollouts.read_from(dataset, loader.dataset, further)
@@ -363,8 +319,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """transformers', with pass@k and mean@k of the whole set, under the prefix of the set; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         output: Any = super().evaluation_loop(dataloader, *options)
-        for name, value in (self._pass_metrics() if len(dataloader) else {}).items():
-            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        passes = self._passes.metrics(self.num_generations_eval) if len(dataloader) else {}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in passes.items()})
         return output
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
@@ -372,26 +328,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._metrics["eval"].clear()
         return output
-
-    def _pass_rewards(self) -> torch.Tensor:
-        """The rewards (B,) that pass@k is about, of the completions that were sampled last."""
-        rewards_BF, name = self._rollouts.rewards_BF, self.args.eval_pass_reward
-        assert rewards_BF is not None  # something was sampled
-        if name is None:
-            return weighted_sum(rewards_BF, self.reward_weights)
-        return rewards_BF[:, self.reward_func_names.index(name)]
-
-    def _pass_metrics(self) -> dict[str, float]:
-        least = self.args.eval_pass_threshold
-        if least is None and self._pass_or_fail:
-            least = 1.0
-        if least is None and self.args.num_generations_eval is not None and not self._warned_without_pass_at_k:
-            self._warned_without_pass_at_k = True
-            logger.warning(
-                "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
-                "reward that has passed, or eval_pass_reward to the reward function that says what has."
-            )
-        return pass_metrics(self._pass_rewards().view(-1, self.num_generations_eval).tolist(), least)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
@@ -406,7 +342,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if ahead is None or not self.model.training:
             self._load_weights_into_vllm(generation_batch)
         batch = self._rollouts.completions_of(generation_batch, context_of(self))
-        self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._pass_rewards().tolist())
+        if (rewards_BF := self._rollouts.rewards_BF) is not None:
+            self._passes.observe(rewards_BF, self.reward_weights, self.reward_func_names)
         return batch
 
     def _load_weights_into_vllm(self, rows: StepRows) -> None:
@@ -455,7 +392,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         part: StepPart = inputs[STEP_PART]
         counts, rows = part.context.counts, len(part.groups)
-        items = float(counts.tokens * self.accelerator.num_processes)
+        items = float((counts.tokens if counts.items is None else counts.items) * self.accelerator.num_processes)
         if self.model.training:
             items *= self.geometry.steps_per_rollout * rows / counts.completions
         inputs["num_items_in_batch"] = torch.tensor(items, device=self.accelerator.device)
@@ -678,10 +615,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         """Train; prints the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
@@ -695,11 +629,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
-        if resume_from_checkpoint is None and (unread := self.args.resume_from_checkpoint) is not None:
-            logger.warning(
-                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
-                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
-            )
         checks.refuse_frozen(self.model)
         self._rollouts.hold(None, None)
         self._losses, self._waiting = [], []
@@ -708,13 +637,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._rollouts.end_workers)
             ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
-            self._announce()
+            checks.warn_before_training(self, self._uncovered)
+            self._keeper.announce()
             with (
                 quiet(),
                 pinned(self._threads),
                 computing_with(self._divided_threads()),
-                self._telling_callbacks(),
-                self._keeper.running(checkpoint, lambda: self.state),
+                self._keeper.running(checkpoint),
             ):
                 try:
                     result = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -750,33 +679,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self.control.should_training_stop = True
 
-    def _announce(self) -> None:
-        if (untested := compat.untested()) is not None:
-            logger.warning(untested)
-        checks.refuse_overrides(self)  # something may have been assigned since
-        if self.args.bitwise_invariant:
-            checks.check_bitwise(self)
-        for sentence in [*self._uncovered, *checks.uncovered_sampling(self)]:
-            logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-        prompts = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
-        epochs = None if self.args.max_steps > 0 else self.args.num_train_epochs
-        drop_last, tokens = self.args.dataloader_drop_last, self.args.micro_batch_tokens
-        form = self._scorer.described(self.model)
-        slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
-        precision = f"bfloat16 (TRL's default){slower}" if self.args.bf16 else None
-        plan = describe_plan(self.geometry, prompts, drop_last, epochs, tokens, form, precision, described(self))
-        self._keeper.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
-
-    @contextlib.contextmanager
-    def _telling_callbacks(self) -> Iterator[None]:
-        """After what runs inside, callbacks learn that the run has ended, also where it failed."""
-        try:
-            yield
-        finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, RunCallback):
-                    callback.on_run_end()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
@@ -790,10 +692,12 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers', which says where a resumed run goes on, and not that its micro-batches differ."""
-        begin = super()._init_training_state
-        size = self._keeper.micro_batch_of_checkpoint or self.args.per_device_train_batch_size
-        seen = {"args": compat.View(self.args, {"per_device_train_batch_size": size})}
-        place = compat.on_view(begin, seen, *args, **kwargs)
+        size = self.args.per_device_train_batch_size
+        self.args.per_device_train_batch_size = self._keeper.micro_batch_of_checkpoint or size
+        try:
+            place = super()._init_training_state(*args, **kwargs)
+        finally:
+            self.args.per_device_train_batch_size = size
         if self.state.global_step:
             self._keeper.say(f"Going on after step {self.state.global_step} of {self.state.max_steps}.")
         return place
@@ -815,8 +719,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """transformers', which would take the checkpoint that an interrupted run goes on from for a leftover."""
         limit = self.args.save_total_limit
-        if self._keeper.watch.stopping:
-            self.args.save_total_limit = None
+        self.args.save_total_limit = None if self._keeper.watch.stopping else limit
         try:
             return super()._finalize_training(trial, num_train_samples, start_time)
         finally:
@@ -824,17 +727,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""
-        with dtypes_kept(self.model if model is None else model):
+        with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self.is_fsdp_enabled:
-            load_renamed(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """transformers', and the weights that it leaves out."""
-        with dtypes_kept(self.model):
+        by_engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        with all_loaded(self.model, str(self.state.best_model_checkpoint), by_engine):
             super()._load_best_model()
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            load_renamed(self.model, str(self.state.best_model_checkpoint))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Nothing: what is missing is loaded after all, or ends the run (`run.weights`)."""
@@ -848,79 +748,20 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
-        save, push, final = super()._save_checkpoint, super()._push_from_checkpoint, self._checkpoint_folder(trial)
-        if self._rollouts.ahead is None:
-            self._keeper.save(save, push, self.state, final, model, trial)
-            return
-        self._waiting = self._rollouts.ahead.for_checkpoint()
-        try:
-            self._keeper.save(save, push, self.state, final, model, trial)
-        finally:
-            self._waiting = []
+        final = self._checkpoint_folder(trial)
+        with self._keeper.writing(final, self.state):
+            super()._save_checkpoint(model, trial)
+        if self._keeper.push_due:
+            super()._push_from_checkpoint(str(final))
+        self._keeper.rotate(final, self.state.best_model_checkpoint)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """transformers'; while a checkpoint is written, the folder in which it becomes whole."""
+        return self._keeper.output_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._keeper.push_later()
+        """Later, under the name that the checkpoint will have."""
+        self._keeper.push_due = True
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-    def _parts(self) -> RunParts:
-        unwrap = self.accelerator.unwrap_model
-        reference = None if self.ref_model is None else unwrap(self.ref_model)
-        return RunParts(
-            model=unwrap(self.model),
-            reference=reference,
-            optimizer=self.optimizer,
-            processing_class=self.processing_class,
-            tokenizer=self._tokenizer,
-            end_tokens=self.eos_token_ids,
-            train_dataset=self.train_dataset,
-            reward_weights=self.reward_weights,
-            reward_names=self.reward_func_names,
-            tools=self.tools or (),
-        )
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return fingerprint_of_run(self.args, self.geometry, self._parts(), whole=not self._scorer.sharded)
-
-    def _run_state(self) -> RunState:
-        """What a checkpoint holds beside model, optimizer and scheduler."""
-        limits = {
-            "window": self._step_runner.limits.state(),
-            "scoring": self._scorer.memory.limit,
-            "generation": self._rollouts.worker.parts.memory.limit,
-        }
-        return RunState(
-            rollout=self._rollouts.batch,
-            rollout_name=self._rollouts.held,
-            step=self._step,
-            losses=self._losses,
-            limits=limits,
-            waiting=self._waiting,
-            sampled_at=self._rollouts.sampled_at,
-            **loop_sums(self),
-        )
-
-    def _restore(self, state: RunState) -> None:
-        """Take over what `_run_state` gave, once the loop has set its own sums to zero."""
-        self._rollouts.hold(state.rollout, state.rollout_name)
-        self._step, self._waiting, self._rollouts.sampled_at = state.step, state.waiting, state.sampled_at
-        restore_loop_sums(self, state)
-        if state.loss:
-            self._losses = list(state.losses)
-        if state.limits:
-            self._step_runner.limits.restore(state.limits["window"])
-            self._scorer.memory.limit = state.limits["scoring"]
-            self._rollouts.worker.parts.memory.limit = state.limits["generation"]
-
-    def _record_completions(self) -> RecordedCompletions | None:
-        """Log-probabilities of a few completions under the policy as it is now, for a checkpoint."""
-        rollout = self._rollouts.batch
-        if rollout is None or self._rollouts.images.prepare is not None:  # images are not recorded
-            return None
-
-        def score(row: int) -> torch.Tensor:
-            with self._scorer.without_gradients(self.model):
-                return self._score(self.model, *self._step_runner.collate(rollout, (row,)))[0][0]
-
-        return record(rollout, score, self.model, self.args, self.temperature, self.accelerator)

@@ -88,12 +88,15 @@ class StepCounts:
         tokens: completion tokens of the step that carry loss.
         entropy_tokens: tokens the entropy bonus acts on (those above the entropy quantile, or all).
         group_tokens: by group, the tokens of its completions in the step that carry loss; for "prompt_mean".
+        items: what TRL's token mean divides by in the step, where a user's override of the rollout has left another
+            number than the tokens; None: the tokens.
     """
 
     completions: int
     tokens: int
     entropy_tokens: int
     group_tokens: Mapping[int, int] = field(default_factory=dict)
+    items: float | None = None
 
 
 @dataclass
@@ -245,6 +248,9 @@ def token_weights(
             raise ConfigError("loss_aggregation='prompt_mean' needs to know the groups of the batch.")
         own = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
         return mask / own[:, None] / len(counts.group_tokens)
+    follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # which counts in the micro-batch
+    if counts.items is not None and follows_trl:
+        return mask / max(counts.items, 1.0)
     return mask / tokens
 
 

@@ -1,4 +1,4 @@
-"""What is checked of a trainer that TRL's constructor has built, and what the promise does not cover of it."""
+"""What is checked of a trainer before and after TRL's constructor, and what the promise does not cover of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.logging import get_logger
+from transformers import ProcessorMixin
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
@@ -20,20 +22,29 @@ from ..forward.positions import longest_prompt, settle_rope
 from ..forward.reference import base_model_of
 from ..precision.loss_scaler import refuse_half_weights
 from ..rollouts.decoding import own_generate
+from ..rollouts.environments import checked_environments
 from ..rollouts.source import why_equal
+from ..rollouts.tools import check_tools
+from ..run.fingerprint import check_names
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
-from .ahead import check_ahead, refuse_overrides_ahead
+from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
     check_chat_template,
+    check_data_sets,
     check_images,
     check_prompt_lengths,
+    check_stream,
+    first_rows,
     has_readable_prompts,
     iterate_prompts,
     with_length,
+    with_rows,
 )
 from .model import (
+    check_end_token,
+    check_model,
     check_optimizer,
     disable_random_parts,
     refuse,
@@ -53,6 +64,37 @@ _UNUSED_HOOKS = (
     "get_gamma_weights",
     "get_off_policy_mask",
 )
+
+
+def check_arguments(
+    config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
+) -> tuple[Any, Any]:
+    """Everything that is refused of a constructor's arguments, before anything is loaded.
+
+    Args:
+        data_sets: for training and evaluation; factories: of environments.
+
+    Returns:
+        The tokenizer or processor, the model's where none is passed; and factories whose environments reset in time.
+
+    Raises:
+        ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
+    """
+    check_model(model, config)
+    if config.rollout_lag:
+        refuse_own_forward(model)
+    check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
+    if factories is None:
+        check_data_sets(*data_sets)
+    factories = checked_environments(factories, config.tool_timeout, with_rows(*data_sets))
+    if processing_class is None:
+        processing_class = compat.processing_class_of(model, config)
+    check_end_token(processing_class, model)
+    answers = bool(tools or factories)
+    if answers:
+        check_tools(tools or [], processing_class, first_rows(*data_sets))
+    check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
+    return processing_class, factories
 
 
 def check_overrides(cls: type, ours: type) -> None:
@@ -223,7 +265,25 @@ def check_bitwise(trainer: Any) -> None:
         )
 
 
-def uncovered_sampling(trainer: Any) -> list[str]:
+def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
+    """Warn of what a run is not covered for: a newer TRL, and what the promise leaves out.
+
+    Args:
+        uncovered: sentences of `check_trainer`.
+
+    Raises:
+        ConfigError, ModelError: for what has been replaced since the trainer was built, where that is not allowed.
+    """
+    refuse_overrides(trainer)
+    if (untested := compat.untested()) is not None:
+        logger.warning(untested)
+    if trainer.args.bitwise_invariant:
+        check_bitwise(trainer)
+    for sentence in [*uncovered, *_uncovered_sampling(trainer)]:
+        logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
+
+
+def _uncovered_sampling(trainer: Any) -> list[str]:
     """What the promise does not cover of how completions are sampled, as sentences."""
     if trainer._own_sampling() is None and trainer._samples_by_key():
         return []

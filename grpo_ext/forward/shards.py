@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..compat import View
 from .lm_head import gathered
 from .snapshot import Tensors, Weights, moving_tensors, refuse_other_names
 
@@ -30,7 +29,7 @@ class ShardedSnapshot:
         keeps_whole: this process wants weights as a checkpoint holds them.
 
     Attributes:
-        policy, reference: what the thread sees of them, which runs no forward: settings that training does not switch.
+        policy, reference: what the thread sees, which runs no forward: an empty module with settings of the policy.
         sent: whose weights a server is sent, while they are `in_place`.
         abandoned: the run has ended.
     """
@@ -40,8 +39,9 @@ class ShardedSnapshot:
         self._cut_again()
         self._moving = moving_tensors(policy, reference, reference_moves)
         self._keeps_whole = keeps_whole
-        still = {"training": True, "is_gradient_checkpointing": False, "config": copy.deepcopy(policy.config)}
-        self.policy, self.reference, self.sent = View(policy, still), None, policy
+        settings: Any = nn.Module()
+        settings.config, settings.is_gradient_checkpointing = copy.deepcopy(policy.config), False
+        self.policy, self.reference, self.sent = settings, None, policy
         self.abandoned = threading.Event()
 
     def take(self, progress: dict[str, Any]) -> Weights:

@@ -104,6 +104,8 @@ class RolloutBatch:
         fields: what a user's `_generate_and_score_completions` adds, one entry for each completion.
         constants: what it adds otherwise.
         widths: columns of the prompts and of the completions in every micro-batch; None: as many as its longest has.
+        items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
+            number of them; TRL's token mean divides by it.
     """
 
     prompt_ids: Ragged
@@ -122,6 +124,7 @@ class RolloutBatch:
     fields: dict[str, Column] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     widths: tuple[int, int] | None = None
+    items_per_token: float | None = None
 
     @classmethod
     def of_columns(
@@ -182,7 +185,9 @@ class RolloutBatch:
         columns = concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
-        return cls.of_columns(columns, num_generations, batches[0].constants, widest)
+        whole = cls.of_columns(columns, num_generations, batches[0].constants, widest)
+        whole.items_per_token = batches[0].items_per_token
+        return whole
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -295,7 +300,7 @@ class RolloutBatch:
         return batch
 
 
-_NO_COLUMNS = ("groups", "fields", "constants", "widths")
+_NO_COLUMNS = ("groups", "fields", "constants", "widths", "items_per_token")
 # columns of TRL and of this package; others are a user's
 NAMES = tuple(spec.name for spec in dataclasses.fields(RolloutBatch) if spec.name not in _NO_COLUMNS)
 
@@ -375,6 +380,9 @@ def gather_scored(scored: dict[str, Any], rows: int, num_generations: int, overr
             constants[name] = _on_cpu(value)
     batch = RolloutBatch.of_columns(_one_each(columns), num_generations, gather_lists([constants])[0])
     batch.widths = (max(batch.prompt_ids.lengths), max(batch.completion_ids.lengths))
+    tokens, items = int(batch.loss_masks.values.sum()), batch.constants.get("num_items_in_batch")
+    if items is not None and tokens and float(items) != tokens:
+        batch.items_per_token = float(items) / tokens
     return batch
 
 

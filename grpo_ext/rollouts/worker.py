@@ -197,7 +197,8 @@ class RolloutWorker:
         reward_rows = RewardRows(
             rows, prompts, completions, ids, environments_of(local.counted), first, self.parts.chunk
         )
-        return self.parts.rewards.score(terms.rewards, reward_rows, state=terms.state, **terms.recorders)
+        with self.parts.rewards.profile("_calculate_rewards"):
+            return self.parts.rewards.score(terms.rewards, reward_rows, state=terms.state, **terms.recorders)
 
 
 def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts: Parts) -> TokenRows:

@@ -275,24 +275,6 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def fingerprint_of_run(args: Any, geometry: Any, parts: Any, whole: bool) -> dict[str, Any]:
-    """Everything that is compared on resume, in plain JSON types.
-
-    Args:
-        parts: what the run is made of, a `run.keeper.RunParts`.
-        whole: whether this process holds all weights.
-    """
-    return {
-        "data": data_fingerprint(parts.train_dataset),
-        "model": _plain(model_fingerprint(parts.model, parts.reference, whole)),
-        "tokenizer": tokenizer_fingerprint(parts.tokenizer),
-        "end_tokens": sorted(parts.end_tokens),
-        "rewards": list(parts.reward_names),
-        "tools": tools_fingerprint(parts.tools),
-        "settings": settings_of(args, geometry),
-    }
-
-
 def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
     """Refuse names in `allow_changed_on_resume` that nothing is compared by.
 

@@ -11,8 +11,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.sizes import BatchGeometry, EpochLayout
-from ..compat import View, on_view
 from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
@@ -43,79 +41,44 @@ from .checkpoint import (
     writing_folder,
 )
 from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, differences, save_fingerprint
-from .interrupts import InterruptWatch, TrainingInterrupted
+from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
+from .live import LiveRun
 from .log import RunLog
 from .manifest import closing, opening, read_manifest, write_manifest
 from .optimizer_settings import CHANGEABLE
 from .output_folder import HeldFolder
-from .recorded_completions import RecordedCompletions
 from .state import RunState, load_reference, save_reference
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RunParts:
-    """What a run is made of, under the wrappers of Accelerate.
-
-    Attributes:
-        model: the policy, as PEFT wraps it; reference: of its own, or None.
-        optimizer: None before training.
-        processing_class: tokenizer or processor; tokenizer: its tokenizer; end_tokens: ids at which completions end.
-        train_dataset, reward_weights, reward_names: of the run.
-        tools: functions, and methods of environments.
-    """
-
-    model: Any
-    reference: Any
-    optimizer: Any
-    processing_class: Any
-    tokenizer: Any
-    end_tokens: Collection[int]
-    train_dataset: Any
-    reward_weights: torch.Tensor
-    reward_names: Sequence[str]
-    tools: Sequence[Any]
 
 
 class RunKeeper(TrainerCallback):
     """See the module.
 
     Args:
-        args: the loop's configuration; given: the user's, whose `output_dir` follows.
-        geometry: the batch sizes.
-        parts: what the run is made of, now.
-        fingerprint: what is compared on resume.
-        state_of_run, restore: everything else that a run has to remember, and back.
-        record: a few completions with their log-probabilities, for a checkpoint.
-        logs: TRL's record of completions, for the run's log.
+        run: what is kept.
+        user_args: the user's configuration, whose `output_dir` follows that of the loop's.
+
+    Attributes:
+        output_dir: where the Trainer's own saving has to write; None: to the folder of the run.
+        changed: settings that differ from the checkpoint, as allowed.
+        micro_batch_of_checkpoint: completions on one device, when it was written.
+        push_due: the checkpoint that is `writing` is to be pushed, once it has its name.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        given: trl.GRPOConfig | None,
-        geometry: BatchGeometry,
-        parts: Callable[[], RunParts],
-        fingerprint: Callable[[], dict[str, Any]],
-        state_of_run: Callable[[], RunState],
-        restore: Callable[[RunState], None],
-        record: Callable[[], RecordedCompletions | None],
-        logs: Mapping[str, Any],
-    ) -> None:
-        self.accelerator, self.args, self.given, self.geometry = accelerator, args, given, geometry
-        self.parts, self.make_fingerprint = parts, fingerprint
-        self.state_of_run, self.restore, self.record = state_of_run, restore, record
-        self.logs = logs
-        self.sharded = shards_parameters(accelerator)
-        device = accelerator.device
+    def __init__(self, run: LiveRun, user_args: trl.GRPOConfig | None) -> None:
+        self.run, self.user_args = run, user_args
+        self.accelerator: Accelerator = run.trainer.accelerator
+        self.args: GRPOConfig = run.trainer.args
+        self.geometry: BatchGeometry = run.trainer.geometry
+        self.sharded, device = shards_parameters(self.accelerator), self.accelerator.device
         self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
-        self.changed: frozenset[str] = frozenset()  # settings that differ from the checkpoint, as allowed
-        self.micro_batch_of_checkpoint: int | None = None  # completions on one device, when it was written
+        self.output_dir: str | None = None
+        self.changed: frozenset[str] = frozenset()
+        self.micro_batch_of_checkpoint: int | None = None
+        self.push_due = False
         self._resumed: RunState | None = None
         self._fingerprint: dict[str, Any] | None = None
-        self._to_push = False
         self._log = RunLog()
         self.folder = HeldFolder()
 
@@ -128,7 +91,7 @@ class RunKeeper(TrainerCallback):
     def fingerprint(self) -> dict[str, Any]:
         """What is compared on resume; made once in a run."""
         if self._fingerprint is None:
-            self._fingerprint = self.make_fingerprint()
+            self._fingerprint = self.run.fingerprint(whole=not self.sharded)
         return self._fingerprint
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
@@ -137,22 +100,17 @@ class RunKeeper(TrainerCallback):
         """The loop has set its sums to zero: what a checkpoint holds of them comes back."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
-            self.restore(resumed)
+            self.run.restore(resumed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Completions of training are told from those of an evaluation that follows; a signal stops all processes."""
-        self._log.collect(self.logs, self.parts().reward_weights.tolist())
-        self.watch.on_step_end(args, state, control, **kwargs)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See `InterruptWatch`."""
-        self.watch.on_epoch_end(args, state, control, **kwargs)
+        """Completions of training are told from those of an evaluation that follows."""
+        self._log.collect(self.run.logs, self.run.trainer.reward_weights.tolist())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """A line of the run's log."""
         if logs is not None:
-            weights, device = self.parts().reward_weights.tolist(), self.accelerator.device
-            self._log.write(state.global_step, state.epoch, logs, self.logs, weights, device)
+            weights, device = self.run.trainer.reward_weights.tolist(), self.accelerator.device
+            self._log.write(state.global_step, state.epoch, logs, self.run.logs, weights, device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +125,11 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
+        if wanted is None and (unread := self.args.resume_from_checkpoint) is not None:
+            logger.warning(
+                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
+                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
+            )
         self._fingerprint, self._resumed, self.changed, self.micro_batch_of_checkpoint = None, None, frozenset(), None
         named = isinstance(wanted, str) and wanted not in ("latest", "auto")
         checkpoint = self.find(wanted) if named else None
@@ -197,38 +160,44 @@ class RunKeeper(TrainerCallback):
 
     def _write_to(self, folder: str) -> None:
         """Write to a folder from now on, also where the script saves to the `output_dir` of its own arguments."""
-        for args in (self.args, self.given):
+        for args in (self.args, self.user_args):
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it once, when it is built
 
-    @contextlib.contextmanager
-    def running(self, checkpoint: str | None, state: Callable[[], TrainerState]) -> Iterator[None]:
-        """Inside, a run: signals stop it after a step, its manifest says how it ends.
+    def announce(self) -> None:
+        """Print the plan of the run."""
+        self.say(f"Plan (sizes over all processes unless they say otherwise)\n{self.run.plan()}")
 
-        Args:
-            state: the Trainer's, which a run replaces.
-        """
-        with self.watch.listening():
+    @contextlib.contextmanager
+    def running(self, checkpoint: str | None) -> Iterator[None]:
+        """Inside, a run: signals stop it after a step, its manifest and its callbacks are told how it ends."""
+        with contextlib.ExitStack() as ending, self.watch.listening():
+            ending.callback(self._tell_callbacks)
             if not self.args.should_save:
                 yield
                 return
             folder = str(self.args.output_dir)
             earlier = read_manifest(folder) if checkpoint is not None else []
-            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint, self.parts().model)
+            entry = opening(self.geometry, self.fingerprint, self.accelerator.device, checkpoint, self.run.model)
             write_manifest(folder, [*earlier, entry])
             self._log.begin(folder, checkpoint)
             try:
                 yield
             except BaseException:
-                self._close_manifest([*earlier, entry | closing(state().global_step, "failed", None)])
+                self._close_manifest([*earlier, entry | closing(self.run.trainer.state.global_step, "failed", None)])
                 raise
-            parts = self.parts()
             ended = "interrupted" if self.watch.stopping else "finished"
-            optimizer = parts.optimizer if self.args.bitwise_invariant else None
-            end = closing(state().global_step, ended, None if self.sharded else parts.model, optimizer)
+            optimizer = self.run.trainer.optimizer if self.args.bitwise_invariant else None
+            model, step = None if self.sharded else self.run.model, self.run.trainer.state.global_step
+            end = closing(step, ended, model, optimizer)
             self._close_manifest([*earlier, entry | end])
+
+    def _tell_callbacks(self) -> None:
+        for callback in self.run.trainer.callback_handler.callbacks:
+            if isinstance(callback, RunCallback):
+                callback.on_run_end()
 
     def _close_manifest(self, entries: list[dict[str, Any]]) -> None:
         """The end of a run stands in its manifest where there is space: what was trained matters more."""
@@ -321,7 +290,7 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
             state.rollout = state.rollout_name = None
             state.waiting = []
-        if (reference := self.parts().reference) is not None:
+        if (reference := self.run.reference) is not None:
             load_reference(reference, checkpoint)
         return state
 
@@ -334,7 +303,7 @@ class RunKeeper(TrainerCallback):
         step = int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
         g, total = self.geometry, self.args.max_steps
         if total <= 0:
-            layout = EpochLayout(g, len(self.parts().train_dataset), self.args.dataloader_drop_last)
+            layout = EpochLayout(g, len(self.run.trainer.train_dataset), self.args.dataloader_drop_last)
             total = math.ceil(self.args.num_train_epochs * len(layout))
         if step >= total:
             raise CheckpointError(
@@ -362,22 +331,21 @@ class RunKeeper(TrainerCallback):
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
-    def save(
-        self, trl_save: Any, push: Callable[[str], None], state: TrainerState, final: Path, model: Any, trial: Any
-    ) -> None:
-        """Write a checkpoint that is whole or absent: see run.checkpoint.
+    @contextlib.contextmanager
+    def writing(self, final: Path, state: TrainerState) -> Iterator[None]:
+        """Inside, the Trainer writes a checkpoint to `output_dir`; afterwards it is whole or absent: run.checkpoint.
 
         Args:
-            trl_save: TRL's `_save_checkpoint`, bound to the trainer; push: its `_push_from_checkpoint`.
-            state: the Trainer's.
             final: the checkpoint's folder.
+            state: the Trainer's.
         """
-        run, writing = final.parent, writing_folder(final.parent, self.folder.writer)
-        saves, needed = self.args.should_save, self._bytes()
+        run, folder = final.parent, writing_folder(final.parent, self.folder.writer)
+        saves, run_state = self.args.should_save, None if self.args.save_only_model else self.run.state()
+        needed = self._bytes(run_state)
 
         def explain(reason: str) -> str:
             if saves:
-                shutil.rmtree(writing, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(run).free
             if free < needed:
                 return no_space(run, needed, free)
@@ -386,50 +354,49 @@ class RunKeeper(TrainerCallback):
         with failing_together(explain):
             if saves:
                 run.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(writing, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 check_space(run, needed)
-        self._to_push = False
-        recorded = self.record()
+        recorded, best_step = self.run.record(), state.best_global_step
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
-        seen = {"_get_output_dir": lambda trial: str(writing), "state": View(state, {"best_global_step": None})}
-        with failing_together(explain):
-            on_view(trl_save, seen, model, trial)
-        if state.best_global_step:
-            best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        self.output_dir, self.push_due, state.best_global_step = str(folder), False, None
+        try:
+            with failing_together(explain):
+                yield
+        finally:
+            self.output_dir, state.best_global_step = None, best_step
+        if best_step:
+            best = run / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
             if best == final or best.is_dir():
                 state.best_model_checkpoint = str(best)
         with failing_together(explain):
             if saves:
-                self._save_own(writing / final.name, state)
+                self._save_own(folder / final.name, state, run_state)
                 if recorded is not None:
-                    recorded.save(writing / final.name)
+                    recorded.save(folder / final.name)
         with failing_together(explain):
-            self._publish(writing / final.name, final, state.global_step)
-        if self._to_push:
-            push(str(final))
-        if saves:
-            rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
+            self._publish(folder / final.name, final, state.global_step)
 
-    def push_later(self) -> None:
-        """The checkpoint that is being written is to be pushed, under the name it will have."""
-        self._to_push = True
+    def rotate(self, final: Path, best: str | None) -> None:
+        """Remove the oldest checkpoints beyond `save_total_limit`; never `final` or `best`."""
+        if self.args.should_save:
+            rotate(final.parent, self.args.save_total_limit, final, best)
 
-    def _save_own(self, folder: Path, state: TrainerState) -> None:
+    def _save_own(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
         state.save_to_json(str(folder / "trainer_state.json"))  # with the best checkpoint's final name
         save_fingerprint(self.fingerprint, folder)
-        parts = self.parts()
+        model, reference = self.run.model, self.run.reference
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
             # the engine wrote its shards of the weights alone
-            adapter = getattr(parts.model, "peft_config", None)
-            own: list[Any] = [parts.model.config, getattr(parts.model, "generation_config", None)]
-            own = own if adapter is None else [adapter[parts.model.active_adapter]]
-            for part in filter(None, [*own, parts.processing_class]):
+            adapter = getattr(model, "peft_config", None)
+            own: list[Any] = [model.config, getattr(model, "generation_config", None)]
+            own = own if adapter is None else [adapter[model.active_adapter]]
+            for part in filter(None, [*own, self.run.trainer.processing_class]):
                 part.save_pretrained(folder)
-        if self.args.save_only_model:
+        if run_state is None:
             return
-        self.state_of_run().save(folder)
-        if parts.reference is not None and self.args.sync_ref_model and not self.sharded:
-            save_reference(parts.reference, folder)
+        run_state.save(folder)
+        if reference is not None and self.args.sync_ref_model and not self.sharded:
+            save_reference(reference, folder)
 
     def _publish(self, written: Path, final: Path, step: int) -> None:
         """List what all processes wrote into a folder, and give it its name."""
@@ -447,16 +414,15 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {kept}.")
         shutil.rmtree(written.parent, ignore_errors=True)
 
-    def _bytes(self) -> int:
+    def _bytes(self, run_state: RunState | None) -> int:
         """What a checkpoint takes, estimated: the saved weights, the optimizer's tensors, the rollout batch."""
-        parts = self.parts()
-        adapter = hasattr(parts.model, "peft_config")
-        weights = sum(p.nbytes for p in parts.model.parameters() if p.requires_grad or not adapter)
-        if self.args.save_only_model:
+        model, optimizer = self.run.model, self.run.trainer.optimizer
+        adapter = hasattr(model, "peft_config")
+        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+        if run_state is None:
             return weights
-        states = parts.optimizer.state.values() if parts.optimizer is not None else ()
+        states = optimizer.state.values() if optimizer is not None else ()
         state = sum(v.nbytes for values in states for v in values.values() if isinstance(v, torch.Tensor))
-        run = self.state_of_run()
-        rollout, ahead = run.rollout, {weights.step: weights.nbytes for _, weights in run.waiting}
+        rollout, ahead = run_state.rollout, {weights.step: weights.nbytes for _, weights in run_state.waiting}
         rows = 0 if rollout is None else rollout.nbytes
         return weights + state + rows + sum(ahead.values()) + 2**20

@@ -110,7 +110,8 @@ def _of_rollout(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[st
     A column is "<name>/values"; "<name>/lengths" is beside it where rows have values of any number.
     """
     tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {"widths": rollout.widths}}
+    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {}}
+    objects["layout"] = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
     for name, column in rollout.columns.items():
         if isinstance(column, list):
             objects["lists"][name] = column
@@ -155,8 +156,11 @@ def _rollout(
             columns[name] = tensors[key][:, None] if name == "importance_sampling_ratio" else tensors[key]
         elif part == "values":
             columns[name] = Ragged(tensors[key], lengths.tolist())
-    widths = objects.get("layout", {}).get("widths")
-    return RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
+    layout = objects.get("layout", {})
+    widths = layout.get("widths")
+    rollout = RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
+    rollout.items_per_token = layout.get("items_per_token")
+    return rollout
 
 
 _ONE_EACH = ("advantages", "importance_sampling_ratio", "row_number")
@@ -178,33 +182,6 @@ def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weigh
         own = {key: value.clone() for key, value in stored.items() if key.startswith(prefix)}
         parts.append({key.removeprefix(prefix): value for key, value in own.items()})
     return Weights(progress, *parts)
-
-
-def loop_sums(trainer: Any) -> dict[str, Any]:
-    """What the loops of transformers and TRL have added up since the last log line and since the start."""
-    entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
-    return {
-        "metrics": {name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
-        "loss": {
-            "since_log": float(trainer._tr_loss),
-            "total": float(trainer._total_loss_scalar),
-            "last_logged": float(trainer._globalstep_last_logged),
-        },
-        "entropy": entropy if trainer.use_adaptive_entropy else {},
-    }
-
-
-def restore_loop_sums(trainer: Any, state: RunState) -> None:
-    """Give them back to a trainer whose loop has set its own to zero."""
-    trainer._metrics["train"].clear()
-    trainer._metrics["train"].update(state.metrics)
-    if state.loss:
-        trainer._tr_loss = trainer._tr_loss + state.loss["since_log"]
-        trainer._total_loss_scalar = state.loss["total"]
-        trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(state.loss["last_logged"])
-    if state.entropy:
-        trainer.entropy_coef = state.entropy["coefficient"]
-        trainer._last_world_entropy = state.entropy["last"]
 
 
 def save_reference(model: torch.nn.Module, folder: str | Path) -> None:

@@ -31,13 +31,24 @@ def _saved_names(folder: Path) -> set[str] | None:
 
 
 @contextmanager
-def dtypes_kept(model: Any) -> Iterator[None]:
-    """Every weight keeps its number format while an adapter is loaded; PEFT makes float32 of what was bfloat16."""
+def all_loaded(model: Any, folder: str | Path, by_engine: bool) -> Iterator[None]:
+    """Inside, transformers loads the weights of a checkpoint; afterwards all are loaded, in the number format they had.
+
+    PEFT makes float32 of an adapter that was bfloat16.
+
+    Args:
+        by_engine: an engine loads its own, which are all there are.
+
+    Raises:
+        CheckpointError: a weight of the model is not in the checkpoint.
+    """
     before = {name: parameter.dtype for name, parameter in model.named_parameters()}
     yield
     for name, parameter in model.named_parameters():
         if parameter.dtype != before.get(name, parameter.dtype):
             parameter.data = parameter.data.to(before[name])
+    if not by_engine:
+        load_renamed(model, folder)
 
 
 def load_renamed(model: Any, folder: str | Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,11 +98,8 @@ def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
             return equal_gather(torch.zeros_like(tensor) if empty else tensor)
         return ragged_gather(tensor, 0 if empty else None)
 
-    vars(accelerator)["gather"] = gather_any
-    try:
+    with mock.patch.object(accelerator, "gather", gather_any):
         yield
-    finally:
-        del accelerator.gather
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,10 @@ def measure_step(
         guard: around the forwards of the pass, which hold no collective.
     """
     tokens = [int(mask.sum()) for mask in rollout.loss_masks]
-    context = StepContext(_counts(tokens, rollout.groups), metrics, top_k=top_k)
+    counts = _counts(tokens, rollout.groups)
+    if rollout.items_per_token is not None:
+        counts = replace(counts, items=counts.tokens * rollout.items_per_token)
+    context = StepContext(counts, metrics, top_k=top_k)
     if top_entropy_quantile >= 1.0 and not has_router:
         return context
     entropies: dict[int, torch.Tensor] = {}

@@ -16,6 +16,7 @@ from grpo_ext.precision.loss_scaler import LossScaler
 from grpo_ext.tools.plan.measure import measure
 from grpo_ext.tools.plan.memory import MemoryLayout, memory_of
 from tests.support.gpu import TOY, needs_gpu
+from tests.support.rollouts import give_completions
 from tests.support.tiny import letter_reward, tiny_tokenizer
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

@@ -41,9 +41,9 @@ def dying(moment: str, at: int, rank: int = 0) -> Any:
         if mine and moment == "rewards" and rewards[0] == at:
             die()
         if mine and moment != "rewards" and rewards[0] == 1:
+            from grpo_ext.rollouts import engine
             from grpo_ext.run import checkpoint, keeper
             from grpo_ext.run.state import RunState
-            from grpo_ext.rollouts import engine
             from grpo_ext.step import gradients
 
             owner, name = {

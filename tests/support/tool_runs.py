@@ -394,7 +394,8 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         trainer.train(resume_from_checkpoint=resume)
     finally:
         engine.sample_chunk = inner
-    columns = trainer._rollouts.batch.columns  # type: ignore[union-attr]
+    rollout: Any = trainer._rollouts.batch
+    tokens = ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [
         {key: value for key, value in line.items() if key not in timed and not key.startswith(("profiling", "time/"))}
@@ -406,7 +407,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "update": parameters(trainer) - before,
         "log": log,
         "table": table,
-        "rollout": {key: list(columns[key]) for key in ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")},
+        "rollout": {key: list(rollout.columns[key]) for key in tokens},
         "weights": parameters(trainer),
         "said": said,
         "calls": calls_here[0],

@@ -31,13 +31,19 @@ class SavesOnce(TrainerCallback):
 class HoldsLoaded(GRPOTrainer):
     """Keeps alive what a checkpoint has loaded: the optimizer's state, and the weights that sample ahead."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        restore = self._keeper.run.restore
+
+        def hold(state: Any) -> None:
+            restore(state)
+            self.held.append(state)
+
+        self._keeper.run.restore = hold  # type: ignore[method-assign]
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         self.held = [torch.load(f"{checkpoint}/optimizer.pt", weights_only=True)] if not self.args.rollout_lag else []
-
-    def _restore(self, state: Any) -> None:
-        super()._restore(state)
-        self.held.append(state)
 
 
 def peak() -> float:

@@ -103,11 +103,11 @@ def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
     trainer.model.generate = watched
     rollout = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     assert all(widths)  # no call has padding
-    fields, batch = rollout.fields, trainer._step_runner.collate(rollout, range(len(rollout)))
+    batch, tokens = trainer._step_runner.collate(rollout, range(len(rollout)))
     with trainer._scorer.without_gradients(trainer.model):
-        scored = trainer._score(trainer.model, batch)[0]
+        scored = trainer._score(trainer.model, batch, tokens)[0]
     for row in range(len(rollout)):
-        prompt, completion = fields["prompt_ids"][row].tolist(), fields["completion_ids"][row].tolist()
+        prompt, completion = rollout.prompt_ids.row(row).tolist(), rollout.completion_ids.row(row).tolist()
         length = len(completion)
         logps = next(p for ids, tokens, p in chosen if ids == prompt and tokens[:length] == completion)
         assert torch.allclose(scored[row, :length], torch.tensor(logps[:length]), atol=1e-4)

@@ -51,10 +51,10 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
         sampled = tmp_path / f"checkpoint-{state.sampled_at}"
         model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
         for row in range(len(state.rollout)):
-            prompt, completion = (getattr(state.rollout, f"{part}_ids").row(row) for part in ("prompt", "completion"))
-            expected = log_probs(model, prompt.tolist(), completion.tolist())
-            assert state.rollout.old_per_token_logps is not None
-            assert torch.allclose(state.rollout.old_per_token_logps.row(row), expected, atol=2e-5), (step, row)
+            one = state.rollout.select([row])
+            prompt, completion = one.prompt_ids.row(0).tolist(), one.completion_ids.row(0).tolist()
+            expected = log_probs(model, prompt, completion)
+            assert torch.allclose(one.old_per_token_logps.values, expected, atol=2e-5), (step, row)
 
 
 def test_a_checkpoint_names_what_is_on_its_way_and_holds_its_weights(tmp_path):

@@ -60,7 +60,7 @@ def test_the_batch_is_filled_with_groups_that_teach(tmp_path):
     trainer, rollouts = trained(tmp_path, Recorder())
     for rollout in rollouts:
         assert len(rollout) == GROUP * PROMPTS_PER_STEP
-        advantages = torch.cat(rollout.fields["advantages"]).view(-1, GROUP)
+        advantages = rollout.advantages.view(-1, GROUP)
         assert (advantages.abs().amax(1) > 0.1).all()
     for line in lines_of(trainer):
         assert line["dynamic_sampling/groups_without_variance"] == 0
@@ -69,7 +69,7 @@ def test_the_batch_is_filled_with_groups_that_teach(tmp_path):
 
 def test_without_it_some_groups_teach_nothing(tmp_path):
     _, rollouts = trained(tmp_path, Recorder(), dynamic_sampling=False)
-    groups = torch.cat([torch.cat(r.fields["advantages"]) for r in rollouts]).view(-1, GROUP)
+    groups = torch.cat([r.advantages for r in rollouts]).view(-1, GROUP)
     assert (groups == 0).all(1).any()
 
 
@@ -187,5 +187,5 @@ def test_the_completions_table_shows_the_estimators_advantages(tmp_path):
         tmp_path, Recorder(share=1), dynamic_sampling=False, advantage_estimator="leave_one_out", max_steps=1
     )
     shown = list(trainer._logs["advantages"])
-    assert shown == pytest.approx(torch.cat(rollouts[0].fields["advantages"]).tolist())
+    assert shown == pytest.approx(rollouts[0].advantages.tolist())
     assert shown[:GROUP] == pytest.approx([-2.0, -2 / 3, 2 / 3, 2.0])

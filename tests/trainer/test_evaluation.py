@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollouts import engine
 from tests.support.tiny import prompts
 from tests.support.trainers import make
 

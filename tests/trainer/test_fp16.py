@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
+from tests.support.rollouts import give_completions
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import parameters
 
@@ -91,14 +92,14 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
     trainer = build(tmp_path / "half", model, **once)
-    give_completions(trainer)  # sampled in float16, some tokens would be others
+    fixed_completions(trainer)  # sampled in float16, some tokens would be others
     before = parameters(trainer)
     trainer.train()
     half = parameters(trainer) - before
     assert isinstance(trainer.accelerator.scaler, LossScaler)
     assert torch.float16 in seen
     full = build(tmp_path / "full", fp16=False, **once)
-    give_completions(full)
+    fixed_completions(full)
     full.train()
     whole = parameters(full) - before
     assert 0 < float((half - whole).norm() / whole.norm()) < 0.02
@@ -186,7 +187,7 @@ def test_a_weight_that_is_not_finite_is_named_in_any_precision(tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
     trainer = build(tmp_path, model, fp16=False)
-    give_completions(trainer)  # sampling would stop before
+    fixed_completions(trainer)  # sampling would stop before
     with pytest.raises(PrecisionError, match=r"parameter model\.layers\.0\.mlp\.down_proj\.weight is not finite"):
         trainer.train()
 

@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer, checks
 from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
-from grpo_ext.rollouts.batch import ROW_IMAGES
 from tests.support.images import (
     FAMILIES,
     Gallery,
@@ -156,7 +155,7 @@ def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
     )
     for trainer in (compact, plain):
         trainer.train()
-    one, other = (trainer._rollouts.batch.fields["completion_ids"] for trainer in (compact, plain))
+    one, other = (trainer._rollouts.batch.completion_ids for trainer in (compact, plain))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -311,7 +310,7 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other):
     whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16)
     expected = update(whole)
-    shown = [bool(images.numel()) for images in whole._rollouts.batch.fields[ROW_IMAGES]]
+    shown = [bool(images.numel()) for images in whole._rollouts.batch.row_images]
     assert any(shown)
     assert log_of(whole, "tools/call_frequency")[0] > 0
     assert whole._scorer.form(whole.model) == "padded"
@@ -350,7 +349,7 @@ def test_a_completion_that_is_masked_out_shows_nothing(tmp_path, cls):
     whole = masked(16)
     expected = update(whole)
     rollout = whole._rollouts.batch
-    truncated = [not bool(mask.any()) for mask in rollout.fields["completion_mask"]]
+    truncated = [not bool(mask.any()) for mask in rollout.completion_mask]
     assert any(truncated)
     assert not all(truncated)
     assert error(expected, update(masked(3))) <= UPDATE

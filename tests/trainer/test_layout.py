@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, ModelError
+from grpo_ext.rollouts.batch import Ragged
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import error, log_of, make, update
@@ -81,7 +82,7 @@ def prompt_mean(rollout: Any, rows: range, groups: list[int]) -> float:
     for row, group in zip(rows, groups):
         count = int(rollout.loss_mask(row).sum())
         tokens[group] += count
-        weighted[group] += count * float(rollout.fields["advantages"][row])
+        weighted[group] += count * float(rollout.advantages[row])
     return -sum(weighted[group] / tokens[group] for group in tokens) / len(tokens)
 
 
@@ -210,14 +211,14 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
 )
 def test_the_plan_says_which_form_runs_and_why(tmp_path, capsys, kind, settings, says):
     trainer = make(tmp_path, kind if kind == "qwen2" else architecture(kind), max_steps=1, **settings)
-    trainer._announce()
+    trainer._keeper.announce()
     assert re.search(f"  forward +{says}", capsys.readouterr().out)
 
 
 def test_the_plan_says_that_bfloat16_is_slow_on_a_cpu(tmp_path, capsys):
-    make(tmp_path, max_steps=1, bf16=True)._announce()
+    make(tmp_path, max_steps=1, bf16=True)._keeper.announce()
     assert re.search(r"  precision +bfloat16 \(TRL's default\); float32 is faster on a CPU", capsys.readouterr().out)
-    make(tmp_path, max_steps=1)._announce()
+    make(tmp_path, max_steps=1)._keeper.announce()
     assert "precision" not in capsys.readouterr().out
 
 
@@ -304,8 +305,10 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     trainer.train()
     rollout = trainer._rollouts.batch
     assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
-    rollout.fields["prompt_ids"][1] = torch.cat([rollout.fields["prompt_ids"][1], torch.tensor([5])])
-    rollout.fields["prompt_mask"][1] = torch.ones_like(rollout.fields["prompt_ids"][1])
+    prompts = list(rollout.prompt_ids)
+    prompts[1] = torch.cat([prompts[1], torch.tensor([5])])
+    rollout.prompt_ids = Ragged.of(prompts)
+    rollout.prompt_mask = Ragged.of([torch.ones_like(ids) for ids in prompts])
     sizes = rollout.sizes()
     assert list(sizes.groups_B) == list(range(16))
     assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1

@@ -11,8 +11,8 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import prefix_cache
-from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.rollouts import engine as sampling
+from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.step import optimizer_step
 from tests.support.trainers import error, make, parameters, update
 from tests.tolerances import UPDATE

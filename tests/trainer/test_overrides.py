@@ -20,7 +20,7 @@ from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 # method -> what is different here by design, in a description of its arguments and of what it returns
 BY_DESIGN = {
     "training_step": "once for an optimizer step, however many micro-batches it has; rows only where a rollout begins",
-    "_prepare_inputs": "returns the completions of the step on all processes (a Rollout), not one padded micro-batch",
+    "_prepare_inputs": "returns the the step's completions of all processes (RolloutBatch), not one padded micro-batch",
     "_generate": None,
     "_generate_single_turn": None,
     "_generate_and_score_completions": None,
@@ -101,7 +101,7 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
                 assert all(value is None for value in (kwargs.pop(n) for n in kwargs.keys() - our_kwargs.keys()))
             assert our_kwargs == kwargs, name
             if name == "_prepare_inputs":
-                assert our_result == "Rollout"
+                assert our_result == "RolloutBatch"
                 continue
             assert our_result == result, name
 

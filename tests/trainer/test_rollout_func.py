@@ -61,7 +61,7 @@ def test_completions_prompts_masks_and_fields_are_those_of_the_function(tmp_path
         ("env_mask", "tool_mask"),
         ("logprobs", "sampling_per_token_logps"),
     ):
-        assert [row.tolist() for row in rollout.fields[field]] == given[name], name
+        assert [row.tolist() for row in rollout.columns[field]] == given[name], name
     assert len({tuple(row) for row in given["prompt_ids"]}) > 4  # prompts that differ within a group
 
 

@@ -251,7 +251,7 @@ def test_an_import_against_the_direction_would_be_found(path, source):
             "grpo_ext/batching/micro_batches.py",
             "from ..errors import ConfigError\nfrom .sizes import ceil_div\nimport torch",
         ),
-        ("grpo_ext/step/plan.py", "from ..batching.sizes import ceil_div\nfrom ..sampling.rollout import Rollout"),
+        ("grpo_ext/step/plan.py", "from ..batching.sizes import ceil_div\nfrom ..rollouts.batch import RolloutBatch"),
         ("grpo_ext/tools/cli.py", "from grpo_ext import GRPOTrainer\nfrom ..demo.task import load_demo"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rollouts: keyed sampling is the model's own sampling, row by row; what is stored is what was scored."""
+"""Rollouts: keyed sampling is the model's own sampling, row by row."""
 
 from __future__ import annotations
 
@@ -15,20 +15,15 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from scipy import stats
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-from trl.trainer.utils import pad
 
 from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
-from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.errors import RolloutError
 from grpo_ext.rewards.calls import RewardCalls
-from grpo_ext.rollouts.engine import chunks_of, run_chunks
+from grpo_ext.rollouts.engine import chunks_of
 from grpo_ext.rollouts.keyed import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
-from grpo_ext.sampling.rollout import Rollout, gather_rollout
 from grpo_ext.sampling.turns import ScoringCall
-from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import measure_step
 from tests.tolerances import P_VALUE
 
 VOCABULARY, PAD, EOS = 24, 0, 1
@@ -394,178 +389,6 @@ def test_rows_that_nobody_sampled_are_refused():
     completions = call.remember([0, 1], [[5], [5]], [[6], [6]])
     with pytest.raises(RolloutError, match="place 1 of 2"):
         call.rows_of([[5] + completions[0], [5, *completions[1]]])
-
-
-# ---- The rollout batch ----------------------------------------------------------------------------------------------
-
-PROMPT_LENGTHS, COMPLETION_LENGTHS = (3, 1, 4, 2), (2, 5, 1, 3)
-
-
-def scored_batch(masked: tuple[int, ...] = (), tools: bool = False, ratio: str | None = None) -> dict:
-    """What TRL's scoring returns for four rows: padded, prompts on the left, completions on the right."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(lengths):
-        return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
-
-    def floats(lengths):
-        return [torch.randn(n, generator=generator) for n in lengths]
-
-    ones = [torch.ones(n, dtype=torch.long) for n in COMPLETION_LENGTHS]
-    kept = [mask * (row not in masked) for row, mask in enumerate(ones)]
-    scored = {
-        "prompt_ids": pad(ids(PROMPT_LENGTHS), PAD, "left"),
-        "prompt_mask": pad([torch.ones(n, dtype=torch.long) for n in PROMPT_LENGTHS], 0, "left"),
-        "completion_ids": pad(ids(COMPLETION_LENGTHS), PAD, "right"),
-        "completion_mask": pad(kept, 0, "right"),
-        "old_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
-        "ref_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
-        "advantages": ADVANTAGES,
-        "num_items_in_batch": torch.tensor(11),
-    }
-    if tools:
-        tool = [torch.tensor([1, 0, 0, 1, 1][:n]) for n in COMPLETION_LENGTHS]
-        scored["tool_mask"] = pad(tool, 1, "right")
-    if ratio == "sequence":
-        scored["importance_sampling_ratio"] = torch.rand(4, 1, generator=generator)
-    elif ratio == "token":
-        scored["importance_sampling_ratio"] = pad([x.exp() for x in floats(COMPLETION_LENGTHS)], 1.0, "right")
-    return scored
-
-
-ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
-
-
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("ratio", [None, "sequence"])
-def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
-    scored = scored_batch(tools=tools, ratio=ratio)
-    batch = gather_rollout(dict(scored), rows=4, num_generations=2).collate(PAD)
-    assert set(batch) == set(scored) - {"num_items_in_batch"}
-    for name, value in batch.items():
-        expected = scored[name]
-        assert value.dtype == expected.dtype
-        assert torch.equal(value, expected), name
-
-
-def test_a_stored_row_has_no_padding():
-    rollout = gather_rollout(scored_batch(tools=True, ratio="sequence"), rows=4, num_generations=2)
-    assert len(rollout) == 4
-    assert [len(row) for row in rollout.fields["prompt_ids"]] == list(PROMPT_LENGTHS)
-    for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
-        assert [len(row) for row in rollout.fields[name]] == list(COMPLETION_LENGTHS)
-    assert [len(row) for row in rollout.fields["importance_sampling_ratio"]] == [1] * 4
-    assert all(mask.all() for mask in rollout.fields["prompt_mask"])
-
-
-@pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [2, 2]])
-def test_some_rows_are_padded_to_their_own_longest(rows):
-    rollout = gather_rollout(scored_batch(), rows=4, num_generations=2)
-    batch = rollout.select(rows).collate(PAD)
-    assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
-    assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
-    assert torch.equal(batch["advantages"], ADVANTAGES[rows])
-    for place, row in enumerate(rows):
-        n, p = COMPLETION_LENGTHS[row], PROMPT_LENGTHS[row]
-        assert torch.equal(batch["completion_ids"][place, :n], rollout.fields["completion_ids"][row])
-        assert (batch["completion_ids"][place, n:] == PAD).all()
-        assert torch.equal(batch["prompt_ids"][place, -p:], rollout.fields["prompt_ids"][row])
-        assert batch["completion_mask"][place].sum() == n
-
-
-def test_padding_to_a_multiple_widens_both_sides():
-    batch = gather_rollout(scored_batch(), rows=4, num_generations=2).collate(PAD, pad_to_multiple_of=8)
-    assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
-    assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
-    assert batch["prompt_mask"][:, -1].all()
-    assert batch["completion_mask"][:, 0].all()
-
-
-def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
-    rollout = gather_rollout(scored_batch(masked=(1,)), rows=4, num_generations=2)
-    assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
-    assert len(rollout.fields["completion_ids"][1]) == 1
-    alone = rollout.select([1]).collate(PAD)
-    assert alone["completion_ids"].shape == (1, 1)
-    assert alone["completion_mask"].tolist() == [[0]]
-    everything = gather_rollout(scored_batch(masked=(0, 1, 2, 3)), rows=4, num_generations=2).collate(PAD)
-    assert everything["completion_ids"].shape == (4, 1)
-
-
-def test_tokens_of_a_tool_carry_no_loss():
-    rollout = gather_rollout(scored_batch(tools=True), rows=4, num_generations=2)
-    assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
-
-
-def test_a_ghosts_rows_do_not_count():
-    rollout = gather_rollout(scored_batch(ratio="sequence"), rows=0, num_generations=2)
-    assert len(rollout) == 0
-    assert all(values == [] for values in rollout.fields.values())
-
-
-def test_a_ratio_per_token_survives_gathering():
-    scored = scored_batch(ratio="token")
-    rollout = gather_rollout(dict(scored), rows=4, num_generations=2)
-    for row, n in enumerate(COMPLETION_LENGTHS):
-        assert torch.equal(
-            rollout.fields["importance_sampling_ratio"][row], scored["importance_sampling_ratio"][row, :n]
-        )
-
-
-def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
-    rollout = gather_rollout(scored_batch(ratio="token"), rows=4, num_generations=2)
-    cfg = LossConfig(loss_type="vespo", correct_sampling=True)
-
-    def weights(rows: list[int]) -> list[float]:
-        batch = rollout.select(rows).collate(PAD)
-        logps, old = torch.zeros_like(batch["old_per_token_logps"]), torch.zeros_like(batch["old_per_token_logps"])
-        tokens = TokenBatch(
-            logps,
-            batch["completion_mask"],
-            batch["advantages"],
-            old_logps_BT=old,
-            sampling_ratio=batch["importance_sampling_ratio"],
-        )
-        return vespo_weight(cfg, tokens, logps - old).flatten().tolist()
-
-    alone = [weights([row])[0] for row in range(4)]
-    assert weights([0, 1, 2, 3]) == pytest.approx(alone, rel=1e-5)
-
-
-def test_a_field_that_is_no_batch_of_rows_is_left_out():
-    scored = scored_batch() | {"num_images": [1, 1, 1, 1], "pixel_values": torch.zeros(2, 3, 4)}
-    rollout = gather_rollout(scored, rows=4, num_generations=2)
-    assert not {"num_images", "pixel_values", "num_items_in_batch"} & set(rollout.fields)
-
-
-def test_selecting_keeps_every_field_and_the_order():
-    fields = {"completion_ids": [torch.tensor([i]) for i in range(4)], "advantages": list(torch.eye(4))}
-    chosen = Rollout.of_groups(fields, 2).select([3, 1])
-    assert chosen.groups == [1, 0]
-    assert [int(v) for v in chosen.fields["completion_ids"]] == [3, 1]
-    assert torch.equal(torch.stack(chosen.fields["advantages"]), torch.eye(4)[[3, 1]])
-
-
-def test_a_step_counts_the_tokens_that_a_group_has_in_it():
-    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
-    ids = [torch.arange(n) for n in lengths]
-    masks = [torch.ones(n, dtype=torch.long) for n in lengths]
-    prompts = [torch.arange(1 + row // 4) for row in range(8)]
-    fields = {"completion_ids": ids, "completion_mask": masks, "prompt_ids": prompts, "prompt_mask": prompts}
-    step = Rollout.of_groups(fields, 4).select(range(3, 6))
-    assert list(step.sizes().groups_B) == [0, 1, 1]
-    counts = measure_step(step, [], None, StepMetrics(torch.device("cpu")), 1.0, False, 1).counts
-    assert counts.group_tokens == {0: 5, 1: 10}
-    assert (counts.completions, counts.tokens) == (3, 15)
-
-
-def test_advantages_per_token_survive_gathering():
-    per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
-    rollout = gather_rollout(scored_batch() | {"advantages": per_token}, rows=4, num_generations=2)
-    batch = rollout.collate(PAD)
-    mask = batch["completion_mask"].bool()
-    assert torch.equal(batch["advantages"][mask], per_token[mask])
-    assert not batch["advantages"][~mask].any()
 
 
 @pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.sampling.rollout import Rollout
-from grpo_ext.rollouts.vllm import completion_seeds, sampling_metrics, seeded
+from grpo_ext.rollouts.batch import Ragged, RolloutBatch
+from grpo_ext.rollouts.vllm import completion_seeds, seeded
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import METRIC
 
@@ -200,30 +201,32 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
     assert line == sampling_metrics([part.rollout for part in rounds], "token_truncate")
 
 
-def share(rows: range, sequence_level: bool) -> Rollout:
-    source = torch.Generator().manual_seed(rows.start)
-    fields: dict[str, list[torch.Tensor]] = {}
-
-    def add(name: str, value: torch.Tensor) -> None:
-        fields.setdefault(name, []).append(value)
-
+def share(rows: Sequence[int], sequence_level: bool) -> RolloutBatch:
+    columns: dict[str, list[torch.Tensor]] = {}
     for row in rows:
-        length = 1 + row % 5
-        add("completion_ids", torch.zeros(length, dtype=torch.long))
-        add("completion_mask", torch.full((length,), int(row % 4 != 3)))
-        add("tool_mask", (torch.arange(length) != 1).long())
-        add("old_per_token_logps", torch.rand(length, generator=source))
+        source, length = torch.Generator().manual_seed(row), 1 + row % 5
         sampling = torch.rand(length, generator=source)
-        add("sampling_per_token_logps", torch.where(torch.arange(length) == 2, math.nan, sampling))
-        add("importance_sampling_ratio", 1 + torch.rand(1 if sequence_level else length, generator=source))
-    return Rollout(fields, [0] * len(rows))
+        values = {
+            "completion_ids": torch.zeros(length, dtype=torch.long),
+            "completion_mask": torch.full((length,), int(row % 4 != 3)),
+            "tool_mask": (torch.arange(length) != 1).long(),
+            "old_per_token_logps": torch.rand(length, generator=source),
+            "sampling_per_token_logps": torch.where(torch.arange(length) == 2, math.nan, sampling),
+            "importance_sampling_ratio": 1 + torch.rand(1 if sequence_level else length, generator=source),
+        }
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    ragged: Any = {name: Ragged.of(values) for name, values in columns.items()}
+    if sequence_level:
+        ragged["importance_sampling_ratio"] = ragged["importance_sampling_ratio"].values[:, None]
+    prompts = {"prompt_ids": ragged["completion_ids"], "prompt_mask": ragged["completion_mask"]}
+    return RolloutBatch.of_columns({**ragged, **prompts, "advantages": torch.zeros(len(rows))}, 1)
 
 
 @pytest.mark.parametrize("sequence_level", [False, True])
 def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_level):
     parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
-    fields = {name: [v for part in parts for v in part.fields[name]] for name in parts[0].fields}
-    whole = Rollout(fields, [0] * 11)
+    whole = RolloutBatch.joined(parts, 1)
     level = "sequence_mask" if sequence_level else "token_mask"
     found = sampling_metrics([whole], level)
     assert found == sampling_metrics(parts, level)
@@ -236,15 +239,13 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
     assert found[name] >= 1.0
     assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
     masks = [whole.loss_mask(row).bool() for row in range(len(whole))]
-    ratios = torch.cat(
-        [r if sequence_level else r[m] for r, m in zip(whole.fields["importance_sampling_ratio"], masks)]
-    )
+    ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole.importance_sampling_ratio, masks)])
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
 
 
 def test_without_a_correction_there_are_no_statistics():
     part = share(range(4), False)
-    del part.fields["importance_sampling_ratio"]
+    part.importance_sampling_ratio = None
     assert sampling_metrics([part], "token_mask") == {}
 
 

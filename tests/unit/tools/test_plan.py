@@ -24,6 +24,7 @@ from grpo_ext.tools.plan.prompts import Prompts, known_prompts
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
+from tests.support.rollouts import give_completions
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SMALL: dict[str, Any] = {

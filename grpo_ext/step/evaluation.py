@@ -1,0 +1,42 @@
+"""pass@k and mean@k of evaluations: of which rewards, and whether these tell what has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from accelerate.logging import get_logger
+
+from ..algorithms.advantages import weighted_sum
+from ..algorithms.pass_at_k import are_pass_or_fail, pass_metrics
+from ..config import GRPOConfig
+
+logger = get_logger(__name__)
+
+
+class PassAtK:
+    """Follows the rewards of a run, and makes an evaluation's metrics of them."""
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args = args
+        self._rewards_B = torch.empty(0)
+        self._pass_or_fail, self._warned = True, False  # every reward so far was 0 or 1
+
+    def observe(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, names: Sequence[str]) -> None:
+        """Take the rewards of a rollout batch, of training or of an evaluation, by reward function."""
+        name = self.args.eval_pass_reward
+        self._rewards_B = weighted_sum(rewards_BF, weights_F) if name is None else rewards_BF[:, names.index(name)]
+        self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._rewards_B.tolist())
+
+    def metrics(self, num_generations: int) -> dict[str, float]:
+        """`pass_metrics` of the rollout batch that was observed last."""
+        least = self.args.eval_pass_threshold
+        if least is None and self._pass_or_fail:
+            least = 1.0
+        if least is None and self.args.num_generations_eval is not None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
+                "reward that has passed, or eval_pass_reward to the reward function that says what has."
+            )
+        return pass_metrics(self._rewards_B.view(-1, num_generations).tolist(), least)

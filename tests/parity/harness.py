@@ -1,0 +1,309 @@
+"""Stock TRL and grpo_ext side by side: what both do with the same completions, compared key by key.
+
+Compared are the dictionary of `_generate_and_score_completions`, the rows it was given afterwards, `_metrics` and
+`_logs` whenever a trainer logs, the lines of the log, the names of timings that trackers get, and what the functions of
+a test wrote down. Nothing of grpo_ext is named but its public classes; the rest are names of TRL's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import trl
+from PIL import Image
+from trl.extras.profiling import ProfilingContext
+from trl.trainer import grpo_trainer
+
+import grpo_ext
+from tests.parity.scripts import Journal
+from tests.support.tiny import config_kwargs
+from tests.tolerances import METRIC
+
+GROUP, ROWS = 4, 8  # generations, completions of a rollout batch
+AS_TRL = {
+    "rollout_chunk_size": ROWS,  # TRL calls a reward function once for all rows of a process
+    "skip_zero_contribution": False,  # TRL runs what adds nothing; entropy and clip ratios count it
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is meant.
+
+    Attributes:
+        part: of a `Run`; name: of the key, or how it begins, where it ends with a star.
+        extra: grpo_ext has a key that TRL has not; otherwise the values may differ, or the key be missing.
+        reason: why.
+    """
+
+    part: str
+    name: str
+    extra: bool
+    reason: str
+
+    def covers(self, part: str, name: str) -> bool:
+        """Whether a key is meant."""
+        fits = name.startswith(self.name[:-1]) if self.name.endswith("*") else name == self.name
+        return part == self.part and fits
+
+
+CLOCK = "the seconds of a run are not those of another"
+PHASES = "grpo_ext logs seconds by phase as time/*"
+OF_IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "num_tiles")
+OF_IMAGES += ("token_type_ids", "mm_token_type_ids", "image_position_ids")
+OF_FORWARD = "a forward prepares the images of the rows it runs, and what its model wants beside them"
+KNOWN = [
+    Known(
+        "outputs", "num_items_in_batch", False, "denominators are counted by the plan of a step (docs/architecture.md)"
+    ),
+    *(Known("outputs", name, extra, OF_FORWARD) for name in OF_IMAGES for extra in (False, True)),
+    *(Known(part, "step_time", False, CLOCK) for part in ("metrics", "lines")),
+    *(Known("lines", name, False, CLOCK) for name in ("train_runtime", "train_samples_per_second")),
+    *(Known("lines", name, False, CLOCK) for name in ("train_steps_per_second", "eval_runtime")),
+    *(Known("lines", name, False, CLOCK) for name in ("eval_samples_per_second", "eval_steps_per_second")),
+    *(Known(part, "time/*", True, PHASES) for part in ("metrics", "lines")),
+    *(Known(part, "layout/*", True, "what a layout costs; TRL has one layout") for part in ("metrics", "lines")),
+    Known(
+        "metrics", "loss", True, "grpo_ext logs the exact loss of a step by TRL's record; the line of the log is alike"
+    ),
+    Known("tables", "gold", True, "gold answers are kept for the log of the run"),
+    Known("timings", "_prepare_inputs", False, PHASES),
+    Known("timings", "_get_per_token_logps_and_entropies", False, PHASES),
+    *(Known("lines", f"eval_{name}@*", True, "grpo_ext's metrics of an evaluation") for name in ("pass", "mean")),
+]
+BY_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+
+
+@dataclass
+class Run:
+    """What a trainer did.
+
+    Attributes:
+        outputs: by call of the scoring, its mode and dictionary; rows: by call, the rows it was given, afterwards.
+        metrics, tables: TRL's records whenever something is logged, with the mode.
+        lines: of the log.
+        timings: names that trackers get, without the trainer's class.
+        journal: what the test's functions wrote.
+        error: what ended it.
+    """
+
+    outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    rows: list[tuple[str, Any]] = field(default_factory=list)
+    metrics: list[tuple[str, dict[str, list[float]]]] = field(default_factory=list)
+    tables: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lines: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    timings: list[str] = field(default_factory=list)
+    journal: Journal = field(default_factory=Journal)
+    error: Exception | None = None
+
+
+def recording(base: type, run: Run, scoring: bool) -> type:
+    """A trainer that writes into `run`.
+
+    Args:
+        scoring: it overrides `_generate_and_score_completions`, as a user may.
+    """
+
+    class Recorder(base):  # type: ignore[misc]
+        def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+            mode = "train" if self.model.training else "eval"
+            run.metrics.append((mode, copy.deepcopy(dict(self._metrics[mode]))))
+            run.tables.append((mode, {name: plain(values) for name, values in self._logs.items()}))
+            super().log(logs, start_time)
+            run.lines.append((mode, dict(logs)))
+
+    class Scoring(Recorder):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            mode = "train" if self.model.training else "eval"
+            output = super()._generate_and_score_completions(inputs)
+            run.outputs.append((mode, without_padding(copy.deepcopy(dict(output)))))
+            run.rows.append((mode, copy.deepcopy([dict(row) for row in inputs])))
+            return output
+
+    return Scoring if scoring else Recorder
+
+
+def without_padding(output: dict[str, Any]) -> dict[str, Any]:
+    """TRL's dictionary with zeros where a log-probability or ratio belongs to no token: nothing reads it there."""
+    absent = output["completion_mask"] == 0
+    fields = {name: output[name] for name in BY_TOKEN if name in output}
+    return output | {name: one.masked_fill(absent, 0.0) for name, one in fields.items() if one.shape == absent.shape}
+
+
+def plain(value: Any) -> Any:
+    """A copy with lists and dictionaries in the place of deques and the like."""
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+Parts = Callable[[Journal], dict[str, Any]]
+Act = Callable[[Any], Any]
+
+
+def train(trainer: Any) -> None:
+    """What is done with a trainer by default."""
+    trainer.train()
+
+
+def run_one(
+    package: Any, folder: Path, parts: Parts, scoring: bool, act: Act = train, raises: bool = False, **settings: Any
+) -> Run:
+    """Build a trainer of a package (trl, grpo_ext) and act with it; see `side_by_side`.
+
+    Args:
+        scoring: the trainer overrides `_generate_and_score_completions`.
+    """
+    run = Run()
+    steps = settings.get("steps_per_generation", 1)
+    common = {"per_device_train_batch_size": ROWS // steps, "steps_per_generation": steps, "shuffle_dataset": False}
+    common["loss_type"] = "grpo"  # for others TRL counts tokens of the rollout batch, and grpo_ext those of a step
+    kwargs = config_kwargs(folder, **{**common, "per_device_eval_batch_size": ROWS, "max_steps": 1, **settings})
+    del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
+    if package is grpo_ext:
+        kwargs |= AS_TRL
+    cls = recording(package.GRPOTrainer, run, scoring)
+    begins = f"{cls.__name__}."
+
+    def note(context: ProfilingContext, seconds: float) -> None:
+        run.timings.append(context.name.removeprefix(begins))
+
+    with (
+        mock.patch.object(ProfilingContext, "_log_metrics", note),
+        mock.patch.object(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch),  # a step's rows stay in order
+    ):
+        try:
+            run.journal.trainer = cls(args=package.GRPOConfig(**kwargs), **parts(run.journal))
+            act(run.journal.trainer)
+        except Exception as error:
+            if not raises:
+                raise
+            run.error = error
+    run.journal.trainer = None
+    return run
+
+
+@dataclass
+class Sides:
+    """Stock TRL, grpo_ext with an override of the scoring as in `recording`, and grpo_ext without it."""
+
+    stock: Run
+    scored: Run
+    ours: Run
+
+    def differences(self, *more: Known) -> list[str]:
+        """What grpo_ext does otherwise, beside what is known, and in this case `more`; a line each."""
+        scored = compare(self.stock, self.scored, *more)
+        bare = Run(**{**vars(self.stock), "outputs": [], "rows": []})
+        return [f"with an override: {line}" for line in scored] + compare(bare, self.ours, *more)
+
+
+def side_by_side(folder: Path, parts: Parts, act: Act = train, raises: bool = False, **settings: Any) -> Sides:
+    """Run a case with stock TRL and with grpo_ext.
+
+    Args:
+        parts: from a journal to what the trainers are given: model, reward_funcs, train_dataset, processing_class, ...
+        act: what is done with the trainer.
+        raises: an exception is recorded.
+        settings: of both configurations. One step on one rollout batch of ROWS completions by default; with
+            `steps_per_generation=2`, two. The rows of an epoch are whole rollout batches: TRL drops the rest, which
+            grpo_ext trains as a smaller step.
+    """
+    runs = [
+        run_one(package, folder / name, parts, scoring, act, raises, **settings)
+        for name, package, scoring in (("stock", trl, True), ("scored", grpo_ext, True), ("ours", grpo_ext, False))
+    ]
+    return Sides(*runs)
+
+
+def assert_alike(sides: Sides, *more: Known) -> None:
+    """Fail with all differences, beside what is known, and in this case `more`.
+
+    Raises:
+        AssertionError: there are some.
+    """
+    differences = sides.differences(*more)
+    assert not differences, "\n".join(differences)
+
+
+# ---- Comparing ------------------------------------------------------------------------------------------------------
+
+
+def compare(stock: Run, ours: Run, *more: Known) -> list[str]:
+    """Every difference of two runs that is neither in `KNOWN` nor in `more`, a line each."""
+    known = [*KNOWN, *more]
+    lines = [] if type(stock.error) is type(ours.error) else [f"error: {stock.error!r} against {ours.error!r}"]
+    for part in ("outputs", "rows", "metrics", "tables", "lines"):
+        theirs, own = getattr(stock, part), getattr(ours, part)
+        modes, own_modes = [mode for mode, _ in theirs], [mode for mode, _ in own]
+        if modes != own_modes:
+            lines.append(f"{part}: {modes} against {own_modes}")
+        for number, ((mode, expected), (_, value)) in enumerate(zip(theirs, own)):
+            lines += [f"{part} {number} ({mode}) {line}" for line in _compare_keys(part, expected, value, known)]
+    names = [dict.fromkeys(run.timings, True) for run in (stock, ours)]
+    lines += [f"timings {line}" for line in _compare_keys("timings", *names, known)]
+    channels = [dict.fromkeys(name for name, _ in run.journal) for run in (stock, ours)]
+    for name in channels[0] | channels[1]:
+        if (line := difference(stock.journal.of(name), ours.journal.of(name))) is not None:
+            lines.append(f"journal {name}{line}")
+    return lines
+
+
+def _compare_keys(part: str, expected: Any, value: Any, known: Sequence[Known]) -> list[str]:
+    if not isinstance(expected, Mapping):
+        line = difference(expected, value)
+        return [] if line is None else [line]
+    lines = []
+    for name in expected:
+        if any(one.covers(part, name) for one in known if not one.extra):
+            continue
+        line = ": missing" if name not in value else difference(expected[name], value[name])
+        lines += [] if line is None else [f"{name}{line}"]
+    for name in value.keys() - expected.keys():
+        if not any(one.covers(part, name) for one in known if one.extra):
+            lines.append(f"{name}: TRL has none")
+    return lines
+
+
+def difference(expected: Any, value: Any) -> str | None:
+    """Where two values differ, and how; None if they do not.
+
+    Numbers are compared with the tolerance of a logged value, all else exactly.
+    """
+    if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+        return _tensors(expected, value)
+    if isinstance(expected, Image.Image) and isinstance(value, Image.Image):
+        return None if expected.tobytes() == value.tobytes() else ": another image"
+    if isinstance(expected, Mapping) and isinstance(value, Mapping):
+        if expected.keys() != value.keys():
+            return f": keys {sorted(expected)} against {sorted(value)}"
+        pairs = [(f"[{key!r}]", expected[key], value[key]) for key in expected]
+    elif isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
+        if len(expected) != len(value):
+            return f": {len(expected)} entries against {len(value)}"
+        pairs = [(f"[{place}]", *both) for place, both in enumerate(zip(expected, value))]
+    elif type(expected) is float and type(value) in (float, int):
+        alike = math.isclose(expected, value, rel_tol=METRIC, abs_tol=METRIC)
+        return None if alike or (math.isnan(expected) and math.isnan(value)) else f": {expected} against {value}"
+    else:
+        return None if expected == value else f": {expected!r} against {value!r}"
+    return next((f"{at}{line}" for at, a, b in pairs if (line := difference(a, b)) is not None), None)
+
+
+def _tensors(expected: torch.Tensor, value: torch.Tensor) -> str | None:
+    if expected.shape != value.shape:
+        return f": shape {tuple(expected.shape)} against {tuple(value.shape)}"
+    if expected.dtype != value.dtype:
+        return f": {expected.dtype} against {value.dtype}"
+    if not expected.is_floating_point():
+        return None if torch.equal(expected, value) else f": {expected.tolist()} against {value.tolist()}"
+    if torch.allclose(expected, value, rtol=METRIC, atol=METRIC, equal_nan=True):
+        return None
+    return f": largest difference {float((expected - value).abs().nan_to_num().max()):.1e}"

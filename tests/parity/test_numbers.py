@@ -1,0 +1,324 @@
+"""From completions and rewards to numbers: ratios, advantages, masks, metrics and tables; as in stock TRL."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl.trainer import grpo_trainer
+
+from tests.parity.harness import GROUP, ROWS, Known, assert_alike, side_by_side
+from tests.parity.scripts import (
+    EOS,
+    Journal,
+    Reply,
+    Script,
+    by_turn,
+    call,
+    chat_tokenizer,
+    conversations,
+    last_text,
+    letters,
+    scripted_model,
+    writing_reward,
+)
+from tests.support.tiny import prompts, sparse_reward, stock_scores, tiny_tokenizer
+
+pytestmark = stock_scores
+
+
+def text_parts(journal: Journal, reply: Reply = letters, **parts: Any) -> dict[str, Any]:
+    """What a trainer is given for prompts that are text."""
+    tokenizer = tiny_tokenizer()
+    return {
+        "model": scripted_model(tokenizer, reply),
+        "processing_class": tokenizer,
+        "train_dataset": prompts(2),
+        "reward_funcs": writing_reward(journal),
+        **parts,
+    }
+
+
+def count(number: int) -> str:
+    """Count.
+
+    Args:
+        number: How far.
+    """
+    return str(number + 1)
+
+
+def calling_parts(journal: Journal, reply: Reply, **parts: Any) -> dict[str, Any]:
+    """What a trainer is given for messages and a tool."""
+    tokenizer = chat_tokenizer()
+    chat = {"processing_class": tokenizer, "train_dataset": conversations(2), "tools": [count]}
+    return text_parts(journal, **{**chat, "model": scripted_model(tokenizer, reply), **parts})
+
+
+# ---- A vLLM server --------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Stands in for TRL's client of a server: it answers from a script, and cannot tell some log-probabilities."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def update_named_params(self, described: Any, parameters: Iterable[Any]) -> None:
+        list(parameters)
+
+    def generate(self, prompts: Any, n: int, max_tokens: int, **rest: Any) -> dict[str, Any]:
+        ids = [self.script.ids(list(prompt), max_tokens) for prompt in prompts for _ in range(n)]
+        return {
+            "prompt_ids": prompts,
+            "completion_ids": ids,
+            "logprobs": [[[one] for one in self.logps(row)] for row in ids],
+            "logprob_token_ids": [[[token] for token in row] for row in ids],
+        }
+
+    @staticmethod
+    def logps(ids: list[int]) -> list[float | None]:
+        source = random.Random(str(ids))
+        return [None if source.random() < 0.1 else source.uniform(-6, -3) for _ in ids]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Trainers with `use_vllm` ask a server that reads from the script of their model."""
+
+    class Generation(grpo_trainer.VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.vllm_client = Server(self.model.generate)
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Generation)
+    return {"use_vllm": True, "vllm_mode": "server"}
+
+
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ratios_to_what_vllm_says_are_one_where_it_says_nothing(tmp_path, served, mode):
+    settings = {"vllm_importance_sampling_mode": mode, "steps_per_generation": 1 + (mode == "token_mask")}
+    sides = side_by_side(tmp_path, text_parts, **settings, **served)
+    output = sides.stock.outputs[0][1]
+    unknown = output["sampling_per_token_logps"].isnan()
+    ratio = output["importance_sampling_ratio"]
+    assert unknown.any()
+    assert ratio.shape == ((ROWS, 1) if mode.startswith("sequence") else unknown.shape)
+    assert mode.startswith("sequence") or bool((ratio[unknown] == 1).all())
+    assert any(name.startswith("sampling/importance") for name in sides.stock.metrics[0][1])
+    assert_alike(sides)
+
+
+def test_without_a_correction_vllms_log_probabilities_are_handed_on(tmp_path, served):
+    sides = side_by_side(tmp_path, text_parts, vllm_importance_sampling_correction=False, **served)
+    assert "importance_sampling_ratio" not in sides.stock.outputs[0][1]
+    assert_alike(sides)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served, masked):
+    reply = by_turn([call("count", number=1) + EOS, f"a{EOS}", "cut"], [f"b{EOS}", call("count", number=2)])
+    settings = {"max_completion_length": 100, "mask_truncated_completions": masked, "max_tool_calling_iterations": 2}
+    sides = side_by_side(tmp_path, lambda journal: calling_parts(journal, reply), **settings, **served)
+    output = sides.stock.outputs[0][1]
+    told = output["sampling_per_token_logps"][output["completion_mask"].bool() & (output["tool_mask"] == 0)]
+    assert len(told) > 5
+    assert not told.any()
+    assert_alike(sides)
+
+
+# ---- Completions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_completions_that_do_not_end_are_counted_and_may_be_masked(tmp_path, masked, steps):
+    sides = side_by_side(tmp_path, text_parts, mask_truncated_completions=masked, steps_per_generation=steps)
+    clipped = sides.stock.metrics[0][1]["completions/clipped_ratio"][0]
+    assert 0 < clipped < 1
+    whole = sides.stock.outputs[0][1]["completion_mask"].any(1).float().mean()
+    assert float(whole) == (1 - clipped if masked else 1.0)
+    assert_alike(sides)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_where_all_completions_end_or_none_does(tmp_path, ends):
+    reply = by_turn([f"abc{EOS * ends}", f"bd{EOS * ends}"])
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, reply), mask_truncated_completions=not ends)
+    assert sides.stock.metrics[0][1]["completions/clipped_ratio"] == [float(not ends)]
+    reason = "a mean over no tokens: 0 in TRL, nothing in grpo_ext"
+    names = () if ends else ("entropy", "clip_ratio/*")
+    assert_alike(sides, *(Known(part, name, False, reason) for name in names for part in ("metrics", "lines")))
+
+
+def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_end(tmp_path):
+    def rollout(asked: Any, trainer: Any) -> dict[str, Any]:
+        ids = [[5, 1, 6], [5, 6, 0], [5, 6], [5, 1]]
+        prompt_ids = [trainer.processing_class(one)["input_ids"] for one in asked]
+        return {"prompt_ids": prompt_ids, "completion_ids": [ids[row % 4] for row in range(ROWS)], "logprobs": None}
+
+    sides = side_by_side(tmp_path, lambda journal: text_parts(journal, rollout_func=rollout))
+    assert sides.stock.metrics[0][1]["completions/clipped_ratio"] == [0.5]
+    assert_alike(sides)
+
+
+def test_no_completions_at_all_are_an_error_with_the_same_words(tmp_path):
+    def act(trainer: Any) -> None:
+        trainer._generate_single_turn = lambda *args, **kwargs: ([], None)
+        trainer.train()
+
+    sides = side_by_side(tmp_path, text_parts, act, raises=True)
+    for run in (sides.stock, sides.scored, sides.ours):
+        assert isinstance(run.error, RuntimeError)
+        assert "No completions were generated" in str(run.error)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path, beta):
+    def parts(journal: Journal) -> dict[str, Any]:
+        torch.manual_seed(5)  # of the adapter's start
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return text_parts(journal, peft_config=lora)
+
+    sides = side_by_side(tmp_path, parts, beta=beta, steps_per_generation=2, max_steps=2)
+    assert ("ref_per_token_logps" in sides.stock.outputs[0][1]) == (beta > 0)
+    assert_alike(sides)
+
+
+def test_rows_may_be_padded_to_a_multiple(tmp_path):
+    sides = side_by_side(tmp_path, text_parts, pad_to_multiple_of=8, steps_per_generation=2)
+    assert sides.stock.outputs[0][1]["prompt_ids"].size(1) == 16
+    assert_alike(sides)
+
+
+# ---- Evaluation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generations", [None, 2])
+def test_an_evaluation_tells_the_tokens_of_training_and_adds_none(tmp_path, generations):
+    def act(trainer: Any) -> None:
+        trainer.train()
+        before = trainer.state.num_input_tokens_seen
+        trainer.evaluate()
+        assert trainer.state.num_input_tokens_seen == before
+
+    sides = side_by_side(
+        tmp_path,
+        lambda journal: text_parts(journal, eval_dataset=prompts(2, seed=4)),  # TRL shuffles more of them
+        act,
+        num_generations_eval=generations,
+    )
+    modes = [mode for mode, _ in sides.stock.outputs]
+    assert modes == ["train", "eval"]
+    records = {mode: record for mode, record in sides.stock.metrics if record}
+    assert records["eval"]["num_tokens"] == records["train"]["num_tokens"]
+    assert_alike(sides)
+
+
+# ---- Rewards --------------------------------------------------------------------------------------------------------
+
+
+def several(journal: Journal) -> dict[str, Any]:
+    return text_parts(journal, reward_funcs=[writing_reward(journal), sparse_reward])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward_weights": [0.5, 2.0]},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [0.5, 2.0]},
+    ],
+    ids=str,
+)
+def test_several_rewards_of_which_some_do_not_apply(tmp_path, settings):
+    sides = side_by_side(tmp_path, several, **settings)
+    assert any(value != value for value in sides.stock.tables[0][1]["rewards"]["sparse_reward"])
+    assert_alike(sides)
+
+
+def unscored(rows: set[int]) -> Any:
+    def parts(journal: Journal) -> dict[str, Any]:
+        def reward(completions: Any, **columns: Any) -> list[float | None]:
+            return [None if row in rows else float(len(text)) for row, text in enumerate(completions)]
+
+        return text_parts(journal, reward_funcs=[reward, reward])
+
+    return parts
+
+
+@pytest.mark.parametrize("rows", [{1, 6}, set(range(GROUP)), set(range(ROWS))], ids=["some", "a group", "all"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path, caplog, rows, aggregation):
+    with caplog.at_level(logging.WARNING):
+        sides = side_by_side(tmp_path, unscored(rows), multi_objective_aggregation=aggregation)
+    assert not sides.stock.outputs[0][1]["advantages"][list(rows)].any()
+    # by stock TRL, and by both runs of grpo_ext
+    assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
+    assert_alike(sides)
+
+
+def test_asynchronous_rewards_run_together_and_with_others(tmp_path):
+    def parts(journal: Journal) -> dict[str, Any]:
+        answered: list[asyncio.Event] = []  # made in the loop
+
+        async def first(completions: Any, **columns: Any) -> list[float]:
+            answered.append(asyncio.Event())
+            await asyncio.wait_for(answered[0].wait(), 20)
+            journal.write("async reward", "first", sorted(columns))
+            return [float(len(one)) for one in completions]
+
+        async def second(completions: Any, **columns: Any) -> list[float | None]:
+            while not answered:
+                await asyncio.sleep(0.001)
+            journal.write("async reward", "second", sorted(columns))
+            answered.pop().set()
+            return [None if "a" in one else 1.0 for one in completions]
+
+        return text_parts(journal, reward_funcs=[first, writing_reward(journal), second])
+
+    sides = side_by_side(tmp_path, parts)
+    assert [name for name, _ in sides.stock.journal.of("async reward")] == ["second", "first"]
+    assert {"first", "writing", "second"} <= set(sides.stock.timings)
+    assert_alike(sides)
+
+
+def test_metrics_and_columns_of_reward_functions(tmp_path):
+    def parts(journal: Journal) -> dict[str, Any]:
+        def reward(completions: Any, log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+            log_extra("length", [len(last_text(one)) for one in completions])
+            log_extra("a first", [last_text(one)[:1] for one in completions])
+            for value in (1.0, 2.5):
+                log_metric("share", value)
+            log_metric("other", 3)
+            return [float(len(one)) for one in completions]
+
+        def later(completions: Any, log_metric: Any, **columns: Any) -> list[float]:
+            log_metric("share", 4.0)
+            return [1.0] * len(completions)
+
+        return text_parts(journal, reward_funcs=[reward, later], eval_dataset=prompts(2, seed=4))
+
+    def act(trainer: Any) -> None:
+        trainer.train()
+        trainer.evaluate()
+
+    sides = side_by_side(tmp_path, parts, act)
+    assert sides.stock.metrics[0][1]["share"] == [2.5]
+    assert set(sides.stock.tables[0][1]["extra"]) == {"length", "a first"}
+    assert_alike(sides)

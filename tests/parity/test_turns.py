@@ -1,0 +1,327 @@
+"""Turns: which calls are answered, in which order, what fits, and which tokens come of it; as in stock TRL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+import grpo_ext
+from tests.parity.harness import GROUP, ROWS, Sides, assert_alike, run_one, side_by_side
+from tests.parity.scripts import (
+    EOS,
+    Journal,
+    Reply,
+    by_turn,
+    call,
+    chat_tokenizer,
+    conversations,
+    game,
+    scripted_model,
+    shop,
+    tokens_of,
+    writing_reward,
+)
+from tests.support import drop_in
+from tests.support.tiny import stock_scores
+
+pytestmark = stock_scores
+LONG = {"max_completion_length": 400}
+
+
+def tools(journal: Journal) -> list[Callable[..., Any]]:
+    """Tools that answer, at once and later, and that fail."""
+
+    def count(number: int) -> str:
+        """Count.
+
+        Args:
+            number: How far.
+        """
+        journal.write("tool", "count", number)
+        return str(number + 1)
+
+    def tell(number: int) -> str:
+        """Tell at length.
+
+        Args:
+            number: How long.
+        """
+        journal.write("tool", "tell", number)
+        return "a" * number
+
+    def fail(number: int) -> str:
+        """Fail.
+
+        Args:
+            number: Why.
+        """
+        journal.write("tool", "fail", number)
+        raise ValueError(f"no {number}")
+
+    def table(number: int) -> dict[str, int]:
+        """Answer with something that is no text.
+
+        Args:
+            number: What for.
+        """
+        return {"number": number}
+
+    async def ask(number: int) -> str:
+        """Ask and wait.
+
+        Args:
+            number: How long.
+        """
+        journal.write("async tool", "ask", number)
+        await asyncio.sleep(0.001 * number)
+        return f"is {number}"
+
+    async def refuse(number: int) -> str:
+        """Wait and fail.
+
+        Args:
+            number: Why.
+        """
+        journal.write("async tool", "refuse", number)
+        raise RuntimeError(f"busy {number}")
+
+    return [count, tell, fail, table, ask, refuse]
+
+
+def talking(journal: Journal, reply: Reply, dataset: Dataset | None = None, **parts: Any) -> dict[str, Any]:
+    """What a trainer is given for a talk with tools; what `parse_response` is asked is written down."""
+    tokenizer, positions = chat_tokenizer(), parts.pop("positions", 4096)
+    parse = tokenizer.parse_response
+
+    def parse_response(ids: Any, **options: Any) -> Any:
+        names = [getattr(tool, "__name__", tool) for tool in options.get("tools") or ()]
+        journal.write("parsed", list(ids), options.get("prefix"), names)
+        return parse(ids, **options)
+
+    tokenizer.parse_response = parse_response
+    return {
+        "model": scripted_model(tokenizer, reply, max_position_embeddings=positions),
+        "processing_class": tokenizer,
+        "train_dataset": conversations(2) if dataset is None else dataset,
+        "reward_funcs": writing_reward(journal),
+        "tools": tools(journal),
+        **parts,
+    }
+
+
+def answers(sides: Sides, row: int) -> list[str]:
+    """What tools have answered to a completion of stock TRL."""
+    return [m["content"] for m in sides.stock.tables[0][1]["completion"][row] if m["role"] == "tool"]
+
+
+def roles(sides: Sides, row: int) -> str:
+    """The first letters of the roles of a completion's messages."""
+    return "".join(message["role"][0] for message in sides.stock.tables[0][1]["completion"][row])
+
+
+CALLS = {
+    "one after text": ["so " + call("count", number=3) + EOS],
+    "parallel": [call("count", number=3) + call("tell", number=2) + call("count", number=1) + EOS],
+    "unknown": [call("count", number=3) + call("nobody", number=1) + EOS],
+    "wrong arguments": [call("count", digits=3) + EOS, call("ask", digits=3) + EOS, call("count") + EOS],
+    "failing": [call("fail", number=3) + call("count", number=1) + call("refuse", number=1) + EOS],
+    "unsupported": [call("count", kind="code", number=3) + EOS],
+    "malformed": ["<call>{ count</call>" + EOS, "<call>" + EOS],
+    "no text": [call("table", number=3) + EOS],
+    "asynchronous": [
+        call("ask", number=9) + call("count", number=1) + call("ask", number=1) + call("tell", number=2) + EOS
+    ],
+    "types": [call("count", number="3") + call("ask", number=True) + call("tell", number=None) + EOS],
+    "truncated": [call("count", number=3), call("count", number=4)[:40]],
+}
+
+
+@pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in CALLS), ("parallel", 2), ("asynchronous", 2)])
+def test_calls_are_answered(tmp_path, kind, steps):
+    reply = by_turn([f"plain{EOS}", *CALLS[kind]], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
+    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
+    assert roles(sides, 0) == "a"
+    assert answers(sides, 1) or kind in ("malformed", "truncated")
+    assert_alike(sides)
+
+
+def test_asynchronous_answers_stand_last_in_the_order_of_the_calls(tmp_path):
+    reply = by_turn(CALLS["asynchronous"], [f"done{EOS}"])
+    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), **LONG)
+    assert answers(sides, 0) == ["2", "aa", "is 9", "is 1"]
+    assert_alike(sides)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, None])
+def test_a_transcript_has_at_most_so_many_turns(tmp_path, turns):
+    reply = by_turn([call("count", number=1) + EOS, f"no{EOS}"], *[[call("count", number=1) + EOS]] * 3, [f"end{EOS}"])
+    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), max_tool_calling_iterations=turns, **LONG)
+    assert len(answers(sides, 0)) == {0: 0, 1: 1, 2: 2, None: 4}[turns]
+    assert_alike(sides)
+
+
+# `<tool>tell:aaa<eos><model>` follows the call, with as many letters as it asks for
+SUFFIX = 8
+
+
+def telling(letters: int) -> tuple[str, int]:
+    """A call of `tell`, and the number of tokens of it with its answer."""
+    text = call("tell", number=letters) + EOS
+    return text, len(chat_tokenizer()(text)["input_ids"]) + SUFFIX + letters
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1, 5])
+def test_an_answer_that_does_not_fit_into_the_completion_is_taken_back(tmp_path, room):
+    """With no room left it stays, and the turn after it is empty."""
+    text, length = telling(20)
+    reply = by_turn([text, f"plain{EOS}"], [f"and {call('count', number=1)}{EOS}"])
+    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), max_completion_length=length + room)
+    assert roles(sides, 0) == {-1: "a", 0: "at", 1: "ata", 5: "ata"}[room]
+    assert len(sides.stock.journal.of("tool")) == GROUP  # it was called nonetheless
+    mask = sides.stock.outputs[0][1]["tool_mask"][0]
+    assert bool((mask == 0).any()) == (room >= 0)
+    assert_alike(sides)
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1, 4])
+def test_an_answer_that_fills_the_context_of_the_model_is_taken_back(tmp_path, room):
+    text, length = telling(20)
+    reply = by_turn([text, f"plain{EOS}"], [f"b{EOS}"])
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "ab"}]] * 2})
+    shown = "".join(f"[{tool.__name__}]" for tool in tools(Journal())) + "u:ab<eos><model>"
+    positions = len(chat_tokenizer()(shown)["input_ids"]) + length + room
+    sides = side_by_side(
+        tmp_path, lambda journal: talking(journal, reply, rows, positions=positions), max_completion_length=length + 4
+    )
+    assert roles(sides, 0) == ("a" if room <= 0 else "ata")
+    assert_alike(sides)
+
+
+def test_some_rows_go_on_while_the_answers_of_others_are_taken_back(tmp_path):
+    first = [telling(50)[0], call("count", number=1) + EOS, f"plain{EOS}", call("ask", number=1) + EOS]
+    reply = by_turn(first, [call("tell", number=30) + EOS, call("count", number=2) + EOS], [f"done{EOS}"])
+    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), max_completion_length=150)
+    assert {roles(sides, row) for row in range(ROWS)} >= {"a", "ata"}
+    assert_alike(sides)
+
+
+def test_completions_are_read_with_what_stood_before_and_the_tools_of_their_row(tmp_path):
+    rows = conversations(2, environment=["game", "shop"])
+    reply = by_turn([call("guess", number=1) + EOS, call("buy", thing="x") + EOS, f"a{EOS}"], [f"ok{EOS}"])
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        factories = {"game": game(journal), "shop": shop(journal)}
+        return talking(journal, reply, rows, tools=tools(journal)[:1], environment_factory=factories)
+
+    sides = side_by_side(tmp_path, parts, **LONG)
+    assert {tuple(names) for _, _, names in sides.stock.journal.of("parsed")} == {("count", "guess"), ("count", "buy")}
+    assert len(sides.stock.journal.of("parsed")) > ROWS
+    assert_alike(sides)
+
+
+def test_tools_of_an_environment_that_a_row_has_not_are_unknown(tmp_path):
+    rows = conversations(2, environment=["game", "shop"])
+    reply = by_turn([call("guess", number=1) + call("buy", thing="x") + call("count", number=1) + EOS], [f"ok{EOS}"])
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        factories = {"game": game(journal), "shop": shop(journal)}
+        return talking(journal, reply, rows, environment_factory=factories)
+
+    sides = side_by_side(tmp_path, parts, **LONG)
+    assert answers(sides, 0) == ["after 1", "{'error': 'Tool buy not found.'}", "2"]
+    assert answers(sides, GROUP) == ["{'error': 'Tool guess not found.'}", "2", "bought x"]
+    assert_alike(sides)
+
+
+def test_a_template_that_trl_knows_renders_and_reads_calls(tmp_path):
+    def parts(journal: Journal) -> dict[str, Any]:
+        tokenizer = drop_in.tool_tokenizer()
+        written = '<tool_call>\n{"name": "count", "arguments": {"number": 3}}\n</tool_call>'
+        first = [
+            f"<think>\nso\n</think>\n\n{written}<|im_end|>",
+            f"{written}\n{written}<|im_end|>",
+            "plain<|im_end|>",
+            written[:30],
+        ]
+
+        def reply(turn: int, place: int, text: str) -> str:
+            return "done<|im_end|>" if "<tool_response>\n4" in text else first[place % GROUP]
+
+        return {
+            "model": scripted_model(tokenizer, reply),
+            "processing_class": tokenizer,
+            "train_dataset": drop_in.conversations(2),
+            "reward_funcs": writing_reward(journal),
+            "tools": tools(journal)[:1],
+        }
+
+    sides = side_by_side(tmp_path, parts, max_completion_length=200)
+    assert [roles(sides, row) for row in range(GROUP)] == ["ata", "atta", "a", "a"]
+    assert_alike(sides)
+
+
+def test_asynchronous_functions_share_a_loop(tmp_path):
+    """So that a client of a judge or a search, bound to the loop of its first call, serves tools and rewards."""
+    rows = conversations(2, environment=["game", "shop"])
+    reply = by_turn([call("ask", number=1) + EOS, call("buy", thing="x") + EOS, f"a{EOS}"], [f"b{EOS}"])
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        loops: set[Any] = set()
+
+        def note(who: str) -> None:
+            loops.add(asyncio.get_running_loop())
+            journal.write("loops", who, len(loops))
+
+        async def ask(number: int) -> str:
+            """Ask.
+
+            Args:
+                number: What for.
+            """
+            note("tool")
+            return "is"
+
+        async def reward(completions: Any, **columns: Any) -> list[float]:
+            note("reward")
+            return [float(len(one)) for one in completions]
+
+        factories = {"game": game(journal), "shop": shop(journal)}
+        return talking(journal, reply, rows, tools=[ask], environment_factory=factories, reward_funcs=reward)
+
+    sides = side_by_side(tmp_path, parts, max_steps=2, **LONG)
+    assert {who for who, _ in sides.stock.journal.of("loops")} == {"tool", "reward"}
+    assert_alike(sides)
+
+
+def test_tools_go_on_with_the_completions_of_a_rollout_func(tmp_path):
+    reply = by_turn([""], [f"after{EOS}"])
+
+    def parts(journal: Journal) -> dict[str, Any]:
+        def rollout(asked: Any, trainer: Any) -> dict[str, Any]:
+            tokenizer = trainer.processing_class
+            said = [call("count", number=row) if row % 2 else f"a{EOS}" for row in range(len(asked))]
+            ids = [tokenizer(text)["input_ids"] for text in said]
+            prompts = [tokenizer(f"u:{one[-1]['content']}<eos><model>")["input_ids"] for one in asked]
+            return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": None, "row": list(range(len(asked)))}
+
+        return talking(journal, reply, rollout_func=rollout)
+
+    sides = side_by_side(tmp_path, parts, **LONG)
+    assert [roles(sides, row) for row in range(3)] == ["a", "ata", "a"]
+    assert "after" in tokens_of(sides.stock.outputs[0][1], chat_tokenizer())[1]
+    assert_alike(sides)
+
+
+def test_another_answer_is_found_to_be_another(tmp_path):
+    """The negative control: one letter of one tool's answer."""
+    reply = by_turn([call("tell", number=3) + EOS, f"a{EOS}"], [f"done{EOS}"])
+    other = by_turn([call("tell", number=4) + EOS, f"a{EOS}"], [f"done{EOS}"])
+    sides = side_by_side(tmp_path / "one", lambda journal: talking(journal, reply), **LONG)
+    sides.ours = run_one(grpo_ext, tmp_path / "other", lambda journal: talking(journal, other), False, **LONG)
+    lines = sides.differences()
+    for part in ("metrics", "tables", "journal tool", "journal parsed", "journal reward"):
+        assert any(line.startswith(part) for line in lines), part

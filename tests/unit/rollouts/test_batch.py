@@ -1,0 +1,289 @@
+"""The rollout batch: what is stored is what was scored, and a micro-batch has of it what TRL would hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from trl.trainer.utils import pad
+
+from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
+from grpo_ext.errors import RolloutError
+from grpo_ext.forward.rows import TokenRows
+from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
+from grpo_ext.step.metrics import StepMetrics
+from grpo_ext.step.statistics import measure_step
+
+VOCABULARY, PAD = 24, 0
+
+PROMPT_LENGTHS, COMPLETION_LENGTHS = (3, 1, 4, 2), (2, 5, 1, 3)
+
+
+def scored_batch(masked: tuple[int, ...] = (), tools: bool = False, ratio: str | None = None) -> dict:
+    """What TRL's scoring returns for four rows: padded, prompts on the left, completions on the right."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(lengths):
+        return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
+
+    def floats(lengths):
+        return [torch.randn(n, generator=generator) for n in lengths]
+
+    ones = [torch.ones(n, dtype=torch.long) for n in COMPLETION_LENGTHS]
+    kept = [mask * (row not in masked) for row, mask in enumerate(ones)]
+    scored = {
+        "prompt_ids": pad(ids(PROMPT_LENGTHS), PAD, "left"),
+        "prompt_mask": pad([torch.ones(n, dtype=torch.long) for n in PROMPT_LENGTHS], 0, "left"),
+        "completion_ids": pad(ids(COMPLETION_LENGTHS), PAD, "right"),
+        "completion_mask": pad(kept, 0, "right"),
+        "old_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
+        "ref_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
+        "advantages": ADVANTAGES,
+        "num_items_in_batch": torch.tensor(11),
+    }
+    if tools:
+        tool = [torch.tensor([1, 0, 0, 1, 1][:n]) for n in COMPLETION_LENGTHS]
+        scored["tool_mask"] = pad(tool, 1, "right")
+    if ratio == "sequence":
+        scored["importance_sampling_ratio"] = torch.rand(4, 1, generator=generator)
+    elif ratio == "token":
+        scored["importance_sampling_ratio"] = pad([x.exp() for x in floats(COMPLETION_LENGTHS)], 1.0, "right")
+    return scored
+
+
+ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("tools", [False, True])
+@pytest.mark.parametrize("ratio", [None, "sequence"])
+def test_collating_what_was_gathered_gives_back_what_was_scored(tools, ratio):
+    scored = scored_batch(tools=tools, ratio=ratio)
+    batch = gather_scored(dict(scored), rows=4, num_generations=2).collate(PAD)
+    assert set(batch) == set(scored) - {"num_items_in_batch"}
+    for name, value in batch.items():
+        expected = scored[name]
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected), name
+
+
+def test_a_stored_row_has_no_padding():
+    rollout = gather_scored(scored_batch(tools=True, ratio="sequence"), rows=4, num_generations=2)
+    assert len(rollout) == 4
+    assert [len(row) for row in rollout.prompt_ids] == list(PROMPT_LENGTHS)
+    for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
+        assert [len(row) for row in rollout.columns[name]] == list(COMPLETION_LENGTHS)
+    assert rollout.importance_sampling_ratio.shape == (4, 1)
+    assert all(mask.all() for mask in rollout.prompt_mask)
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [1, 3], [3, 0], [2, 2]])
+def test_some_rows_are_padded_to_their_own_longest(rows):
+    rollout = gather_scored(scored_batch(), rows=4, num_generations=2)
+    batch = rollout.select(rows).collate(PAD)
+    assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
+    assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
+    assert torch.equal(batch["advantages"], ADVANTAGES[rows])
+    for place, row in enumerate(rows):
+        n, p = COMPLETION_LENGTHS[row], PROMPT_LENGTHS[row]
+        assert torch.equal(batch["completion_ids"][place, :n], rollout.completion_ids.row(row))
+        assert (batch["completion_ids"][place, n:] == PAD).all()
+        assert torch.equal(batch["prompt_ids"][place, -p:], rollout.prompt_ids.row(row))
+        assert batch["completion_mask"][place].sum() == n
+
+
+def test_padding_to_a_multiple_widens_both_sides():
+    batch = gather_scored(scored_batch(), rows=4, num_generations=2).collate(PAD, pad_to_multiple_of=8)
+    assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
+    assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
+    assert batch["prompt_mask"][:, -1].all()
+    assert batch["completion_mask"][:, 0].all()
+
+
+def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
+    rollout = gather_scored(scored_batch(masked=(1,)), rows=4, num_generations=2)
+    assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
+    assert len(rollout.completion_ids.row(1)) == 1
+    alone = rollout.select([1]).collate(PAD)
+    assert alone["completion_ids"].shape == (1, 1)
+    assert alone["completion_mask"].tolist() == [[0]]
+    everything = gather_scored(scored_batch(masked=(0, 1, 2, 3)), rows=4, num_generations=2).collate(PAD)
+    assert everything["completion_ids"].shape == (4, 1)
+
+
+def test_tokens_of_a_tool_carry_no_loss():
+    rollout = gather_scored(scored_batch(tools=True), rows=4, num_generations=2)
+    assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
+
+
+def test_a_ghosts_rows_do_not_count():
+    rollout = gather_scored(scored_batch(ratio="sequence"), rows=0, num_generations=2)
+    assert len(rollout) == 0
+    assert all(len(values) == 0 for values in rollout.columns.values())
+
+
+def test_a_ratio_per_token_survives_gathering():
+    scored = scored_batch(ratio="token")
+    rollout = gather_scored(dict(scored), rows=4, num_generations=2)
+    for row, n in enumerate(COMPLETION_LENGTHS):
+        assert torch.equal(rollout.importance_sampling_ratio.row(row), scored["importance_sampling_ratio"][row, :n])
+
+
+def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
+    rollout = gather_scored(scored_batch(ratio="token"), rows=4, num_generations=2)
+    cfg = LossConfig(loss_type="vespo", correct_sampling=True)
+
+    def weights(rows: list[int]) -> list[float]:
+        batch = rollout.select(rows).collate(PAD)
+        logps, old = torch.zeros_like(batch["old_per_token_logps"]), torch.zeros_like(batch["old_per_token_logps"])
+        tokens = TokenBatch(
+            logps,
+            batch["completion_mask"],
+            batch["advantages"],
+            old_logps_BT=old,
+            sampling_ratio=batch["importance_sampling_ratio"],
+        )
+        return vespo_weight(cfg, tokens, logps - old).flatten().tolist()
+
+    alone = [weights([row])[0] for row in range(4)]
+    assert weights([0, 1, 2, 3]) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_field_that_is_no_batch_of_rows_is_left_out():
+    scored = scored_batch() | {"num_images": [1, 1, 1, 1], "pixel_values": torch.zeros(2, 3, 4)}
+    rollout = gather_scored(scored, rows=4, num_generations=2)
+    assert not {"num_images", "pixel_values", "num_items_in_batch"} & set(rollout.columns)
+
+
+def batch_of(lengths: list[int], num_generations: int, **columns: Any) -> RolloutBatch:
+    """Completions of these lengths, with prompts of one token for the first group, two for the second, and so on."""
+    prompts = [list(range(1, 2 + row // num_generations)) for row in range(len(lengths))]
+    advantages = columns.pop("advantages", torch.arange(1.0, 1 + len(lengths)))
+    ids = [[7 + row] * n for row, n in enumerate(lengths)]
+    return RolloutBatch.of_rows(prompts, ids, advantages, num_generations, **columns)
+
+
+def test_selecting_keeps_every_column_and_the_order():
+    logps = [[0.5 + row] * (1 + row) for row in range(4)]
+    rollout = batch_of([1, 2, 3, 4], 2, old_per_token_logps=logps)
+    rollout.fields = {"texts": ["a", "b", "c", "d"], "cube": torch.arange(24.0).view(4, 2, 3)}
+    chosen = rollout.select([3, 1])
+    assert list(chosen.groups) == [1, 0]
+    assert [ids.tolist() for ids in chosen.completion_ids] == [[10] * 4, [8] * 2]
+    assert [logps.tolist() for logps in chosen.old_per_token_logps] == [[3.5] * 4, [1.5] * 2]
+    assert chosen.advantages.tolist() == [4.0, 2.0]
+    assert chosen.fields["texts"] == ["d", "b"]
+    assert torch.equal(chosen.fields["cube"], rollout.fields["cube"][[3, 1]])
+
+
+def test_rows_become_the_batch_that_is_gathered_of_trls_dictionary():
+    scored = scored_batch(masked=(1,), tools=True, ratio="token")
+    gathered = gather_scored(scored, rows=4, num_generations=2)
+
+    def rows(name: str) -> list[Any]:
+        lengths = PROMPT_LENGTHS if name == "prompt_ids" else COMPLETION_LENGTHS
+        left = name == "prompt_ids"
+        return [row[len(row) - n :] if left else row[:n] for row, n in zip(scored[name], lengths)]
+
+    tokens = ("tool_mask", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+    made = RolloutBatch.of_rows(
+        rows("prompt_ids"),
+        rows("completion_ids"),
+        ADVANTAGES,
+        2,
+        masked_out=[False, True, False, False],
+        **{name: rows(name) for name in tokens},
+    )
+    assert made.columns.keys() == gathered.columns.keys()
+    for name, column in made.columns.items():
+        for mine, theirs in zip(column, gathered.columns[name]):
+            assert torch.equal(mine, theirs), name
+
+
+def test_a_step_counts_the_tokens_that_a_group_has_in_it():
+    step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
+    assert list(step.sizes().groups_B) == [0, 1, 1]
+    counts = measure_step(step, [], None, StepMetrics(torch.device("cpu")), 1.0, False, 1).counts
+    assert counts.group_tokens == {0: 5, 1: 10}
+    assert (counts.completions, counts.tokens) == (3, 15)
+
+
+def test_advantages_per_token_survive_gathering():
+    per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
+    rollout = gather_scored(scored_batch() | {"advantages": per_token}, rows=4, num_generations=2)
+    batch = rollout.collate(PAD)
+    mask = batch["completion_mask"].bool()
+    assert torch.equal(batch["advantages"][mask], per_token[mask])
+    assert not batch["advantages"][~mask].any()
+
+
+# ---- What a user's override returns ---------------------------------------------------------------------------------
+
+
+def overridden(changes: dict[str, Any], rows: Sequence[int] = range(4)) -> dict[str, Any]:
+    """The dictionary of some rows of the batch, as an override returned it, in columns of its own width."""
+    batch = gather_scored(scored_batch() | changes, 4, 2, overridden=True)
+    return batch.select(rows).collate(PAD)
+
+
+def test_what_an_override_adds_arrives_as_it_was_returned():
+    added = {
+        "one": torch.arange(4.0),
+        "few": torch.arange(12.0).view(4, 3),
+        "cube": torch.arange(24).view(4, 2, 3),
+        "tokens": torch.arange(20).view(4, 5),
+        "flags": torch.tensor([True, False, True, True]),
+        "texts": ["a", "b", "c", "d"],
+        "shift": torch.tensor(0.25),
+        "nothing": None,
+    }
+    scored = scored_batch() | added
+    everything = overridden(added)
+    assert everything.keys() == scored.keys()
+    for name, value in scored.items():
+        assert torch.equal(everything[name], value) if isinstance(value, torch.Tensor) else everything[name] == value
+    some = overridden(added, [2, 0])  # neither has five tokens
+    for name, value in scored.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(some[name], value[[2, 0]] if value.dim() else value), name
+    assert some["texts"] == ["c", "a"]
+
+
+def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
+    parts = []
+    for width in (2, 3):
+        changes = {"few": torch.ones(4, width), "prompt_few": torch.ones(4, width), "texts": [str(width)] * 4}
+        parts.append(gather_scored(scored_batch() | changes, 4, 2, overridden=True))
+    joined = RolloutBatch.joined(parts, 2)
+    assert joined.fields["few"].sum(1).tolist() == [2.0] * 4 + [3.0] * 4
+    assert joined.fields["few"][0].tolist() == [1.0, 1.0, 0.0]
+    assert joined.fields["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
+    assert joined.fields["texts"] == ["2"] * 4 + ["3"] * 4
+    assert joined.widths == (max(PROMPT_LENGTHS), max(COMPLETION_LENGTHS))
+
+
+def test_another_number_of_rows_is_refused():
+    with pytest.raises(RolloutError, match="returned 4 completions for 8 rows"):
+        gather_scored(scored_batch(), 8, 2, overridden=True)
+
+
+@pytest.mark.parametrize("hole", [[0], [2], [1, 3], [4]])
+def test_tokens_that_attention_leaves_out_keep_their_places(hole):
+    mask = scored_batch()["completion_mask"].clone()
+    mask[1, hole] = 0  # the row with five tokens
+    batch = gather_scored(scored_batch() | {"completion_mask": mask}, 4, 2, overridden=True)
+    rows, at_the_end = batch.token_rows(torch.device("cpu")), hole == [4]
+    assert batch.gaps == [False, not at_the_end, False, False]
+    assert rows.completions_B == [2, 4 if at_the_end else 5, 1, 3]
+    ids, tokens, width = rows.padded()
+    assert torch.equal(rows.attention_mask(tokens)[:, -width:], mask[:, :width])
+    assert torch.equal(rows.targets(), batch.completion_ids.values[mask.flatten().bool()])
+    values = torch.arange(1.0, 1 + len(rows.targets()))
+    assert torch.equal(rows.to_columns(values, 5)[mask.bool()], values)
+    assert not rows.to_columns(values, 5)[~mask.bool()].any()
+    again = TokenRows.of_padded(ids, rows.attention_mask(tokens), width)
+    assert torch.equal(again.ids_N, rows.ids_N)
+    assert (again.attended_N is None) == at_the_end
+    assert at_the_end or torch.equal(again.attended_N, rows.attended_N)
+    assert rows.part(slice(2, 4)).attended_N is None
