@@ -477,7 +477,7 @@ def test_what_shares_weights_in_other_ways_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="use FSDP 2"):
         checks.ahead.check_ahead(trainer, config)
     trainer.is_fsdp_enabled = False
-    trainer._reward_funcs = [tiny_model()]
+    trainer.reward_funcs = [tiny_model()]
     monkeypatch.setattr(checks.ahead, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match="a reward model under ZeRO-3"):
         checks.ahead.check_ahead(trainer, config)
