@@ -200,12 +200,13 @@ def _check_images_and_tools(trainer: Any) -> None:
     """Refuse images that nothing can be made of, and what cannot show or answer alike on every process."""
     policy, accelerator = trainer.model, trainer.accelerator
     with_images = trainer._rollouts.images.prepare is not None
-    if trainer._rollouts.images.travelling and shards_parameters(accelerator):
+    may_be_shown = with_images and bool(trainer.tools or trainer.environment_factories)
+    if may_be_shown and shards_parameters(accelerator):
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
         )
-    if trainer._rollouts.images.travelling and trainer.rollout_func is not None:
+    if may_be_shown and trainer.rollout_func is not None:
         raise ConfigError(
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
@@ -216,7 +217,7 @@ def _check_images_and_tools(trainer: Any) -> None:
             "not; use vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
         )
     readable = with_length(trainer.train_dataset, trainer.eval_dataset)
-    if with_images and not trainer._rollouts.images.travelling:
+    if with_images and not may_be_shown:
         for data in readable:
             check_images(data, trainer._rollouts.images.prepare)
     if not with_images:

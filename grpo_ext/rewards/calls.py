@@ -2,22 +2,20 @@
 
 Differs from TRL, which calls a function with the rows of a process: a chunk holds the same completions for every
 number of processes, so a function that looks beyond the group, its metrics and its columns are the same too.
-Filled while a rollout batch is scored; put into TRL's records by rollouts.records.
+Filled by rewards.guard while a rollout batch is scored; gathered, and put into TRL's records, by `join`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import trl
 from accelerate.logging import get_logger
 
 from ..runtime.collectives import gather_lists
 
 logger = get_logger(__name__)
-_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # keyword -> TRL's own method
 
 
 @dataclass
@@ -47,54 +45,6 @@ class RewardCall:
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column of the completions table, one value for each completion of the call."""
         self.columns.setdefault(column, []).extend(values)
-
-    def with_recorders(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of the call, with TRL's recorders replaced by those of the call; others are the user's own."""
-        found = dict(keywords)
-        for name, method in _RECORDERS.items():
-            trls = getattr(trl.GRPOTrainer, method, None)
-            if trls is not None and getattr(keywords.get(name), "__func__", None) is trls:
-                found[name] = getattr(self, name)
-        return found
-
-
-@dataclass
-class RewardCalls:
-    """The calls that score one process's rows of a rollout batch.
-
-    Attributes:
-        first: place of the first of these rows in the rollout batch.
-        chunk: completions per call; the rows are whole chunks, so cutting them from the first cuts by global order;
-            None: all rows in one call.
-        made: calls that returned rewards.
-    """
-
-    first: int = 0
-    chunk: int | None = None
-    made: list[RewardCall] = field(default_factory=list)
-
-    def cut(self, keywords: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """For each chunk the place of its first completion among the rows, and the keywords of its call.
-
-        Every list with one entry for each completion is cut: columns, token ids, environments.
-        """
-        rows = len(keywords["completions"])
-        size = self.chunk or rows
-        if rows <= size:
-            yield 0, keywords
-            return
-        for start in range(0, rows, size):
-            yield (
-                start,
-                {
-                    name: value[start : start + size] if isinstance(value, list) and len(value) == rows else value
-                    for name, value in keywords.items()
-                },
-            )
-
-    def begin(self, function: str, number: int, start: int, rows: int) -> RewardCall:
-        """The record of a call; it counts once it is in `made`."""
-        return RewardCall(function, number, self.first + start, rows)
 
 
 def gather_calls(calls: Sequence[RewardCall]) -> list[RewardCall]:

@@ -1,25 +1,20 @@
 """Reward functions, checked: what they return must be rewards, and an error names the function, the row, the value.
 
 Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
-call that hangs or fails now and then can be bounded in time and tried again. Wraps the functions while a rollout batch
-is scored, and cuts their calls by chunks (rewards.calls); called by TRL's `_calculate_rewards`.
+call that hangs or fails now and then can be bounded in time and tried again. Used by rewards.runner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import functools
-import inspect
-import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -35,23 +30,12 @@ from tenacity import (
 )
 
 from ..errors import RewardError, shortened
-from .calls import RewardCall, RewardCalls
+from .calls import RewardCall
 from .worker import as_list
-
-if TYPE_CHECKING:
-    from .workers import RewardWorkers
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
-Rewards = list[float | None]  # of the completions of a call
-_SCORED = {"prompts", "completions"}  # a call with both of these keywords scores completions
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+ScoredChunk = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
 
 
 def _short(value: Any) -> str:
@@ -239,20 +223,18 @@ class GuardedCall:
         record = {"log_metric": call.log_metric, "log_extra": call.log_extra}
         return call, {**self.keywords, **record, **self.recorders}
 
-    def _end(self, call: RewardCall, rewards: Any) -> tuple[Rewards, RewardCall]:
+    def _end(self, call: RewardCall, rewards: Any) -> ScoredChunk:
         return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), call
 
-    def _fail(self, error: Exception) -> tuple[Rewards, RewardCall]:
+    def _fail(self, error: Exception) -> ScoredChunk:
         return self.faults.after_the_last(self.name, error, self.keywords["completions"]), self._begin()[0]
 
-    def score(
-        self, ended: threading.Event | None = None, in_worker: Callable[..., Any] | None = None
-    ) -> tuple[Rewards, RewardCall]:
+    def score(self, in_worker: Callable[..., Any] | None = None, ended: threading.Event | None = None) -> ScoredChunk:
         """The rewards of a synchronous function, and what it logged.
 
         Args:
-            ended: once it is set, no further try is made.
             in_worker: runs the function in another process (`RewardWorkers.submit`); None: it runs here.
+            ended: once it is set, no further try is made.
 
         Raises:
             RewardError: the last try failed, or what was returned is no reward.
@@ -272,7 +254,7 @@ class GuardedCall:
             return self._fail(error)
         return self._end(call, rewards)
 
-    async def score_later(self) -> tuple[Rewards, RewardCall]:
+    async def score_later(self) -> ScoredChunk:
         """The rewards of an asynchronous function, and what it logged.
 
         Raises:
@@ -293,177 +275,3 @@ class GuardedCall:
         except Exception as error:
             return self._fail(error)
         return self._end(*scored)
-
-
-def checked_reward(
-    function: Callable[..., Any],
-    name: str,
-    faults: Faults = STRICT,
-    calls: RewardCalls | None = None,
-    number: int = 0,
-    elsewhere: InWorkers | None = None,
-) -> Callable[..., Any]:
-    """`function` with its result checked; synchronous or asynchronous as it was.
-
-    A call that names prompts and completions, as TRL makes it, becomes one for each chunk of `calls`; chunks of an
-    asynchronous function run concurrently. Any other call goes to the function as it is.
-
-    Args:
-        calls: how the completions are cut, and where what is logged is kept; None: one call, recorders as they are.
-        number: the function's place among the reward functions.
-        elsewhere: where chunks of a synchronous function run; None: here, one after the other.
-    """
-    one = _Scoring(function, name, faults, calls or RewardCalls(), number)
-    if _is_async(function):
-
-        @functools.wraps(function)
-        async def checked_async(*args: Any, **kwargs: Any) -> Any:
-            if args or not kwargs.keys() >= _SCORED:
-                return await function(*args, **kwargs)
-            parts = [one.later(start, keywords) for start, keywords in one.calls.cut(kwargs)]
-            return [reward for rewards in await asyncio.gather(*parts) for reward in rewards]
-
-        return checked_async
-
-    if elsewhere is not None:
-        elsewhere.add(one)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if args or not kwargs.keys() >= _SCORED:
-            return function(*args, **kwargs)
-        if elsewhere is not None:
-            return elsewhere.rewards(one, kwargs)
-        return [reward for start, keywords in one.calls.cut(kwargs) for reward in one.now(start, keywords)]
-
-    return checked
-
-
-@dataclass(frozen=True)
-class _Scoring:
-    """Calls a function for one chunk, as often as it may be tried, and checks what it returns."""
-
-    function: Callable[..., Any]
-    name: str
-    faults: Faults
-    calls: RewardCalls
-    number: int
-
-    def _begin(self, start: int, keywords: dict[str, Any]) -> tuple[RewardCall, dict[str, Any]]:
-        # every try has a record of its own, so that what a failed one logged does not count
-        call = self.calls.begin(self.name, self.number, start, len(keywords["completions"]))
-        return call, call.with_recorders(keywords)
-
-    def _end(self, call: RewardCall, rewards: Any, keywords: dict[str, Any]) -> list[float | None]:
-        checked = check_rewards(self.name, rewards, keywords["prompts"], keywords["completions"])
-        self.calls.made.append(call)
-        return checked
-
-    def now(
-        self,
-        start: int,
-        keywords: dict[str, Any],
-        ended: threading.Event | None = None,
-        score: Callable[..., Any] | None = None,
-    ) -> list[float | None]:
-        """The rewards of a chunk of a synchronous function.
-
-        Args:
-            ended: once it is set, no further try is made.
-            score: runs the function in a worker; None: it runs here.
-        """
-
-        def attempt() -> tuple[RewardCall, Any]:
-            call, given = self._begin(start, keywords)
-            if score is not None:
-                return call, score(self.function, call, given, self.faults.timeout)
-            return call, in_time(lambda: as_list(self.function(**given)), self.faults.timeout, "reward_timeout")
-
-        try:
-            call, rewards = Retrying(**self.faults.policy(self.name, ended))(attempt)
-        except Exception as error:
-            if ended is not None and ended.is_set():
-                raise
-            return self.faults.after_the_last(self.name, error, keywords["completions"])
-        return self._end(call, rewards, keywords)
-
-    async def later(self, start: int, keywords: dict[str, Any]) -> list[float | None]:
-        """The rewards of a chunk of an asynchronous function."""
-
-        async def attempt() -> tuple[RewardCall, Any]:
-            call, given = self._begin(start, keywords)
-            try:
-                return call, await asyncio.wait_for(self.function(**given), self.faults.timeout)
-            except asyncio.TimeoutError as error:
-                if str(error):  # the function's own
-                    raise
-                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
-
-        try:
-            found: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
-        except Exception as error:
-            return self.faults.after_the_last(self.name, error, keywords["completions"])
-        return self._end(*found, keywords)
-
-
-@dataclass
-class InWorkers:
-    """Runs the chunks of the synchronous functions of one scoring in processes of their own.
-
-    TRL calls one function after the other, all with the same keywords: the first call submits the chunks of all, so
-    that they run concurrently.
-    """
-
-    workers: RewardWorkers
-    functions: list[_Scoring] = field(default_factory=list)
-    keywords: dict[str, Any] | None = None
-    waiting: dict[int, list[Future[list[float | None]]]] = field(default_factory=dict)
-
-    def add(self, one: _Scoring) -> None:
-        """A function of this scoring.
-
-        Raises:
-            ConfigError: it cannot be sent to another process.
-        """
-        self.workers.add(one.function, one.name)
-        self.functions.append(one)
-
-    def _submit(self, one: _Scoring, keywords: dict[str, Any]) -> list[Future[list[float | None]]]:
-        ended, chunks = self.workers.ended, one.calls.cut(keywords)
-        return [self.workers.submit(functools.partial(one.now, start, part, ended)) for start, part in chunks]
-
-    def rewards(self, one: _Scoring, keywords: dict[str, Any]) -> list[float | None]:
-        """The rewards of all completions of a call; the first chunk that fails for good ends the others."""
-        if self.keywords is None:
-            self.keywords = keywords
-            self.waiting = {each.number: self._submit(each, keywords) for each in self.functions}
-        first = self.keywords
-        same = first.keys() == keywords.keys() and all(first[name] is value for name, value in keywords.items())
-        submitted = self.waiting.pop(one.number, None) if same else None
-        futures = self._submit(one, keywords) if submitted is None else submitted
-        try:
-            return [reward for future in futures for reward in future.result()]
-        except BaseException:
-            for future in itertools.chain(futures, *self.waiting.values()):
-                future.cancel()
-            self.workers.kill()
-            raise
-
-
-def check_reward_functions(
-    functions: list[Any],
-    names: list[str],
-    faults: Faults = STRICT,
-    calls: RewardCalls | None = None,
-    workers: RewardWorkers | None = None,
-) -> list[Any]:
-    """Wrap the callables of a list; reward models (modules) are returned as they are.
-
-    Args:
-        workers: processes that synchronous functions run in; None: they run here.
-    """
-    elsewhere = None if workers is None else InWorkers(workers)
-    return [
-        f if isinstance(f, torch.nn.Module) else checked_reward(f, name, faults, calls, number, elsewhere)
-        for number, (f, name) in enumerate(zip(functions, names))
-    ]

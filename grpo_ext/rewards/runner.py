@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +23,10 @@ from trl import apply_chat_template, is_conversational
 
 from ..errors import RewardError
 from .calls import RewardCall
-from .guard import STRICT, Faults, GuardedCall, Rewards
+from .guard import STRICT, Faults, GuardedCall, ScoredChunk
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
-Scored = list[tuple[Rewards, RewardCall]]  # of one function, by chunk
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -53,12 +51,6 @@ class RewardFunctions:
     names: Sequence[str]
     processing_classes: Sequence[Any]
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def synchronous(self) -> Iterator[tuple[int, Callable[..., Any]]]:
-        """The number of each function that is neither a model nor asynchronous, and the function."""
-        for number, function in enumerate(self.functions):
-            if not isinstance(function, nn.Module) and not is_async(function):
-                yield number, function
 
 
 @dataclass(frozen=True)
@@ -105,11 +97,6 @@ class RewardRows:
         ]
 
 
-def no_profile(name: str) -> AbstractContextManager[Any]:
-    """A context that measures nothing."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class RewardRunner:
     """Calls reward functions and reward models.
@@ -126,7 +113,7 @@ class RewardRunner:
     faults: Faults = STRICT
     workers: RewardWorkers | None = None
     async_loop: asyncio.AbstractEventLoop | None = None
-    profile: Callable[[str], AbstractContextManager[Any]] = no_profile
+    profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def start_workers(self, sources: RewardFunctions) -> None:
         """Start the processes of `workers` with the synchronous functions, before training.
@@ -135,18 +122,21 @@ class RewardRunner:
             ConfigError: a function cannot be sent there, or loaded there.
         """
         assert self.workers is not None
-        for number, function in sources.synchronous():
-            self.workers.add(function, sources.names[number])
+        self._send(sources, self.workers)
         self.workers.start()
+
+    @staticmethod
+    def _send(sources: RewardFunctions, workers: RewardWorkers) -> None:
+        for name, function in zip(sources.names, sources.functions, strict=True):
+            if not isinstance(function, nn.Module) and not is_async(function):
+                workers.add(function, name)
 
     def score(
         self,
         sources: RewardFunctions,
         rows: RewardRows,
-        *,
         state: Any,
-        log_metric: Callable[[str, float], None] | None = None,
-        log_extra: Callable[[str, Any], None] | None = None,
+        recorders: Mapping[str, Callable[..., None]] | None = None,
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """The rewards, float32 (B, F), NaN where a function does not apply; and what each call logged.
 
@@ -155,7 +145,8 @@ class RewardRunner:
 
         Args:
             state: of the Trainer, for the functions.
-            log_metric, log_extra: the user's own recorders, which the functions get; None: the calls record.
+            recorders: the user's own `log_metric` and `log_extra`, which the functions get; those that are missing
+                record in the calls.
 
         Raises:
             RewardError: a function failed, or returned something that is no reward.
@@ -164,79 +155,49 @@ class RewardRunner:
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
         if not rows.completions:
             return rewards_BF, []
-        all_recorders = {"log_metric": log_metric, "log_extra": log_extra}
-        recorders = {name: record for name, record in all_recorders.items() if record is not None}
+        if self.workers is not None:
+            self._send(sources, self.workers)  # before any call, whose thread may import while a function is packed
         chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
-        calls = {
-            number: [
-                GuardedCall(function, name, number, first, kwargs, recorders, self.faults) for first, kwargs in chunks
-            ]
-            for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
-            if not isinstance(function, nn.Module)
-        }
-        scored = self._synchronous(sources, rows, calls, rewards_BF)
-        scored |= self._asynchronous({number: calls[number] for number in calls if number not in scored})
+        now: dict[int, list[Callable[[], ScoredChunk]]] = {}  # by the number of the function
+        later: dict[int, list[GuardedCall]] = {}
+        try:
+            for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True)):
+                calls = [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
+                if isinstance(function, nn.Module):
+                    now[number] = [functools.partial(self._score_by_model, sources, number, rows)]
+                elif is_async(function):
+                    later[number] = calls
+                elif self.workers is not None:
+                    now[number] = [self.workers.submit(call.score).result for call in calls]
+                else:
+                    now[number] = [call.score for call in calls]
+            scored = {number: self._results(sources.names[number], results) for number, results in now.items()}
+        except BaseException:
+            if self.workers is not None:  # the first chunk that fails for good ends the others
+                self.workers.kill()
+            raise
+        scored |= self._score_at_once(later)
         for number, parts in scored.items():
             rewards = [torch.nan if reward is None else reward for part, _ in parts for reward in part]
             rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32, device=self.device)
         _warn_of_unscored(rows, rewards_BF)
-        return rewards_BF, [call for number in sorted(scored) for _, call in scored[number]]
+        return rewards_BF, [call for parts in scored.values() for _, call in parts]
 
     def keep_company(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run the reward models alone, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
-                self._model_rewards(sources, number, rows)
+                self._score_by_model(sources, number, rows)
 
-    def _synchronous(
-        self,
-        sources: RewardFunctions,
-        rows: RewardRows,
-        calls: Mapping[int, list[GuardedCall]],
-        rewards_BF: torch.Tensor,
-    ) -> dict[int, Scored]:
-        """What synchronous functions return; rewards of models go into their columns of `rewards_BF`."""
-        scored: dict[int, Scored] = {}
-        jobs = self._submit(sources, calls)
-        try:
-            for number, function in enumerate(sources.functions):
-                if isinstance(function, nn.Module):
-                    with self.profile(sources.names[number]):
-                        rewards_BF[:, number] = self._model_rewards(sources, number, rows)
-                elif not is_async(function):
-                    with self.profile(sources.names[number]):
-                        if self.workers is None:
-                            scored[number] = [call.score() for call in calls[number]]
-                        else:
-                            scored[number] = [job.result() for job in jobs[number]]
-        except BaseException:  # the first chunk that fails for good ends the others
-            for job in (job for several in jobs.values() for job in several):
-                job.cancel()
-            if self.workers is not None:
-                self.workers.kill()
-            raise
-        return scored
+    def _results(self, name: str, results: list[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
+        with self.profile(name):
+            return [result() for result in results]
 
-    def _submit(
-        self, sources: RewardFunctions, calls: Mapping[int, list[GuardedCall]]
-    ) -> dict[int, list[Future[tuple[Rewards, RewardCall]]]]:
-        """Begin the calls of synchronous functions in other processes, by function; nothing without `workers`."""
-        if (workers := self.workers) is None:
-            return {}
-        synchronous = list(sources.synchronous())
-        for number, function in synchronous:
-            workers.add(function, sources.names[number])
-        ended = workers.ended
-        return {
-            number: [workers.submit(functools.partial(call.score, ended)) for call in calls[number]]
-            for number, _ in synchronous
-        }
-
-    def _asynchronous(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, Scored]:
+    def _score_at_once(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
         """What asynchronous functions return; all chunks of all functions run concurrently.
 
         Raises:
-            RewardError: there is no loop to run them on.
+            RewardError: a function failed, or there is no loop to run it on.
         """
         if not calls:
             return {}
@@ -247,19 +208,19 @@ class RewardRunner:
                 " pass it as reward_funcs when the trainer is built."
             )
 
-        async def of_function(chunks: list[GuardedCall]) -> Scored:
+        async def of_function(chunks: list[GuardedCall]) -> list[ScoredChunk]:
             with self.profile(chunks[0].name):
                 return await asyncio.gather(*(call.score_later() for call in chunks))
 
-        async def of_all() -> list[Scored]:
+        async def of_all() -> list[list[ScoredChunk]]:
             return await asyncio.gather(*(of_function(chunks) for chunks in calls.values()))
 
         return dict(zip(calls, asyncio.run_coroutine_threadsafe(of_all(), self.async_loop).result()))
 
-    def _model_rewards(self, sources: RewardFunctions, number: int, rows: RewardRows) -> torch.Tensor:
-        """The first logit of a reward model for each completion (B,); all completions are in one forward."""
-        processor, pairs = sources.processing_classes[number], zip(rows.prompts, rows.completions, strict=True)
-        texts = [prompt + completion for prompt, completion in pairs]
+    def _score_by_model(self, sources: RewardFunctions, number: int, rows: RewardRows) -> ScoredChunk:
+        """The first logit of a reward model for each completion; all completions are in one forward."""
+        processor = sources.processing_classes[number]
+        texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
         if is_conversational({"prompt": rows.prompts[0]}):
             options = sources.chat_template_kwargs
             texts = [apply_chat_template({"messages": text}, processor, **options)["text"] for text in texts]
@@ -267,7 +228,8 @@ class RewardRunner:
             text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
         with torch.inference_mode():
-            return sources.functions[number](**send_to_device(inputs, self.device)).logits[:, 0]
+            logits = sources.functions[number](**send_to_device(inputs, self.device)).logits
+        return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
 
 
 def _warn_of_unscored(rows: RewardRows, rewards_BF: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 loky starts, watches and kills them: fresh interpreters that do not import the training script, so a script needs no
 `if __name__ == "__main__"`. Every worker is an executor of one process, so killing one call ends no other. Used by
-rewards.guard; what runs in a worker is rewards.worker.
+rewards.runner; what runs in a worker is rewards.worker.
 """
 
 from __future__ import annotations
@@ -152,16 +152,16 @@ class RewardWorkers:
                         "reward_workers=0."
                     )
 
-    def submit(self, job: Callable[[Callable[..., Any]], Any]) -> Future[Any]:
-        """Do a job with the next process that is free: `job(score)`, see `_score`."""
+    def submit(self, job: Callable[[Callable[..., Any], threading.Event], Any]) -> Future[Any]:
+        """Do a job with the next process that is free: `job(score, ended)`, see `_score` and `ended`."""
         return self._threads.submit(self._with_worker, job, self.ended)
 
-    def _with_worker(self, job: Callable[[Callable[..., Any]], Any], ended: threading.Event) -> Any:
+    def _with_worker(self, job: Callable[[Callable[..., Any], threading.Event], Any], ended: threading.Event) -> Any:
         worker = self._idle.get()
         try:
             if ended.is_set():
                 raise WorkerDied("the reward workers have been ended")
-            return job(functools.partial(self._score, worker))
+            return job(functools.partial(self._score, worker), ended)
         finally:
             self._idle.put(worker)
 

@@ -434,8 +434,8 @@ def _gathered(column: Any, rows: int) -> Column:
 
 
 def _gathered_field(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """A user's field (B, ...) of all processes, on the CPU, as wide as the widest."""
-    shapes = gather_lists([tuple(value.shape[1:])])
+    """A user's field (B, ...) of all processes, on the CPU, as wide as the widest of those that have rows."""
+    shapes = gather_lists([tuple(value.shape[1:])] if rows else [])
     shape = [max(sizes) for sizes in zip(*shapes)]
     return ragged_gather(_widened(name, value.detach(), shape), rows).cpu()
 

@@ -29,7 +29,7 @@ def rollout_metrics(
     num_generations: int,
     with_tools: bool,
     ratios: RatioRule | None,
-) -> dict[str, float]:
+) -> list[tuple[str, float]]:
     """TRL's log values of everything that was sampled for a rollout batch, by TRL's names and in its order.
 
     Args:
@@ -38,20 +38,21 @@ def rollout_metrics(
     """
     entries = [entry for one in rounds for entry in one.entries]
     rewards_BF = torch.cat([one.rewards_BF for one in rounds])
-    values = _length_metrics(torch.tensor([e.tokens for e in entries]), torch.tensor([e.truncated for e in entries]))
+    lengths_B, truncated_B = ([getattr(e, name) for e in entries] for name in ("tokens", "truncated"))
+    values = list(_length_metrics(torch.tensor(lengths_B), torch.tensor(truncated_B)).items())
     if with_tools:
         calls, failures = sum(one.tool_calls for one in rounds), sum(one.tool_failures for one in rounds)
-        values["tools/call_frequency"] = calls / len(entries)
-        values["tools/failure_frequency"] = failures / calls if calls else 0.0
-    for name, rewards in zip(names, rewards_BF.unbind(1)):
-        values[f"rewards/{name}/mean"] = torch.nanmean(rewards).item()
-        values[f"rewards/{name}/std"] = nan_std(rewards).item()
+        values.append(("tools/call_frequency", calls / len(entries)))
+        values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
+    for name, rewards in zip(names, rewards_BF.unbind(1)):  # several may have one name
+        values.append((f"rewards/{name}/mean", torch.nanmean(rewards).item()))
+        values.append((f"rewards/{name}/std", nan_std(rewards).item()))
     total = weighted_sum(rewards_BF, weights_F)
-    values["reward"], values["reward_std"] = torch.nanmean(total).item(), nan_std(total).item()
-    values["frac_reward_zero_std"] = rule.zero_std_fraction(rewards_BF, weights_F, num_generations)
+    values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
+    values.append(("frac_reward_zero_std", rule.zero_std_fraction(rewards_BF, weights_F, num_generations)))
     logged = metrics_of([call for one in rounds for call in one.reward_calls])
-    values |= {name: exact_mean(numbers) for name, numbers in logged.items()}
-    return values | (_sampling_metrics(rounds, ratios) if ratios is not None else {})
+    values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
+    return values + (list(_sampling_metrics(rounds, ratios).items()) if ratios is not None else [])
 
 
 def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[str, float]:

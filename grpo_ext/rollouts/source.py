@@ -326,7 +326,7 @@ class Rollouts:
         with_tools, weights_F = bool(self.worker.parts.chat.tools), rules.weights_F.cpu()
         ratios = context.terms.ratios
         values = rollout_metrics(rounds, context.names, weights_F, rules.rule, group, with_tools, ratios)
-        for name, value in values.items():
+        for name, value in values:
             context.metrics[name].append(value)
         for one in rounds:
             add_to_table(context.logs, one, context.names, self._warned_columns)
@@ -419,11 +419,9 @@ class Rollouts:
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
             finally:
                 self.chunk = None
-            if len(ids) != len(chunk):
-                raise RolloutError(f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts.")
             values = [None] * len(ids) if logps is None else logps
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
-        return [sampled[id(row)] for row in rows]
+        return [sampled[id(row)] for row in rows if id(row) in sampled]
 
     def turn(
         self, prompt_ids: Sequence[Sequence[int]], config: Any, num_generations: int

@@ -45,6 +45,8 @@ def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Par
         if isinstance(columns[name], Ragged) and not name.startswith("prompt_") and name in found:
             more = width - found[name].size(1)
             found[name] = torch.nn.functional.pad(found[name], (0, more), value=float(name == "tool_mask"))
+    if "tool_mask" in found:
+        found["tool_mask"][torch.tensor(masked)] = 0
     advantages = one.advantages_B[one.own.start : one.own.stop]
     found["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
     found["num_items_in_batch"] = one.batch.loss_masks.values.sum()

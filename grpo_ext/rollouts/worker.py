@@ -199,7 +199,7 @@ class RolloutWorker:
             rows, prompts, completions, ids, environments_of(local.counted), first, self.parts.chunk
         )
         with self.parts.rewards.profile("_calculate_rewards"):
-            return self.parts.rewards.score(terms.rewards, reward_rows, state=terms.state, **terms.recorders)
+            return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 
 
 def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts: Parts) -> TokenRows:

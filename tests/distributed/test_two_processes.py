@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import shown_images
+from tests.distributed import overridden_rollouts, shown_images
 from tests.distributed.two_processes import main
 from tests.support.launch import accelerate_launch, two_processes
 from tests.support.trainers import error
@@ -148,3 +148,15 @@ def test_processes_that_are_not_joined_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: 1))
     with pytest.raises(ConfigError, match=r"launcher started 2 processes .* joins 1"):
         GRPOConfig(str(tmp_path), bf16=False)
+
+
+@pytest.mark.parametrize("groups", [3, 1])
+def test_what_an_override_returns_is_trained_on_alike_on_two_processes(tmp_path, groups):
+    """With 3 prompts a process has one more than the other; with one the second has none."""
+    script = Path(overridden_rollouts.__file__)
+    first, second = seen_by(tmp_path, groups, script=script)
+    assert first["update"] == second["update"]
+    alone = overridden_rollouts.main(tmp_path / "alone", groups, size=16)
+    assert error(torch.tensor(alone["update"]), torch.tensor(first["update"])) <= UPDATE
+    one, few, *tokens = first["shapes"]
+    assert (one, few, tokens[0]) == ([], [3 if groups > 1 else 2], tokens[1])

@@ -109,10 +109,10 @@ def scored_rows(trainer: GRPOTrainer) -> list[int]:
     rows: list[int] = []
     score = trainer._score
 
-    def spy(model: Any, batch: dict[str, Any]) -> Any:
+    def spy(model: Any, batch: dict[str, Any], tokens: Any) -> Any:
         if torch.is_grad_enabled():
             rows.append(len(batch["completion_ids"]))
-        return score(model, batch)
+        return score(model, batch, tokens)
 
     trainer._score = spy
     return rows

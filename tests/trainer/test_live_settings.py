@@ -92,7 +92,6 @@ def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, name, val
     stock = change(build(tmp_path / "stock", trl.GRPOTrainer, changed, **settings))
     assert apart(stock, change(build(tmp_path / "plain", trl.GRPOTrainer, **settings))) > DIFFERENT
     for size in (16, 5):
-        # TRL's quantile is one of each micro-batch
         ours = change(build(tmp_path / f"{size}", GRPOTrainer, changed, size, **settings))
         assert apart(stock, ours) < UPDATE, size
 
@@ -130,5 +129,7 @@ def test_an_unknown_loss_type_is_refused_when_it_is_set(tmp_path):
 
 
 def test_settings_that_nobody_changes_are_those_of_the_configuration(tmp_path):
-    one, other = (build(tmp_path / name, GRPOTrainer, change) for name, change in (("a", None), ("b", lambda _: None)))
+    one, other = (
+        build(tmp_path / name, GRPOTrainer, changed) for name, changed in (("a", None), ("b", lambda _: None))
+    )
     assert torch.equal(change(one), change(other))

@@ -10,6 +10,7 @@ import trl
 from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.errors import ModelError
 from tests.support.own_generate import Sampler, apart, change
 from tests.support.tiny import config_kwargs, letter_reward, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
@@ -195,3 +196,23 @@ def test_a_mask_that_is_changed_in_the_loss_is_scored_with(tmp_path, checkpointi
     for size in (16, 5):
         ours = change(build(tmp_path / f"{size}", GRPOTrainer, MaskedInTheLoss, size=size, **settings))
         assert apart(stock, ours) < UPDATE, size
+
+
+class PassesOn:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class KeepsTheRouterBack:
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **{**kwargs, "compute_aux_loss": False})
+
+
+def test_a_hook_that_passes_on_changes_no_bit_of_a_model_with_experts(tmp_path):
+    plain, passing = (
+        change(build(tmp_path / name, GRPOTrainer, mixin, "moe", 5, bitwise_invariant=True))
+        for name, mixin in (("plain", None), ("passing", PassesOn))
+    )
+    assert torch.equal(plain, passing)
+    with pytest.raises(ModelError, match="let an override of _get_per_token_logps_and_entropies pass compute_aux_loss"):
+        build(tmp_path / "back", GRPOTrainer, KeepsTheRouterBack, "moe").train()

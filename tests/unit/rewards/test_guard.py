@@ -17,13 +17,14 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-import trl
 from trl.trainer.utils import is_async_callable
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError
-from grpo_ext.rewards.calls import RewardCall, RewardCalls, add_columns, columns_of, metrics_of
-from grpo_ext.rewards.guard import STRICT, Faults, check_reward_functions, check_rewards, checked_reward
+from grpo_ext.rewards.calls import RewardCall, add_columns, columns_of, metrics_of
+from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall, check_rewards
+from grpo_ext.rewards.runner import is_async
+from tests.support.rewards import score
 
 PROMPTS = ["what is 2+2?", "what is 3+3?", "what is 4+4?"]
 COMPLETIONS = ["four", "seven", "eight"]
@@ -53,10 +54,10 @@ def asynchronous(result) -> Callable:
     return graded
 
 
-def call(function: Callable, **kwargs) -> list[float | None]:
-    checked = checked_reward(function, "graded")
-    found = checked(prompts=PROMPTS, completions=COMPLETIONS, **kwargs)
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
+def call(function: Callable, faults: Faults = STRICT, **columns: Any) -> list[float | None]:
+    keywords = {"prompts": PROMPTS, "completions": COMPLETIONS, **columns}
+    guarded = GuardedCall(function, "graded", 0, 0, keywords, {}, faults)
+    return (asyncio.run(guarded.score_later()) if is_async(function) else guarded.score())[0]
 
 
 BOTH = pytest.mark.parametrize("kind", [synchronous, asynchronous], ids=["sync", "async"])
@@ -217,10 +218,12 @@ def test_columns_reach_the_function(kind):
         return graded(prompts, completions, **kwargs)
 
     call(graded if kind is synchronous else graded_async, answer=["4", "6", "8"], trainer_state=None)
+    assert seen.pop("log_metric").__name__ == "log_metric"
+    assert seen.pop("log_extra").__name__ == "log_extra"
     assert seen == {"answer": ["4", "6", "8"], "trainer_state": None, "prompts": PROMPTS, "completions": COMPLETIONS}
 
 
-# ---- What a wrapped function is -------------------------------------------------------------------------------------
+# ---- What an asynchronous function is -------------------------------------------------------------------------------
 
 
 class Graded:
@@ -237,7 +240,7 @@ class GradedAsync(Graded):
 
 
 @pytest.mark.parametrize(
-    ("function", "is_async"),
+    ("function", "is_later"),
     [
         (synchronous([1.0, 2.0, 3.0]), False),
         (asynchronous([1.0, 2.0, 3.0]), True),
@@ -248,45 +251,9 @@ class GradedAsync(Graded):
     ],
     ids=["function", "async", "partial", "async partial", "object", "async object"],
 )
-def test_a_wrapped_function_is_asynchronous_exactly_if_it_was(function, is_async):
-    assert is_async_callable(function) is is_async
-    assert is_async_callable(checked_reward(function, "graded")) is is_async
+def test_a_function_is_asynchronous_where_trl_says_so(function, is_later):
+    assert is_async_callable(function) is is_async(function) is is_later
     assert call(function) == [1.0, 2.0, 3.0]
-
-
-def test_a_wrapped_function_keeps_its_name():
-    def exact_match(prompts, completions, **kwargs):
-        """Whether it is right."""
-        return [1.0] * 3
-
-    wrapped = checked_reward(exact_match, "exact_match")
-    assert wrapped.__name__ == "exact_match"
-    assert wrapped.__doc__ == "Whether it is right."
-
-
-def test_reward_models_are_left_as_they_are_and_functions_get_their_own_names():
-    module = torch.nn.Linear(1, 1)
-    functions = [synchronous([math.nan] * 3), module, synchronous(None)]
-    checked = check_reward_functions(functions, ["first", "model", "third"])
-    assert checked[1] is module
-    for function, name in ((checked[0], "first"), (checked[2], "third")):
-        with pytest.raises(RewardError, match=f"'{name}'"):
-            function(prompts=PROMPTS, completions=COMPLETIONS)
-
-
-def test_a_call_that_scores_nothing_goes_to_the_function_as_it_is():
-    def own(environments, _env_type=int, **kwargs):
-        return [e if type(e) is _env_type else None for e in environments]
-
-    async def own_async(environments, **kwargs):
-        return [None if e is None else e for e in environments]
-
-    def in_order(completions, prompts):
-        return [f"{c} of {p}" for c, p in zip(completions, prompts)]  # no rewards: nothing is checked
-
-    assert checked_reward(own, "own")(environments=[1, "x", 3]) == [1, None, 3]
-    assert asyncio.run(checked_reward(own_async, "own")(environments=[1, None])) == [1, None]
-    assert checked_reward(in_order, "in_order")(["a"], ["b"]) == ["a of b"]
 
 
 # ---- Calls by chunks, and what they log -----------------------------------------------------------------------------
@@ -305,86 +272,52 @@ def three_kinds(function: Callable) -> list[Callable]:
     return [function, later, yielding]
 
 
-def score(function: Callable, calls: RewardCalls | None, faults: Faults = STRICT, **columns: Any) -> Any:
-    keywords = {"prompts": list("pqrst"), "completions": list("abcde"), "trainer_state": [0], **columns}
-    found = checked_reward(function, "graded", faults, calls, 1)(**keywords)
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
-
-
 @pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
 def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion(kind):
     seen = []
 
     def graded(completions, **kwargs):
         seen.append({"completions": completions, **kwargs})
-        return [ord(c) for c in completions]
+        return [len(c) for c in completions]
 
-    columns = {"answer": [1, 2, 3, 4, 5], "environments": list("vwxyz"), "name": "a list has no five entries"}
-    calls = RewardCalls(first=20, chunk=2)
-    assert score(three_kinds(graded)[kind], calls, **columns) == [97, 98, 99, 100, 101]
-    assert [call["completions"] for call in seen] == [["a", "b"], ["c", "d"], ["e"]]
-    assert [call["answer"] for call in seen] == [[1, 2], [3, 4], [5]]
-    assert [call["environments"] for call in seen] == [["v", "w"], ["x", "y"], ["z"]]
-    assert all(call["trainer_state"] == [0] and call["name"] == columns["name"] for call in seen)
-    assert sorted((call.first, call.rows, call.number) for call in calls.made) == [(20, 2, 1), (22, 2, 1), (24, 1, 1)]
-
-
-def test_chunks_of_an_asynchronous_function_run_concurrently():
-    running, most = [0], [0]
-
-    async def graded(completions, **kwargs):
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        await asyncio.sleep(0.01)
-        running[0] -= 1
-        return [1.0] * len(completions)
-
-    score(graded, RewardCalls(chunk=1))
-    assert most[0] == 5
+    settings = {"environments": list("vwxyz"), "state": [0, 1, 2, 3, 4]}
+    rewards, calls = score([graded, three_kinds(graded)[kind]], level=[1, 2, 3, 4, 5], **settings)
+    assert rewards == [[1, 2, 3, 4, 5]] * 2
+    for chunks in (seen[:3], seen[3:]):
+        assert [chunk["completions"] for chunk in chunks] == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
+        assert [chunk["level"] for chunk in chunks] == [[1, 2], [3, 4], [5]]
+        assert [chunk["environments"] for chunk in chunks] == [["v", "w"], ["x", "y"], ["z"]]
+        assert all(chunk["trainer_state"] == [0, 1, 2, 3, 4] for chunk in chunks)
+    places = [(call.first, call.rows, call.number) for call in calls]
+    assert places == [(20, 2, 0), (20, 2, 1), (22, 2, 0), (22, 2, 1), (24, 1, 0), (24, 1, 1)]
 
 
 @pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
 def test_what_a_failed_try_logged_does_not_count(kind):
     tries: list[str] = []
-    recorder = trl.GRPOTrainer._log_metric.__get__(object())  # as TRL hands it over
 
     def graded(completions, log_metric, **kwargs):
         tries.append(completions[0])
         log_metric("tries", len(tries))
-        if tries.count(completions[0]) == 1 and completions[0] == "c":
+        if tries.count(completions[0]) == 1 and completions[0] == "ccc":
             raise ConnectionError
         return [0.0] * len(completions)
 
-    calls = RewardCalls(chunk=2)
-    function = three_kinds(graded)[kind]
-    score(function, calls, Faults(timeout=5.0 if kind != 1 else None, retries=1), log_metric=recorder)
+    _, calls = score([three_kinds(graded)[kind]], faults=Faults(timeout=5.0 if kind != 1 else None, retries=1))
     assert len(tries) == 4
-    assert len([value for call in calls.made for _, value in call.metrics]) == 3
+    assert len([value for call in calls for _, value in call.metrics]) == 3
 
 
 def test_a_chunk_that_fails_for_good_gets_none_and_the_others_their_rewards():
-    def graded(completions, **kwargs):
-        if "c" in completions:
+    def graded(completions, log_metric, **kwargs):
+        log_metric("n", len(completions))
+        if "ccc" in completions:
             raise ConnectionError
         return [1.0] * len(completions)
 
-    found = score(graded, RewardCalls(chunk=2), Faults(on_failure="none"))
-    assert found == [1.0, 1.0, None, None, 1.0]
-
-
-def test_recorders_of_the_users_own_are_handed_on():
-    logged: list[Any] = []
-
-    def graded(completions, log_metric, log_extra, **kwargs):
-        log_metric("n", len(completions))
-        log_extra("c", completions)
-        return [0.0] * len(completions)
-
-    own = {"log_metric": lambda *args: logged.append(args), "log_extra": lambda *args: logged.append(args)}
-    calls = RewardCalls(chunk=3)
-    score(graded, calls, **own)
-    assert logged == [("n", 3), ("c", ["a", "b", "c"]), ("n", 2), ("c", ["d", "e"])]
-    assert not any(call.metrics or call.columns for call in calls.made)
+    rewards, calls = score([graded], faults=Faults(on_failure="none"))
+    assert rewards == [[1.0, 1.0, None, None, 1.0]]
+    assert metrics_of(calls) == {"n": [2.0, 1.0]}
 
 
 def made(first: int, rows: int, number: int = 0, metrics: Any = (), **columns: list[Any]) -> RewardCall:
@@ -461,11 +394,6 @@ def unreliable(failures: int, kind: str, calls: list[int], hang: float = 0.0) ->
     return {"sync": plain, "async": later, "generator": yielding}[kind]
 
 
-def call_with(faults: Faults, function: Callable) -> list[float | None]:
-    found = checked_reward(function, "graded", faults)(prompts=PROMPTS, completions=COMPLETIONS)
-    return asyncio.run(found) if asyncio.iscoroutine(found) else found
-
-
 KINDS = pytest.mark.parametrize("kind", ["sync", "async", "generator"])
 
 
@@ -474,7 +402,7 @@ KINDS = pytest.mark.parametrize("kind", ["sync", "async", "generator"])
 def test_a_call_that_fails_now_and_then_is_made_again(kind, hang, caplog):
     calls: list[int] = []
     faults = Faults(timeout=0.2 if hang else None, retries=1)
-    assert call_with(faults, unreliable(1, kind, calls, hang)) == [1.0, 2.0, 3.0]
+    assert call(unreliable(1, kind, calls, hang), faults) == [1.0, 2.0, 3.0]
     assert len(calls) == 2
     assert "'graded' failed" in caplog.text
     assert "try 2 of 2 follows" in caplog.text
@@ -485,9 +413,9 @@ def test_a_call_that_fails_now_and_then_is_made_again(kind, hang, caplog):
 def test_after_the_last_try_it_is_an_error_or_none_as_configured(kind, hang, says, caplog):
     faults = Faults(timeout=0.2, retries=0)
     with pytest.raises(RewardError, match=f"'graded' raised .*{says}"):
-        call_with(faults, unreliable(9, kind, [], hang))
+        call(unreliable(9, kind, [], hang), faults)
     faults = Faults(timeout=0.2, retries=0, on_failure="none")
-    assert call_with(faults, unreliable(9, kind, [], hang)) == [None] * 3
+    assert call(unreliable(9, kind, [], hang), faults) == [None] * 3
     assert "its 3 completions get None" in caplog.text
 
 
@@ -495,14 +423,14 @@ def test_after_the_last_try_it_is_an_error_or_none_as_configured(kind, hang, say
 def test_without_retries_a_call_is_made_once(kind):
     calls: list[int] = []
     with pytest.raises(RewardError):
-        call_with(Faults(), unreliable(1, kind, calls))
+        call(unreliable(1, kind, calls), Faults())
     assert len(calls) == 1
 
 
 def test_without_a_timeout_a_function_runs_where_it_always_did():
     calls: list[int] = []
-    call_with(Faults(), unreliable(0, "sync", calls))
-    call_with(Faults(timeout=5.0), unreliable(0, "sync", calls))
+    call(unreliable(0, "sync", calls), Faults())
+    call(unreliable(0, "sync", calls), Faults(timeout=5.0))
     assert calls[0] == threading.get_ident() != calls[1]
 
 
@@ -514,5 +442,5 @@ def test_what_is_no_reward_is_an_error_at_once_whatever_is_configured():
         return [math.nan] * 3
 
     with pytest.raises(RewardError, match="nan in row 0"):
-        call_with(Faults(timeout=5.0, retries=3, on_failure="none"), wrong)
+        call(wrong, Faults(timeout=5.0, retries=3, on_failure="none"))
     assert len(calls) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import gc
@@ -28,16 +27,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import trl
 from transformers import TrainerState
 
 from grpo_ext.errors import ConfigError, RewardError
-from grpo_ext.rewards.calls import RewardCalls
-from grpo_ext.rewards.guard import STRICT, Faults, check_reward_functions
+from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.rewards.workers import RewardWorkers
+from grpo_ext.rewards.runner import RewardRunner
+from grpo_ext.rewards.workers import RewardWorkers, WorkerDied
+from tests.support.rewards import functions_of, score
 
-ROWS = {"prompts": list("pqrst"), "completions": ["a", "bb", "ccc", "dddd", "eeeee"], "answer": list("abcde")}
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0  # waited for in full by a test that fails alone
 
@@ -54,22 +52,6 @@ def working(number: int = 1, seed: int = 0) -> Iterator[RewardWorkers]:
         yield workers
     finally:
         workers.kill()
-
-
-def score(
-    functions: list[Any],
-    workers: RewardWorkers | None = None,
-    faults: Faults = STRICT,
-    chunk: int | None = 2,
-    **columns: Any,
-) -> tuple[list[Any], list[Any]]:
-    """The rewards of each function, and the calls that returned, in the order of the completions."""
-    calls = RewardCalls(first=20, chunk=chunk)
-    names = [f"function_{number}" for number in range(len(functions))]
-    keywords = {**ROWS, **columns}
-    checked = check_reward_functions(functions, names, faults, calls, workers)
-    rewards = [function(**keywords) for function in checked]
-    return rewards, sorted(calls.made, key=lambda call: (call.first, call.number))
 
 
 def gone(pid: int) -> bool:
@@ -130,18 +112,14 @@ def kinds_of_functions() -> list[Callable[..., Any]]:
 
 
 def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
-    columns: dict[str, Any] = {"trainer_state": TrainerState(epoch=0.5, global_step=7), "completion_ids": [[1]] * 5}
-    columns |= {  # as TRL hands them over
-        "log_metric": trl.GRPOTrainer._log_metric.__get__(object()),
-        "log_extra": trl.GRPOTrainer._log_completion_extra.__get__(object()),
-    }
-    here = score(kinds_of_functions(), **columns)
+    state = TrainerState(epoch=0.5, global_step=7)
+    here = score(kinds_of_functions(), state=state)
     assert [len(rewards) for rewards in here[0]] == [5] * 8
     assert here[1][0].metrics == [("mean", 1.5), ("answers", 2.0)]
     assert here[1][0].columns == {"length": [1, 2]}
     for number in (1, 3):
         with working(number) as workers:
-            assert score(kinds_of_functions(), workers, **columns) == here
+            assert score(kinds_of_functions(), workers, state=state) == here
 
 
 def test_recorders_of_the_users_own_are_called_in_the_training_process():
@@ -152,7 +130,7 @@ def test_recorders_of_the_users_own_are_called_in_the_training_process():
         return [0.0] * len(completions)
 
     with working() as workers:
-        _, calls = score([graded], workers, log_metric=lambda *args: logged.append(args))
+        _, calls = score([graded], workers, recorders={"log_metric": lambda *args: logged.append(args)})
     assert logged == [("n", 2), ("n", 2), ("n", 1)]
     assert not any(call.metrics for call in calls)
 
@@ -178,27 +156,14 @@ def test_chunks_of_all_functions_run_concurrently(tmp_path):
         score(pair(), workers, Faults(timeout=0.3), chunk=None)
 
 
-def test_asynchronous_functions_and_models_stay_in_the_training_process():
+def test_asynchronous_functions_stay_in_the_training_process():
     async def later(completions, **kwargs):
         return process_id(completions)
 
-    model = torch.nn.Linear(1, 1)
     with working() as workers:
-        checked = check_reward_functions([later, model, process_id], list("abc"), workers=workers)
-        assert asyncio.run(checked[0](**ROWS)) == [os.getpid()] * 5
-        assert checked[1] is model
-        assert checked[2](**ROWS) != [os.getpid()] * 5
-
-
-def test_a_call_with_other_keywords_is_made_anew():
-    def graded(completions, bonus=0.0, **kwargs):
-        return [len(c) + bonus for c in completions]
-
-    with working() as workers:
-        first, second = check_reward_functions([graded, graded], ["a", "b"], workers=workers)
-        assert first(**ROWS) == [1.0, 2.0, 3.0, 4.0, 5.0]
-        assert second(**ROWS, bonus=10.0) == [11.0, 12.0, 13.0, 14.0, 15.0]
-        assert second(**ROWS) == second(**{**ROWS, "completions": [*ROWS["completions"]]}) == first(**ROWS)
+        rewards, _ = score([later, process_id], workers)
+    assert rewards[0] == [os.getpid()] * 5
+    assert rewards[1] != [os.getpid()] * 5
 
 
 def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
@@ -221,7 +186,7 @@ def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path
     ]:
         (tmp_path / "failed").unlink() if fails else (tmp_path / "failed").touch()
         with working(number, seed) as workers:
-            found[name] = score([drawn], workers, retried, trainer_state=TrainerState(global_step=step))[0][0]
+            found[name] = score([drawn], workers, retried, state=TrainerState(global_step=step))[0][0]
     assert found["one"] == found["three"] == found["again"]
     assert len({*found["one"], *found["seed"], *found["step"]}) == 15  # the control
 
@@ -244,8 +209,8 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
             [found],
             workers,
             chunk=None,
-            trainer_state=TrainerState(),
-            log_extra=lambda _, values: logged.append(values),
+            state=TrainerState(),
+            recorders={"log_extra": lambda _, values: logged.append(values)},
         )
     variables, modules, stdin, state = logged[0]
     assert variables == ["1", "", None, None, "4"]
@@ -292,7 +257,7 @@ def test_a_function_that_cannot_be_sent_is_named_with_the_remedy():
 
     message = r"'judge' cannot be sent .*reward_workers=2 \(TypeError.*sqlite3.Connection.*at its first call"
     with working(2) as workers, pytest.raises(ConfigError, match=message):
-        check_reward_functions([queries], ["judge"], workers=workers)
+        workers.add(queries, "judge")
 
 
 @pytest.mark.parametrize("mode", ["r", "w", "a"])
@@ -307,7 +272,7 @@ def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path, mode):
             return [float(notes.closed) for _ in completions]
 
         with working() as workers, pytest.raises(ConfigError, match=r"'judge' cannot be sent .*the open file .*notes"):
-            check_reward_functions([noting], ["judge"], workers=workers)
+            workers.add(noting, "judge")
     assert (tmp_path / "notes").read_text() == "header"
 
 
@@ -316,11 +281,11 @@ def test_a_function_that_cannot_be_loaded_is_named_with_the_remedy(monkeypatch):
     exec("def graded(completions, **kwargs): return []", vars(module))
     monkeypatch.setitem(sys.modules, "made_up_here", module)
     with working() as workers:
-        check_reward_functions([process_id, module.graded], ["fine", "judge"], workers=workers)
+        runner = RewardRunner(torch.device("cpu"), workers=workers)
         with pytest.raises(
             ConfigError, match=r"'judge' cannot be loaded .*No module named 'made_up_here'.*in a module"
         ):
-            workers.start()
+            runner.start_workers(functions_of([process_id, module.graded], ["fine", "judge"]))
 
 
 # ---- What fails there -----------------------------------------------------------------------------------------------
@@ -446,11 +411,10 @@ def test_the_first_chunk_that_fails_ends_those_that_wait(tmp_path):
 
 def test_workers_end_with_their_owner_also_in_a_call(tmp_path):
     workers = RewardWorkers(2, 0)
-    checked = check_reward_functions([hanging("loop", tmp_path)], ["hangs"], workers=workers)
 
     def call() -> None:
-        with contextlib.suppress(RewardError):
-            checked[0](**ROWS)
+        with contextlib.suppress(WorkerDied):
+            score([hanging("loop", tmp_path)], workers)
 
     threading.Thread(target=call, daemon=True).start()
     while not (tmp_path / "pids").exists() or " " not in (tmp_path / "pids").read_text():
@@ -490,7 +454,7 @@ def test_a_process_that_ends_while_it_loads_a_function_is_named():
             return os._exit, (3,)
 
     with working() as workers:
-        check_reward_functions([Ends()], ["judge"], workers=workers)
+        workers.add(Ends(), "judge")
         with pytest.raises(ConfigError, match=r"'judge' cannot be loaded .*EXIT\(3\)"):
             workers.start()
 
@@ -505,7 +469,7 @@ def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
         return [float(os.getpid()) for _ in completions]
 
     with working() as workers:
-        rewards, _ = score([loads], workers, chunk=1, log_extra=lambda *_: None)
+        rewards, _ = score([loads], workers, chunk=1, recorders={"log_extra": lambda *_: None})
     assert len(set(rewards[0])) == 1
 
 
@@ -519,8 +483,8 @@ def test_workers_end_when_nothing_refers_to_them():
 
 SCRIPT = """
     import os, re, signal, sys, threading, time
-    import accelerate
-    from grpo_ext.rewards.guard import check_reward_functions
+    import accelerate, torch
+    from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
     from grpo_ext.rewards.workers import RewardWorkers
 
     print("imported", flush=True)
@@ -536,9 +500,11 @@ SCRIPT = """
 
     sys_argv = sys.argv
     workers = RewardWorkers(1, 0)
-    fine, stuck = (check_reward_functions([f], [f.__name__], workers=workers)[0] for f in (graded, hangs))
-    print(fine(prompts=["p"], completions=["a"]), flush=True)
-    threading.Thread(target=stuck, kwargs={"prompts": ["p"], "completions": ["a"]}, daemon=True).start()
+    runner = RewardRunner(torch.device("cpu"), workers=workers)
+    rows = RewardRows([{}], ["p"], ["a"], [[1]])
+    fine, stuck = (RewardFunctions([f], [f.__name__], [None]) for f in (graded, hangs))
+    print(runner.score(fine, rows, None)[0].tolist(), flush=True)
+    threading.Thread(target=runner.score, args=(stuck, rows, None), daemon=True).start()
     while not os.path.exists(sys.argv[1]) or open(sys.argv[1]).read().count(" ") < 1:
         time.sleep(0.02)
 """
@@ -551,6 +517,6 @@ def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(tmp
     done = subprocess.run(
         [sys.executable, script, pids], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.stdout.splitlines() == ["imported", "[1.5]"], done.stderr  # the script was run once
+    assert done.stdout.splitlines() == ["imported", "[[1.5]]"], done.stderr  # the script was run once
     assert done.returncode == -signal.SIGKILL
     assert all(gone(int(pid)) for pid in pids.read_text().split())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
+from safetensors.torch import save_file
 
 from grpo_ext.forward.snapshot import Weights
-from grpo_ext.run.state import RunState
+from grpo_ext.rollouts.batch import RolloutBatch
+from grpo_ext.run.state import STATE, TENSORS, RunState
 
 
 def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
@@ -18,3 +23,73 @@ def test_rollout_batches_that_the_same_weights_sample_share_them(tmp_path):
     assert steps == (1, 2, 3)
     assert weights[0] is weights[1]
     assert [moment.policy["weight"].tolist() for moment in weights] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+def rollout(**fields: Any) -> RolloutBatch:
+    """Two completions of one group."""
+    logps = [[-1.0, -2.0], [-3.0]]
+    batch = RolloutBatch.of_rows(
+        [[5, 6], [5, 6]],
+        [[7, 8], [9]],
+        torch.tensor([1.0, -1.0]),
+        2,
+        old_per_token_logps=logps,
+        importance_sampling_ratio=torch.tensor([[0.5], [0.25]]),
+    )
+    batch.fields = fields
+    return batch
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other if isinstance(one, list) else torch.equal(one.values, other.values)
+
+
+def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
+    fields = {"one": torch.ones(2), "cube": torch.rand(2, 3, 4), "flags": torch.tensor([True, False])}
+    written = rollout(**fields, texts=["a", "b"], records=[{"n": 1}, {"n": [2.5, None]}])
+    written.constants = {"shift": torch.tensor(0.5), "kind": "math", "nothing": None}
+    written.widths, written.items_per_token = (4, 6), 1.25
+    RunState(rollout=written, rollout_name=(0, 1)).save(tmp_path)
+    state = RunState.load(tmp_path, 2)
+    assert state is not None
+    assert (read := state.rollout) is not None
+    assert (read.widths, read.items_per_token, list(read.groups)) == ((4, 6), 1.25, [0, 0])
+    assert read.columns.keys() == written.columns.keys()
+    assert all(same(column, read.columns[name]) for name, column in written.columns.items())
+    assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
+    assert read.constants == written.constants
+
+
+def test_a_rollout_batch_of_an_earlier_version_is_read(tmp_path):
+    """Every column was rows of any length, single values too."""
+    expected = rollout(weight=torch.tensor([0.5, 2.0]))
+    columns: dict[str, list[torch.Tensor]] = {
+        "prompt_ids": [torch.tensor([5, 6])] * 2,
+        "prompt_mask": [torch.ones(2, dtype=torch.long)] * 2,
+        "completion_ids": [torch.tensor([7, 8]), torch.tensor([9])],
+        "completion_mask": [torch.ones(2, dtype=torch.long), torch.ones(1, dtype=torch.long)],
+        "old_per_token_logps": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+        "advantages": [torch.tensor([1.0]), torch.tensor([-1.0])],
+        "importance_sampling_ratio": [torch.tensor([0.5]), torch.tensor([0.25])],
+        "weight": [torch.tensor([0.5]), torch.tensor([2.0])],
+    }
+    tensors = {f"{name}/values": torch.cat(rows) for name, rows in columns.items()}
+    tensors |= {f"{name}/lengths": torch.tensor([len(row) for row in rows]) for name, rows in columns.items()}
+    save_file(tensors, tmp_path / TENSORS)
+    (tmp_path / STATE).write_text(json.dumps({"rollout_name": [0, 1]}))
+    state = RunState.load(tmp_path, 2)
+    assert state is not None
+    assert (read := state.rollout) is not None
+    assert read.columns.keys() == expected.columns.keys()
+    for name, column in expected.columns.items():
+        assert same(column, read.columns[name]), name
+
+
+def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(tmp_path, caplog):
+    RunState(rollout=rollout(kinds=[int, float]), rollout_name=(0, 1), step=3).save(tmp_path)
+    assert "cannot hold kinds of this rollout batch" in caplog.text
+    state = RunState.load(tmp_path, 2)
+    assert state is not None
+    assert (state.rollout, state.rollout_name, state.step) == (None, None, 3)

@@ -1,0 +1,61 @@
+"""What tests of reward functions share: the runner on rows of letters, with a loop for asynchronous functions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from grpo_ext.rewards.calls import RewardCall
+from grpo_ext.rewards.guard import STRICT, Faults
+from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
+from grpo_ext.rewards.workers import RewardWorkers
+
+COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee"]
+
+
+@contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An asynchronous loop on a thread of its own, as TRL's trainer has one."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def functions_of(functions: Sequence[Any], names: Sequence[str] | None = None) -> RewardFunctions:
+    """Functions by the names function_0, function_1 and so on."""
+    return RewardFunctions(
+        functions, names or [f"function_{n}" for n in range(len(functions))], [None] * len(functions)
+    )
+
+
+def score(
+    functions: Sequence[Any],
+    workers: RewardWorkers | None = None,
+    faults: Faults = STRICT,
+    chunk: int | None = 2,
+    state: Any = None,
+    recorders: Any = None,
+    environments: Any = None,
+    completions: Sequence[str] = COMPLETIONS,
+    **columns: list[Any],
+) -> tuple[list[list[float | None]], list[RewardCall]]:
+    """The rewards of each function, and the calls, in the order of the completions; the first is completion 20."""
+    inputs = [{"answer": "abcde"[row], **{name: column[row] for name, column in columns.items()}} for row in range(5)]
+    ids = [[1]] * 5
+    rows = RewardRows(inputs, list("pqrst"), list(completions), ids, environments, first=20, chunk=chunk)
+    with running_loop() as loop:
+        runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
+        rewards_BF, calls = runner.score(functions_of(functions), rows, state, recorders)
+    rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
+    return rewards, sorted(calls, key=lambda call: (call.first, call.number))
