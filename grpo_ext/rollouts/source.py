@@ -225,7 +225,8 @@ class Rollouts:
             self.local, local.reward_calls = local, []
             try:
                 with self._uneven(local.request, context), self.worker.parts.clock.phase("rewards"):
-                    return calculate(*reward_columns(local.transcripts)), local.reward_calls
+                    rewards_BF = calculate(*reward_columns(local.transcripts))
+                    return rewards_BF, [*local.reward_calls, *gather_lists(self._pending(local, context))]
             finally:
                 self.local = None
 
