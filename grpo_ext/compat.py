@@ -424,6 +424,9 @@ ATTRIBUTES: tuple[str, ...] = (
     "_entropy_bonus_enabled",
     "_logs",
     "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
+    "_standalone_tools",
     "_tokenizer",
     "accelerator",
     "args",
@@ -432,22 +435,31 @@ ATTRIBUTES: tuple[str, ...] = (
     "chat_template",
     "chat_template_kwargs",
     "environment_factories",
-    "environments",
     "eos_token_ids",
+    "epsilon_high",
+    "epsilon_low",
     "eval_dataset",
+    "importance_sampling_level",
     "is_deepspeed_enabled",
     "is_fsdp_enabled",
+    "log_multimodal",
+    "loss_type",
     "lr_scheduler",
+    "mask_truncated_completions",
     "max_completion_length",
+    "max_tool_calling_iterations",
     "model",
     "model_wrapped",
     "multi_objective_aggregation",
     "num_generations",
     "num_generations_eval",
+    "num_iterations",
+    "off_policy_mask_threshold",
     "optimizer",
     "pad_to_multiple_of",
     "processing_class",
     "reward_func_names",
+    "reward_funcs",
     "reward_processing_classes",
     "reward_weights",
     "rollout_func",
@@ -462,10 +474,14 @@ ATTRIBUTES: tuple[str, ...] = (
     "use_adaptive_entropy",
     "use_transformers_continuous_batching",
     "use_vllm",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
 )
 
 SAMPLING_ATTRIBUTES = {True: ("vllm_generation",), False: ("generation_config", "generation_kwargs")}  # by use_vllm
+ENVIRONMENT_ATTRIBUTES = ("_env_tools", "_environment_pool")  # where there are environments
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -584,6 +600,8 @@ def verify_built(trainer: Any) -> None:
         ContractError: names the attributes.
     """
     expected = (*ATTRIBUTES, *SAMPLING_ATTRIBUTES[bool(trainer.use_vllm)])
+    if getattr(trainer, "environment_factories", None) is not None:
+        expected += ENVIRONMENT_ATTRIBUTES
     missing = [name for name in expected if not hasattr(trainer, name)]
     if missing:
         raise ContractError(_explain([f"trl.GRPOTrainer sets no {', '.join(missing)}"]))

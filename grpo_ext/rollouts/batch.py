@@ -7,13 +7,11 @@ it, a micro-batch takes token rows and TRL's padded dictionary from it. Shapes: 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
@@ -22,63 +20,11 @@ from ..errors import RolloutError
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..runtime.collectives import gather_lists, ragged_gather
+from .ragged import Ragged, padded
 
 # fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
 # all images of the row, packed, where tools or environments bring some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
-
-
-def padded(
-    rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None, width: int = 1
-) -> torch.Tensor:
-    """Rows (T, ...) of any length as one (B, T, ...), filled up on one side to the longest, at least `width`, and to
-    the next multiple."""
-    batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
-    columns = max(batch_BT.size(1), width)
-    more = columns + -columns % (multiple or 1) - batch_BT.size(1)
-    sides = (more, 0) if side == "left" else (0, more)
-    return torch.nn.functional.pad(batch_BT, (*(0, 0) * (batch_BT.dim() - 2), *sides), value=value)
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """Rows of any length, one after the other.
-
-    Attributes:
-        values: of all rows, (N, ...).
-        lengths: of each row; they add up to N.
-    """
-
-    values: torch.Tensor
-    lengths: list[int]
-
-    @classmethod
-    def of(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
-        """Rows that are tensors, or sequences of numbers."""
-        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        return cls(torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype), [len(row) for row in tensors])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.values.split(self.lengths))
-
-    def row(self, index: int) -> torch.Tensor:
-        """One row, a view of the values."""
-        start = sum(self.lengths[:index])
-        return self.values[start : start + self.lengths[index]]
-
-    @property
-    def bounds(self) -> list[int]:
-        """Where each row begins among the values, and where the last one ends."""
-        return [0, *itertools.accumulate(self.lengths)]
-
-    def select(self, rows: Sequence[int]) -> Ragged:
-        """Some rows, in the order asked for."""
-        bounds = self.bounds
-        parts = [self.values[bounds[row] : bounds[row + 1]] for row in rows]
-        return Ragged(torch.cat(parts) if parts else self.values[:0], [self.lengths[row] for row in rows])
 
 
 # values of completions: of any length each, of one shape each, or Python objects

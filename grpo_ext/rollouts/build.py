@@ -236,6 +236,7 @@ def hooks_of(trainer: Any) -> Hooks:
         functools.partial(rollouts.turn_by_user, turn, group) if trainer._overrides("_generate_single_turn") else None,
         None if trainer.rollout_func is None else rollout,
         trainer._overrides("_calculate_rewards"),
+        trainer._overrides(SCORE),
     )
 
 
@@ -374,6 +375,8 @@ def begin_ahead(trainer: Any, waiting: Sequence[tuple[int, Weights]], threads: i
 
     def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> Sampled:
         snapshot.put_in_place(weights)
+        if terms.hooks.rewards:  # environments are asked for rewards by the main thread, when others are begun with
+            worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
         keys = request_keys(rows.request, trainer.args.seed, TRAIN_STREAM).tolist()
         local = worker.sample(rows.request, rows.rows, keys, rows.numbers, terms)
         models = () if scorer.sharded else (snapshot.policy, snapshot.reference)

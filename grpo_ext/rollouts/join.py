@@ -19,8 +19,9 @@ from ..errors import PrecisionError, ProcessError, RolloutError
 from ..forward.images import packed_images
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
-from .batch import ROW_IMAGES, ROW_NUMBER, Column, Ragged, RolloutBatch, concatenated
+from .batch import ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch, concatenated
 from .local import LocalRollout
+from .ragged import Ragged
 from .transcript import Transcript
 
 GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
@@ -68,7 +69,7 @@ class Share:
     reward_calls: list[RewardCall] = field(default_factory=list)
     tool_calls: int = 0
     tool_failures: int = 0
-    failure: tuple[type[Exception], str] | None = None
+    failure: tuple[str, str] | None = None
 
 
 @dataclass
@@ -128,7 +129,7 @@ def join(
             "completion needs its rewards, and every group has to be whole."
         )
     advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
-    columns = concatenated([share.columns for share in shares if share.columns])
+    columns = concatenated(_alike([share.columns for share in shares if share.columns]))
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     start = sum(len(share.entries) for share in shares[:rank])
     return Round(
@@ -149,17 +150,32 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
         raise failure
     for rank, share in enumerate(shares):
         if share.failure is not None:
-            kind, message = share.failure
-            if issubclass(kind, PrecisionError):
+            kind, message = share.failure  # by name: the class may be one that cannot be sent
+            if kind == PrecisionError.__name__:
                 raise PrecisionError(message)
-            if issubclass(kind, RolloutError):
+            if kind == RolloutError.__name__:
                 raise RolloutError(f"on process {rank}, {message}")
-            raise ProcessError(f"process {rank} failed: {kind.__name__}: {message}")
+            raise ProcessError(f"process {rank} failed: {kind}: {message}")
+
+
+def _alike(parts: list[dict[str, Column]]) -> list[dict[str, Column]]:
+    """The columns of processes, of which a `rollout_func` may have returned a mask on some alone.
+
+    Raises:
+        RolloutError: on some alone it returned log-probabilities.
+    """
+    if any("tool_mask" in part for part in parts):  # without one, the model wrote all tokens
+        parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]
+    if len({"sampling_per_token_logps" in part for part in parts}) > 1:
+        raise RolloutError(
+            "rollout_func returned logprobs on some processes and None on others; return them on all, or on none."
+        )
+    return parts
 
 
 def _share(local: LocalRollout, rules: JoinRules) -> Share:
     if local.failure is not None:
-        return Share(failure=(type(local.failure), str(local.failure)))
+        return Share(failure=(type(local.failure).__name__, str(local.failure)))
     transcripts = local.counted
     entries = [_entry(transcript, rules) for transcript in transcripts]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()

@@ -27,8 +27,8 @@ from ..algorithms.keyed_random import choose, completion_keys, uniform
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
-from .batch import padded
 from .decoding import compact_decode, growing_cache, unique
+from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 

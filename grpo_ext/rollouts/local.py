@@ -39,6 +39,7 @@ class Hooks:
         turn: `_generate_single_turn`: from the transcripts of a chunk to what is sampled for each.
         rollout: `rollout_func`, checked: from prompts to its dictionary.
         rewards: `_calculate_rewards` is overridden, so the worker makes none.
+        score: `_generate_and_score_completions` is overridden, so rows are wanted for TRL's dictionary.
     """
 
     tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
@@ -46,11 +47,13 @@ class Hooks:
     turn: Callable[[list[Transcript]], list[Sampled]] | None = None
     rollout: Callable[[list[Any]], dict[str, Any]] | None = None
     rewards: bool = False
+    score: bool = False
 
     @property
     def any(self) -> bool:
         """Whether a process without prompts has to take part, because a hook may hold collectives."""
-        return self.rewards or any(h is not None for h in (self.tokenize, self.generate, self.turn, self.rollout))
+        given = (self.tokenize, self.generate, self.turn, self.rollout)
+        return self.rewards or self.score or any(hook is not None for hook in given)
 
 
 @dataclass(frozen=True)

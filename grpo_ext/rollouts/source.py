@@ -24,7 +24,7 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from ..batching.prompt_order import FurtherPrompts, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
-from ..errors import DataError, RolloutError
+from ..errors import ConfigError, DataError, RolloutError
 from ..forward.images import count_images, messages_of
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import any_process, gather_lists, uneven_gathers
@@ -149,6 +149,11 @@ class Rollouts:
             rows: of this process; none in a step that does not begin a rollout batch.
         """
         request = rows.request
+        if context.num_generations != request.num_generations:
+            raise ConfigError(
+                f"num_generations was changed from {request.num_generations} to {context.num_generations} after the "
+                "loader was made; batch sizes follow from it. Set it in GRPOConfig, before the trainer is built."
+            )
         if not context.terms.training:
             return self.make(rows, context)
         if not self.holds(rows):
@@ -165,12 +170,12 @@ class Rollouts:
         one = self._round(rows, context)
         if context.score is None:
             self._log([one], context)
-        self._take_rewards(one.rewards_BF, context)
+        self._take_rewards(one.rewards_BF if one.entries else None, context)
         return one.batch
 
-    def _take_rewards(self, rewards_BF: torch.Tensor, context: Context) -> None:
+    def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
         self.rewards_BF = rewards_BF
-        if torch.isnan(rewards_BF).all():
+        if rewards_BF is not None and torch.isnan(rewards_BF).all():
             logger.warning(
                 f"No completion of this rollout was scored: {', '.join(context.names)} returned None for all of them, "
                 "so nothing can be learned or said from it; check that the reward functions fit the data."
@@ -211,7 +216,7 @@ class Rollouts:
 
     def _uneven(self, request: RolloutRequest, context: Context) -> contextlib.AbstractContextManager[None]:
         """Where code of the user's runs, `accelerator.gather` takes a different number of rows from every process."""
-        if context.terms.hooks.any or context.score is not None:
+        if context.terms.hooks.any:
             return uneven_gathers(self.accelerator, request.empty)
         return contextlib.nullcontext()
 
@@ -345,6 +350,11 @@ class Rollouts:
             self._scoring = None
         count = 0 if request.empty else len(scored["completion_ids"])
         batch = gather_scored(scored, count, request.num_generations, overridden=True)
+        if not scoring.rounds and self.further is not None and context.terms.training:
+            raise RolloutError(
+                "_generate_and_score_completions made a rollout batch without TRL's method, and dynamic_sampling=True "
+                "needs its rewards; call super(), or set it to False."
+            )
         if not scoring.rounds:  # it made everything by itself
             unknown = torch.full((len(batch), len(context.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], 0, 0, range(0))

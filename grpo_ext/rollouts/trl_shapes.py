@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ..errors import RolloutError
-from .batch import ROW_IMAGES, Ragged, padded, to_device
+from .batch import ROW_IMAGES, to_device
 from .join import JoinRules, Round, columns_of
 from .local import LocalRollout, Parts
+from .ragged import Ragged, padded
 from .transcript import Transcript
 
 _GENERATED = 8

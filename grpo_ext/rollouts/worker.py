@@ -63,9 +63,14 @@ class RolloutWorker:
             numbers: of the rows in the data set; empty for a stream.
         """
         local = LocalRollout(request, terms)
-        if not request.empty or terms.hooks.any:
-            local.transcripts = self.begin(rows, keys, numbers, terms)
-        self.complete(local)
+        try:
+            if not request.empty or terms.hooks.any:
+                local.transcripts = self.begin(rows, keys, numbers, terms)
+            self.complete(local)
+        except Exception:
+            if self.scores and not self.parts.sharded:  # the others compare their forwards with this process
+                self.add_logprobs(LocalRollout(request, terms))
+            raise
         if self.scores:
             self.add_logprobs(local)
         self.add_rewards(local)
@@ -140,7 +145,10 @@ class RolloutWorker:
             else:
                 sampled = parts.engine.generate(counted, terms.generation_config, group)
                 if local.request.empty:  # they reach no result
-                    sampled = [([parts.filler], None) for _ in transcripts]
+                    told: list[float | None] | None = (
+                        [0.0] if terms.generation_config is None else None
+                    )  # vLLM tells them
+                    sampled = [([parts.filler], told) for _ in transcripts]
         if missing := len(transcripts) - len(sampled):
             raise RuntimeError(
                 f"No completions were generated for {missing} of {len(transcripts)} prompts. This usually means that "
@@ -161,12 +169,10 @@ class RolloutWorker:
             return
         rows = token_rows(local.transcripts, self.masked(local), parts)
         counted = bool(len(rows))
-        if not counted and parts.sharded:  # the forwards of the others want this process
+        if not counted:  # the others want this process: a forward may be a collective, as its first comparison is
             rows = TokenRows(torch.tensor([parts.filler] * 2, device=parts.device), [1], [1], [])
 
         def score(model: Any) -> list[torch.Tensor]:
-            if not len(rows):
-                return []
             logps_S = parts.logps(model, rows, terms, local.request.num_generations).cpu()
             # a completion that is masked out has no tokens here, and one in the rollout batch
             values = [row if len(row) else row.new_zeros(1) for row in logps_S.split(list(rows.completions_B))]

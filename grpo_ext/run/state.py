@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
 from ..forward.snapshot import Weights
-from ..rollouts.batch import NAMES, Column, Ragged, RolloutBatch
+from ..rollouts.batch import NAMES, Column, RolloutBatch
+from ..rollouts.ragged import Ragged
 
 logger = get_logger(__name__)
 

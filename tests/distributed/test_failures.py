@@ -33,6 +33,15 @@ def test_the_failure_of_one_process_is_named_by_the_other(tmp_path, place, failu
     assert second.startswith(failure)
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_fails_in_the_first_rollout_leaves_none_waiting(tmp_path, rank):
+    # the other compares its first forwards with this one, and only then hears of the failure
+    errors, _ = raised(tmp_path, "rollout", rank)
+    failure = "rollout_func raised KeyError: 'no score today'"
+    assert errors[int(rank)] == f"RolloutError: {failure}"
+    assert errors[1 - int(rank)] == f"RolloutError: on process {rank}, {failure}"
+
+
 @pytest.mark.full
 def test_the_failure_of_process_0_is_named_where_a_launcher_holds_the_store(tmp_path):
     (first, second), _ = raised(tmp_path, "reward", "0", launcher=True)

@@ -464,6 +464,20 @@ def test_sizes_changed_after_construction_count(tmp_path):
     assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_rollout) == (8, 4)
 
 
+def test_the_loader_has_the_workers_that_are_asked_for(tmp_path):
+    plain = make(tmp_path)
+    workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+    helped = make(tmp_path, dataloader_num_workers=1, **workers)
+    loaders = [trainer.get_train_dataloader() for trainer in (plain, helped)]
+    assert [(one.num_workers, one.persistent_workers, one.prefetch_factor) for one in loaders] == [
+        (0, False, None),
+        (1, True, 3),
+    ]
+    for trainer in (plain, helped):
+        trainer.train()
+    assert torch.equal(parameters(plain), parameters(helped))
+
+
 def test_predict_scores_a_data_set(tmp_path):
     trainer = make(tmp_path)
     output = trainer.predict(prompts(3, seed=5))

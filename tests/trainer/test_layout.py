@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, DataError, ModelError
-from grpo_ext.rollouts.batch import Ragged
+from grpo_ext.rollouts.ragged import Ragged
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import error, log_of, make, update

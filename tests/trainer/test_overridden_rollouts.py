@@ -210,7 +210,7 @@ class KeepsTheRouterBack:
 
 def test_a_hook_that_passes_on_changes_no_bit_of_a_model_with_experts(tmp_path):
     plain, passing = (
-        change(build(tmp_path / name, GRPOTrainer, mixin, "moe", 5, bitwise_invariant=True))
+        change(build(tmp_path / name, GRPOTrainer, mixin, "moe", 5))
         for name, mixin in (("plain", None), ("passing", PassesOn))
     )
     assert torch.equal(plain, passing)

@@ -20,8 +20,8 @@ from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
 # method -> what is different here by design, in a description of its arguments and of what it returns
 BY_DESIGN = {
-    "training_step": "once for an optimizer step, however many micro-batches; StepRows, with rows where a rollout begins",
-    "_prepare_inputs": "returns the the step's completions of all processes (RolloutBatch), not one padded micro-batch",
+    "training_step": "once for an optimizer step, however many micro-batches; rows where a rollout begins",
+    "_prepare_inputs": "returns the step's completions of all processes (RolloutBatch), not one padded micro-batch",
     "_generate": None,
     "_generate_single_turn": None,
     "_generate_and_score_completions": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -15,8 +16,9 @@ from grpo_ext.batching.sizes import SETTINGS
 from grpo_ext.compat import Body, Point, broken_body, broken_point
 from grpo_ext.errors import ContractError
 from grpo_ext.forward import reference
+from grpo_ext.rollouts import build
 from grpo_ext.run import live
-from grpo_ext.sampling import twin
+from grpo_ext.step import loss
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
@@ -78,6 +80,15 @@ def test_an_attribute_that_trl_no_longer_sets_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "ATTRIBUTES", (*compat.ATTRIBUTES, "_gone"))
     with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _gone"):
         trainer(tmp_path)
+
+
+def test_an_attribute_of_environments_is_wanted_where_there_are_some(monkeypatch):
+    monkeypatch.setattr(compat, "ATTRIBUTES", ())
+    seen = SimpleNamespace(use_vllm=True, vllm_generation=None, environment_factories=None)
+    compat.verify_built(seen)
+    seen.environment_factories = {None: list}
+    with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _env_tools, _environment_pool"):
+        compat.verify_built(seen)
 
 
 def trainer(folder: Path) -> GRPOTrainer:
@@ -179,12 +190,13 @@ def reads(tree: ast.AST, context: type = ast.Load, owner: str = "self") -> set[s
 def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     trees = [ast.parse(inspect.getsource(inspect.getmodule(c))) for c in own_classes()]
     read, own = set().union(*map(reads, trees)), set().union(*(reads(tree, ast.Store) for tree in trees))
-    for module in (checks.trainer, checks.ahead, compat, live, reference, twin):  # they are handed the trainer
+    for module in (checks.trainer, checks.ahead, compat, live, reference, build, loss):  # they are handed the trainer
         read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
     loop = [body for body in compat.BODIES if body.name == "_inner_training_loop"]
     of_the_loop = {body.pieces[0].removeprefix("self.").removesuffix(" =") for body in loop}
     theirs = read - own - of_the_loop - set(dir(GRPOTrainer))
-    assert theirs == set(compat.ATTRIBUTES).union(*compat.SAMPLING_ATTRIBUTES.values())
+    conditional = (*compat.SAMPLING_ATTRIBUTES.values(), compat.ENVIRONMENT_ATTRIBUTES)
+    assert theirs == set(compat.ATTRIBUTES).union(*conditional)
 
 
 def test_the_fields_that_the_configuration_reads_of_trls_are_in_the_contract():

@@ -23,7 +23,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from grpo_ext import GRPOTrainer, compat
 from grpo_ext.compat import Point, broken_point
-from grpo_ext.runtime.collectives import ragged_scoring
+from grpo_ext.runtime.collectives import uneven_gathers
 
 
 def require(owner, name: str, expected: list[str]) -> None:
@@ -76,12 +76,7 @@ def test_the_constructor_reads_beta_for_the_reference_model_alone():
 # ---- Collectives ----------------------------------------------------------------------------------------------------
 
 
-def test_the_patched_names_of_trls_module_are_accelerates():
-    assert trl_module.gather is accelerate.utils.gather, "trl.trainer.grpo_trainer.gather is another function"
-    assert trl_module.gather_object is accelerate.utils.gather_object, "trl...gather_object is another function"
-
-
-SCORING = ("_generate_and_score_completions", "_generate", "_calculate_rewards", "_generate_single_turn")
+TURN = ("_generate_single_turn", "_tokenize_prompts")  # still TRL's, where continuous batching or a user calls them
 COLLECTIVE = ("gather", "reduce", "broadcast", "pad_across", "all_")
 
 
@@ -96,23 +91,20 @@ def collectives_in(name: str) -> set[str]:
     return found
 
 
-def test_scoring_gathers_only_through_the_names_that_are_patched():
-    used = set().union(*(collectives_in(name) for name in SCORING))
-    unknown = used - {"self.accelerator.gather", "gather", "gather_object"}
-    assert unknown == set(), f"TRL's scoring uses collectives that ragged_scoring does not replace: {unknown}"
-    assert {"self.accelerator.gather", "gather"} <= used
+def test_what_is_still_called_of_trls_turn_exchanges_nothing():
+    used = set().union(*(collectives_in(name) for name in TURN))
+    assert used == set(), f"TRL's turn uses collectives, of which processes run different numbers: {used}"
+    assert collectives_in("_calculate_rewards")  # it finds those that there are
 
 
-def test_ragged_scoring_replaces_all_three_names_and_puts_them_back():
+def test_uneven_gathers_replaces_the_accelerators_gather_and_puts_it_back():
     accelerator = accelerate.Accelerator(cpu=True)
     before = (trl_module.gather, trl_module.gather_object)
-    with ragged_scoring(accelerator, empty=False):
-        assert trl_module.gather is not before[0]
-        assert trl_module.gather_object is not before[1]
+    with uneven_gathers(accelerator, empty=False):
+        assert (trl_module.gather, trl_module.gather_object) == before  # nothing of TRL's module is touched
         assert "gather" in vars(accelerator)
         assert accelerator.gather(torch.tensor([1, 2])).tolist() == [1, 2]
-        assert trl_module.gather_object(["a"]) == ["a"]
-    assert (trl_module.gather, trl_module.gather_object) == before
+        assert accelerator.gather(torch.tensor(5.0)).sum() == 5.0
     assert "gather" not in vars(accelerator)
 
 
@@ -125,16 +117,16 @@ def test_ragged_scoring_replaces_all_three_names_and_puts_them_back():
     ],
 )
 def test_trl_still_takes_as_many_rows_from_every_process(name, line):
+    # and so does code that is written for it, which runs here where processes have unequal shares
     source = inspect.getsource(getattr(trl.GRPOTrainer, name))
-    assert line in source, f"{name} may take unequal shares now: see whether compat.gathering_through is still needed"
+    assert line in source, f"{name} may take unequal shares now: see whether uneven_gathers is still needed"
 
 
 def test_a_process_without_prompts_adds_no_row_and_nothing_to_a_sum():
     accelerator = accelerate.Accelerator(cpu=True)
-    with ragged_scoring(accelerator, empty=True):
+    with uneven_gathers(accelerator, empty=True):
         assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
-        assert trl_module.gather(torch.tensor(5.0)).sum() == 0.0
-        assert trl_module.gather_object(["a"]) == []
+        assert accelerator.gather(torch.tensor(5.0)).sum() == 0.0
 
 
 # ---- The loop and the window ----------------------------------------------------------------------------------------

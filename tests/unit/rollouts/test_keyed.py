@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
-from grpo_ext.errors import RolloutError
-from grpo_ext.rewards.calls import RewardCalls
-from grpo_ext.rollouts.engine import chunks_of
+from grpo_ext.rollouts import engine as engine_module
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, chunks_of
 from grpo_ext.rollouts.keyed import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
-from grpo_ext.sampling.turns import ScoringCall
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.runtime.out_of_memory import Halving
 from tests.tolerances import P_VALUE
 
 VOCABULARY, PAD, EOS = 24, 0, 1
@@ -355,40 +355,46 @@ def test_a_row_is_cut_after_its_first_end_token(tokens, expected):
     assert _until_eos(tokens, [1, 9]) == expected
 
 
+def transcripts(places) -> list[Transcript]:
+    return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
+
+
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
-def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(rows, size):
-    parts = chunks_of(rows, [[]] * len(rows), size)
-    assert [i for part in parts for i in part] == list(range(len(rows)))
+def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
+    parts = [[t.place for t in part] for part in chunks_of(transcripts(places), size)]
+    assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
-    assert [{rows[i] // size for i in part} for part in parts] == [{c} for c in sorted({row // size for row in rows})]
+    assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
-def test_a_later_turn_finds_the_rows_it_continues(second, third):
-    """Added up as TRL does, although all rows say the same."""
-    prompts = [[10, 5] for _ in second]
-    call = ScoringCall(SimpleNamespace(), RewardCalls())
-    completions = call.remember(range(len(prompts)), prompts, [[20, 7] for _ in second])
-    rows = [i for i, continues in enumerate(second) if continues]
-    continued = [prompts[i] + completions[i] + [3, 3] for i in rows]
-    assert call.rows_of(continued) == rows
-    new = call.remember(rows, continued, [[4]] * len(rows))
-    for row, before, ids in zip(rows, continued, new):
-        completions[row] = before[2:] + ids
-    assert completions == [[20, 7, 3, 3, 4] if continues else [20, 7] for continues in second]
-    later = [i for i in rows if third[i]]
-    again = [prompts[i] + completions[i] + [3] for i in later]
-    assert call.rows_of(again) == later
-    # a completion goes on where it is, tools' tokens counted
-    assert call.offsets_of(rows, continued).tolist() == [4] * len(rows)
-    assert call.offsets_of(later, again).tolist() == [6] * len(later)
+def engine_of(model, sharded: bool = False) -> TransformersEngine:
+    """With chunks of two groups of four."""
+    settings = EngineSettings(CPU, chunk_size=8, eos_token_ids=[EOS], filler=EOS, sharded=sharded)
+    memory = Halving("generation", "", not sharded)
+    return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 
 
-def test_rows_that_nobody_sampled_are_refused():
-    call = ScoringCall(SimpleNamespace(), RewardCalls())
-    completions = call.remember([0, 1], [[5], [5]], [[6], [6]])
-    with pytest.raises(RolloutError, match="place 1 of 2"):
-        call.rows_of([[5] + completions[0], [5, *completions[1]]])
+def test_a_later_turn_goes_on_where_the_completion_is(model):
+    # the tokens of tools are counted: each token of a completion has the random number of its position
+    config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
+    rows = [
+        Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
+    ]
+    with torch.no_grad():
+        for row, (ids, logps) in zip(rows, engine.generate(rows, config, 4)):
+            row.add_sampled(ids, logps)
+        first = [row.ids for row in rows]
+        assert first == sample(model, prompts, keys(16), config)
+        active = [row for row in rows if row.place % 3]
+        for row in active:
+            row.add_answer([3] * (1 + row.place % 2))
+        found = [ids for ids, _ in engine.generate(active, config, 4)]
+    offsets = torch.tensor([len(row.ids) for row in active])
+    assert set(offsets.tolist()) == {5, 6}
+    histories, keys_B = [row.prompt_ids + row.ids for row in active], torch.tensor([row.key for row in active])
+    assert found == sample(model, histories, keys_B, config, offsets)
+    assert found != sample(model, histories, keys_B, config, offsets - 1)
+    assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
 
 
 @pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])
@@ -397,13 +403,25 @@ def test_more_than_plain_sampling_is_not_keyed(option):
 
 
 @pytest.mark.parametrize("calls", [2, 5])
-def test_calls_that_keep_other_processes_company_change_no_tokens(calls):
-    rows, asked = list(range(12)), []
+def test_calls_that_keep_other_processes_company_change_no_tokens(model, monkeypatch, calls):
+    rows, asked = transcripts(range(12)), []
 
-    def sample(chunk):
-        asked.append(chunk)
-        return [[10 * len(asked) + i] for i in chunk]
+    def made_up(model, prompts, *rest):
+        asked.append(len(prompts))
+        return [[10 * len(asked) + i] for i in range(len(prompts))]
 
-    found = run_chunks(chunks_of(rows, [[]] * len(rows), 8), calls, sample)
-    assert found == [[(10 if i < 8 else 20) + i] for i in rows]
-    assert len(asked) == calls
+    monkeypatch.setattr(engine_module, "sample_chunk", made_up)
+    monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, calls))
+    found = engine_of(model, sharded=True).generate(rows, sampling(), 4)
+    assert found == [([10 + i if i < 8 else 20 + i - 8], None) for i in range(12)]
+    assert asked == [8, 4, 1, 1, 1][:calls]
+
+
+def test_a_process_without_prompts_keeps_the_others_company(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(engine_module, "sample_chunk", lambda model, prompts, *rest: asked.append(prompts) or [[9]])
+    monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, 2))
+    assert engine_of(model, sharded=True).generate([], sampling(), 4) == []
+    assert asked == [[[EOS]], [[EOS]]]
+    assert engine_of(model).generate([], sampling(), 4) == []
+    assert len(asked) == 2  # where a forward is no collective there is nothing to do

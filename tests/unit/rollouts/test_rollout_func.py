@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
@@ -12,29 +12,20 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.sampling import rollout_func as module
-from grpo_ext.sampling.rollout_func import CheckedRollout
+from grpo_ext.rollouts import source
+from grpo_ext.rollouts.rollout_func import checked_rollout
 
 TRAINER = SimpleNamespace()
-REMEMBERED: list[Any] = []
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
 
-def call(output: Any, needs: str | None = None, why_equal: str | None = None) -> Any:
+def call(output: Any, needs: str | None = None) -> Any:
     function = output if callable(output) else lambda prompts, trainer: output
-
-    def remember(rows: Any, prompts: Any, completions: Any) -> Any:
-        REMEMBERED.append((prompts, completions))
-        return completions
-
-    scoring = SimpleNamespace(remember=remember)
-    sampler = SimpleNamespace(call=scoring, why_equal=why_equal, outside=contextlib.nullcontext)
-    return CheckedRollout(function, lambda: sampler, needs)(["a", "b"], TRAINER)
+    return checked_rollout(function, ["a", "b"], TRAINER, needs)
 
 
 def test_what_is_right_goes_through_as_it_is():
     assert call(GOOD) == GOOD
-    assert REMEMBERED[-1] == (GOOD["prompt_ids"], GOOD["completion_ids"])  # for tools that go on with the rows
     more = {**GOOD, "logprobs": [[-1.0, -2.0], [-1.0, None]], "env_mask": [[1, 0], [1, 1]], "score": [0.5, 1.0], "k": 3}
     assert call(more) == more
 
@@ -87,43 +78,22 @@ def test_log_probabilities_may_be_needed():
         call(GOOD, needs="the correction wants them")
 
 
-def beside(monkeypatch: Any, *others: tuple[str | None, bool, bool]) -> None:
-    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *others])
+def test_it_is_called_with_the_prompts_and_the_trainer_as_it_is():
+    class Sandbox:
+        def __call__(self, prompts: Any, trainer: Any) -> Any:
+            assert prompts == ["a", "b"]
+            assert trainer is TRAINER
+            return GOOD
 
-
-def test_a_failure_of_another_process_is_an_error_here_too(monkeypatch):
-    beside(monkeypatch, ("raised KeyError: 'x'", False, False))
-    with pytest.raises(RolloutError, match="on process 1, rollout_func raised KeyError: 'x'"):
-        call(GOOD)
-
-
-def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch):
-    beside(monkeypatch, (None, True, False))
-    with pytest.raises(RolloutError, match="logprobs on some processes and None on others"):
-        call(GOOD)
-
-
-def test_a_mask_on_another_process_means_tokens_of_the_model_here(monkeypatch):
-    beside(monkeypatch, (None, False, True))
-    assert call(GOOD)["env_mask"] == [[1, 1], [1, 1]]
+    assert call(Sandbox()) == GOOD
 
 
 def test_where_generation_is_a_collective_processes_need_as_many_prompts(monkeypatch):
-    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1] if own == [2] else own)
-    with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and they are joined"):
-        call(GOOD, why_equal="they are joined")
-    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, *own])
-    assert call(GOOD, why_equal="they are joined") == GOOD
-
-
-def test_it_shows_what_the_users_object_has():
-    class Sandbox:
-        env = "inner"
-
-        def __call__(self, prompts: Any, trainer: Any) -> Any:
-            return GOOD
-
-    checked = CheckedRollout(Sandbox(), lambda: None)
-    assert checked.env == "inner"
-    with pytest.raises(AttributeError):
-        _ = checked.nothing
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server")
+    check = functools.partial(source.Rollouts.refuse_unequal_prompts, SimpleNamespace(args=args, sharded=False))
+    monkeypatch.setattr(source, "gather_lists", lambda own: [*own, 1])
+    with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and vLLM cuts"):
+        check(2)
+    check(1)
+    args.use_vllm = False
+    check(2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,14 @@ import torch
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.algorithms.advantages import AdvantageRule
+from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.batch import Ragged, RolloutBatch
-from grpo_ext.rollouts.vllm import completion_seeds, seeded
+from grpo_ext.rollouts.batch import RolloutBatch
+from grpo_ext.rollouts.join import Entry, Round
+from grpo_ext.rollouts.ragged import Ragged
+from grpo_ext.rollouts.records import rollout_metrics
+from grpo_ext.rollouts.vllm import VllmEngine, completion_seeds, seeded
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import METRIC
 
@@ -141,7 +148,8 @@ class Engine:
     mode, tensor_parallel_size = "colocate", 1
 
     def __init__(self) -> None:
-        self.llm = SimpleNamespace(generate=None)
+        limits = SimpleNamespace(max_model_len=512)
+        self.llm = SimpleNamespace(generate=None, llm_engine=SimpleNamespace(model_config=limits))
 
     def sync_weights(self) -> None:
         pass
@@ -158,6 +166,9 @@ class Engine:
 
 def sampling_log(trainer: Any) -> list[dict[str, float]]:
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
+    if isinstance(trainer, GRPOTrainer):
+        worker, profile = trainer._rollouts.worker, lambda name: nullcontext()
+        worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile, True))
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
@@ -189,16 +200,28 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
     kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
     trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
     rounds = []
-    score = trainer._sampler._round
+    make = trainer._rollouts._round
 
     def remember(*args):
-        rounds.append(score(*args))
+        rounds.append(make(*args))
         return rounds[-1]
 
-    trainer._sampler._round = remember
+    trainer._rollouts._round = remember
     line = sampling_log(trainer)[0]
     assert len(rounds) > 1
-    assert line == sampling_metrics([part.rollout for part in rounds], "token_truncate")
+    assert line == sampling_metrics([part.batch for part in rounds], "token_truncate")
+
+
+def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:
+    """What is logged of how vLLM sampled these rounds."""
+    ratios = None if level is None else RatioRule(level, None, None)
+    rounds = []
+    for part in parts:
+        entries = [Entry("", "", None, None, 1, 1, False)] * len(part)
+        rewards_BF, advantages = torch.zeros(len(part), 1), torch.zeros(len(part))
+        rounds.append(Round(part, rewards_BF, advantages, entries, [], 0, 0, range(len(part))))
+    found = rollout_metrics(rounds, ["r"], torch.ones(1), AdvantageRule(), 1, False, ratios)
+    return {name: value for name, value in found if name.startswith("sampling/")}
 
 
 def share(rows: Sequence[int], sequence_level: bool) -> RolloutBatch:
@@ -246,8 +269,4 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
 def test_without_a_correction_there_are_no_statistics():
     part = share(range(4), False)
     part.importance_sampling_ratio = None
-    assert sampling_metrics([part], "token_mask") == {}
-
-
-def test_without_vllm_there_are_no_statistics():
-    assert sampling_metrics([share(range(4), False)], None) == {}
+    assert sampling_metrics([part], None) == {}

@@ -1,0 +1,106 @@
+"""What processes have made is put together in their order, and what does not fit is an error on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext.algorithms.advantages import AdvantageRule
+from grpo_ext.batching.prompt_order import RolloutRequest
+from grpo_ext.batching.sizes import StepLayout
+from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
+from grpo_ext.rollouts import join as module
+from grpo_ext.rollouts.join import JoinRules, join
+from grpo_ext.rollouts.local import LocalRollout
+from grpo_ext.rollouts.transcript import Transcript
+
+END = 1
+RULES = JoinRules(AdvantageRule(), torch.ones(1), frozenset({END}))
+
+
+def part(
+    prompts: Sequence[int],
+    mask: Sequence[int] | None = None,
+    logps: Sequence[float] | None = None,
+    failure: Exception | None = None,
+) -> LocalRollout:
+    """Groups of two, of prompts whose rewards are their numbers and half a point more."""
+    layout = StepLayout(0, 0, 0, range(4), range(8))
+    numbers = range(min(prompts, default=0), max(prompts, default=-1) + 1)
+    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None)
+    local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), terms, failure=failure)
+    for prompt in prompts:
+        for copy in range(2):
+            row = Transcript({"prompt": f"p{prompt}"}, 0, prompt=f"p{prompt}", prompt_ids=[10 + prompt])
+            row.add_sampled([20 + copy, END], None if logps is None else list(logps))
+            row.mask = list(mask or row.mask)
+            local.transcripts.append(row)
+    local.has_mask = mask is not None
+    local.rewards_BF = torch.tensor([[prompt + copy / 2] for prompt in prompts for copy in range(2)]).view(-1, 1)
+    return local
+
+
+def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> Any:
+    """As the process `rank` of several sees it."""
+    shares = [module._share(local, RULES) for local in parts]
+    monkeypatch.setattr(module, "gather_lists", lambda own: shares)
+    return join(parts[rank], RULES, rank)
+
+
+def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):
+    alone = joined(monkeypatch, [part([0, 1, 2])])
+    for parts in ([part([0]), part([1, 2])], [part([0, 1]), part([]), part([2])], [part([]), part([0, 1, 2])]):
+        for rank, local in enumerate(parts):
+            found = joined(monkeypatch, parts, rank)
+            assert torch.equal(found.rewards_BF, alone.rewards_BF)
+            assert torch.equal(found.advantages_B, alone.advantages_B)
+            assert [entry.prompt for entry in found.entries] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+            assert found.batch.prompt_ids.values.tolist() == [10, 10, 11, 11, 12, 12]
+            assert list(found.own) == [
+                i for i, e in enumerate(found.entries) if int(e.prompt[1]) in local.request.prompts
+            ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mask_on_one_process_means_tokens_of_the_model_on_the_other(monkeypatch, rank):
+    parts = [part([0], mask=[1, 0]), part([1])]
+    found = joined(monkeypatch, [parts[rank], parts[1 - rank]]).batch
+    masks = [[1, 0], [1, 0], [1, 1], [1, 1]]
+    assert [row.tolist() for row in found.loss_masks] == (masks if rank == 0 else masks[::-1])
+    assert joined(monkeypatch, [part([0]), part([1])]).batch.tool_mask is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch, rank):
+    parts = [part([0], logps=[-1.0, -2.0]), part([1])]
+    with pytest.raises(RolloutError, match="logprobs on some processes and None on others"):
+        joined(monkeypatch, parts, rank)
+    assert len(joined(monkeypatch, [part([0], logps=[-1.0, -2.0]), part([])]).batch) == 2  # it has no row
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "says"),
+    [
+        (RolloutError("rollout_func raised KeyError: 'x'"), RolloutError, "on process 1, rollout_func raised KeyError"),
+        (PrecisionError("scores were not finite"), PrecisionError, "^scores were not finite"),
+        (ConnectionError("no sandbox"), ProcessError, "process 1 failed: ConnectionError: no sandbox"),
+    ],
+)
+def test_a_failure_of_a_process_is_an_error_on_every_process(monkeypatch, failure, kind, says):
+    parts = [part([0]), part([], failure=failure)]
+    with pytest.raises(kind, match=says):
+        joined(monkeypatch, parts, 0)
+    with pytest.raises(type(failure)) as caught:
+        joined(monkeypatch, parts, 1)
+    assert caught.value is failure
+
+
+def test_rewards_of_another_number_of_rows_are_refused(monkeypatch):
+    local = part([0])
+    local.rewards_BF = torch.zeros(3, 1)
+    with pytest.raises(RolloutError, match="3 rewards for 2 completions in groups of 2"):
+        joined(monkeypatch, [local])
