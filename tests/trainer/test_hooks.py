@@ -1,9 +1,9 @@
 """What users' code may rely on: what users override or pass counts, on the same completions as in stock TRL.
 
-A test for each row of the table in docs/overrides.md, on one process; beside each a run that must differ. What an override of
-`_generate_and_score_completions` may change in TRL's dictionary is in test_overridden_rollouts, settings of the loss
-that change during a run are in test_live_settings, losses and log-probabilities in test_overrides, refusals with a lag
-in test_ahead_beside_users.
+A test for each row of the table in docs/overrides.md, on one process; beside each a run that must differ. What an
+override of `_generate_and_score_completions` may change in TRL's dictionary is in test_overridden_rollouts, settings of
+the loss that change during a run are in test_live_settings, losses and log-probabilities in test_overrides, refusals
+with a lag in test_ahead_beside_users.
 """
 
 from __future__ import annotations
