@@ -19,6 +19,9 @@ from ..rollouts.build import own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from .model import random_parts
 
+# what a user overrides of sampling
+_SAMPLING_HOOKS = ("_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts")
+
 
 def refuse_own_forward(model: Any) -> None:
     """With `rollout_lag`: refuse a model object whose forward somebody has replaced, before TRL puts its own around it.
@@ -34,6 +37,20 @@ def refuse_own_forward(model: Any) -> None:
         raise ModelError(
             "the model was given a forward of its own by hand, and a copy of the model would run the weights that are "
             "trained; rollout_lag needs the one of its class. Use rollout_lag=0."
+        )
+
+
+def refuse_overrides_ahead(trainer: Any) -> None:
+    """With `rollout_lag`: refuse overrides of what samples, which would run on the trainer, not on the thread's copies.
+
+    Raises:
+        ConfigError: names the override.
+    """
+    if own := trainer._overridden(*_SAMPLING_HOOKS):
+        raise ConfigError(
+            f"rollout_lag={trainer.args.rollout_lag} and {own}: it would sample with the weights that are trained, on "
+            "a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
+            "_get_per_token_logps_and_entropies may be overridden with a lag too."
         )
 
 

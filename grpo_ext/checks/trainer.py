@@ -30,7 +30,7 @@ from ..run.fingerprint import check_names
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
-from .ahead import check_ahead, refuse_own_forward
+from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
     check_chat_template,
     check_data_sets,
@@ -108,6 +108,21 @@ def check_overrides(cls: type, ours: type) -> None:
         )
 
 
+def refuse_overrides(trainer: Any) -> None:
+    """Refuse overrides that would not be called, or not with the weights that sample.
+
+    Raises:
+        ConfigError: names the override and what to override instead.
+    """
+    if own := trainer._overridden("_tool_call_loop"):
+        raise ConfigError(
+            f"{own} would not be called: this trainer answers tools transcript by transcript. Override "
+            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
+        )
+    if trainer.args.rollout_lag:
+        refuse_overrides_ahead(trainer)
+
+
 def check_parallelism(tensor_parallel_size: int) -> None:
     """Refuse tensor parallelism, whose ranks would be given different rows.
 
@@ -151,6 +166,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
                 disable_random_parts(module)
     _check_images_and_tools(trainer)
     _check_rewards(trainer, config)
+    refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_dora_in_8_bits(policy)
     check_overrides(type(trainer), ours)
@@ -258,8 +274,9 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
         uncovered: sentences of `check_trainer`.
 
     Raises:
-        ConfigError, ModelError: with `bitwise_invariant`, for what has been replaced since the trainer was built.
+        ConfigError, ModelError: for what has been replaced since the trainer was built, where that is not allowed.
     """
+    refuse_overrides(trainer)
     if (untested := compat.untested()) is not None:
         logger.warning(untested)
     if trainer.args.bitwise_invariant:

@@ -22,6 +22,7 @@ from ..algorithms.importance import RatioRule
 from ..algorithms.keyed_random import TRAIN_STREAM
 from ..batching.micro_batches import Form
 from ..batching.prompt_order import StepRows
+from ..errors import ConfigError
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
@@ -174,7 +175,17 @@ def build_worker_ahead(
 
 
 def context_of(trainer: Any) -> Context:
-    """For a rollout batch that is made now, on the main thread."""
+    """For a rollout batch that is made now, on the main thread.
+
+    Raises:
+        ConfigError: `num_generations` was changed since the trainer was built.
+    """
+    group, planned = trainer.num_generations, trainer.geometry.num_generations
+    if trainer.model.training and group != planned:
+        raise ConfigError(
+            f"num_generations was changed to {group} after the trainer was built, and steps and rollout batches are "
+            f"planned with {planned}; set it in GRPOConfig."
+        )
     mode = "train" if trainer.model.training else "eval"
     images, ends = trainer._rollouts.images, trainer._rollouts.worker.parts.ends
     rule = AdvantageRule(trainer.args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)

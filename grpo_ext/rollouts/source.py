@@ -265,7 +265,8 @@ class Rollouts:
             local.reward_calls = []
             uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
             with assigned(self, local=local), uneven, phase:
-                return calculate(*reward_columns(local.transcripts)), local.reward_calls
+                rewards_BF = calculate(*reward_columns(local.transcripts))
+                return rewards_BF, [*local.reward_calls, *gather_lists(self._pending(local, context))]
 
         return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -208,10 +209,11 @@ class RolloutWorker:
 
 
 def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts: Parts) -> TokenRows:
-    """The transcripts for a forward; a completion that is masked out has no tokens."""
+    """The transcripts for a forward; a completion that is masked out has no tokens, and so no images of tools."""
     tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
     ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.device)
-    images = parts.images.of_transcripts(transcripts) if transcripts else None
+    seen = [replace(t, images=t.images[: t.prompt_images]) if out else t for t, out in zip(transcripts, masked)]
+    images = parts.images.of_transcripts(seen) if seen else None
     same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(transcripts)]
     if images is not None:
         same = [text and pixels for text, pixels in zip(same, images.same)]

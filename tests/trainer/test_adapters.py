@@ -14,6 +14,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, SplitDependentError
 from grpo_ext.forward.padded import score_through_trl
 from grpo_ext.rollouts.engine import chunks_of
+from grpo_ext.rollouts.transcript import Transcript
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -155,8 +156,14 @@ def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_sett
 
 def test_prompts_of_a_call_have_one_length():
     ids = [[1], [1, 2], [3], [4, 5], [1, 2, 3]]
-    assert chunks_of(range(5), ids, 8, equal_lengths=True) == [[0, 2], [1, 3], [4]]
-    assert chunks_of(range(5), ids, 3, equal_lengths=True) == [[0, 2], [1], [3], [4]]
+    rows = [Transcript({}, key=0, place=place, prompt_ids=prompt) for place, prompt in enumerate(ids)]
+
+    def places(size: int, equal: bool) -> list[list[int]]:
+        return [[row.place for row in chunk] for chunk in chunks_of(rows, size, equal_lengths=equal)]
+
+    assert places(8, equal=True) == [[0, 2], [1, 3], [4]]
+    assert places(3, equal=True) == [[0, 2], [1], [3], [4]]
+    assert places(3, equal=False) == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

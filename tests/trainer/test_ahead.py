@@ -143,7 +143,7 @@ def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return inner(model, rows, *args, **kwargs)
 
-    monkeypatch.setattr(turns, "sample_chunk", short)
+    monkeypatch.setattr(engine, "sample_chunk", short)
     trainer = make(tmp_path / "short", rollout_lag=1)
     trainer.train()
     assert trainer._rollouts.worker.parts.memory.limit == 8
@@ -199,7 +199,7 @@ def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
         return inner(model, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "sample_chunk", sampled)
+        patch.setattr(engine, "sample_chunk", sampled)
         trainer.train()
     expected = {torch.bfloat16} if bf16 else {torch.float32}
     assert kinds == {"training": expected, "sampling": expected}
@@ -477,7 +477,7 @@ def test_what_shares_weights_in_other_ways_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="use FSDP 2"):
         checks.ahead.check_ahead(trainer, config)
     trainer.is_fsdp_enabled = False
-    trainer._reward_funcs = [tiny_model()]
+    trainer.reward_funcs = [tiny_model()]
     monkeypatch.setattr(checks.ahead, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ConfigError, match="a reward model under ZeRO-3"):
         checks.ahead.check_ahead(trainer, config)

@@ -66,23 +66,21 @@ def test_a_subclass_shapes_what_is_rewarded_and_the_rewards(tmp_path, lag):
     assert log_of(trainer, "reward") == [2.0] * 3
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_subclass_changes_the_rows(tmp_path, lag):
+def test_a_subclass_changes_the_rows(tmp_path):
     seen: list[str] = []
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         seen.extend(prompts)
         return letter_reward(prompts, completions)
 
-    of_class(Prompted, tmp_path, reward, rollout_lag=lag, **SAVE).train()
+    of_class(Prompted, tmp_path, reward, **SAVE).train()
     given = {row["prompt"] for row in prompts(12)}
     assert {prompt[1:] for prompt in seen} <= given
     state = RunState.load(tmp_path / "checkpoint-3", 4)
     assert state is not None
     assert state.rollout is not None
-    rows = state.rollout.token_rows(torch.device("cpu"))
-    prompt_ids = [rows.ids_N[start : start + n] for start, n in zip(rows.starts_B, rows.prompts_B)]
-    trained = {tiny_tokenizer().decode(ids) for ids in prompt_ids}
+    pairs = zip(state.rollout.prompt_ids, state.rollout.prompt_mask)  # as the override returned them, padded
+    trained = {tiny_tokenizer().decode(ids[mask.bool()]) for ids, mask in pairs}
     assert {prompt.replace(" ", "")[1:] for prompt in trained} <= {prompt.replace(" ", "") for prompt in given}
 
 
@@ -279,25 +277,43 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
     make(tmp_path / "two", rollout_lag=1, **settings)
 
 
+SAMPLING = ["_generate_and_score_completions", "_generate", "_generate_single_turn", "_tokenize_prompts"]
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(GRPOTrainer, name)(self, *args, **kwargs)
+
+    own: Any = type("Own", (GRPOTrainer,), {name: override})
+    with pytest.raises(ConfigError, match=rf"Own\.{name}: .* Use rollout_lag=0"):
+        of_class(own, tmp_path, rollout_lag=1)
+    of_class(own, tmp_path / "without")
+    assigned = of_class(GRPOTrainer, tmp_path / "assigned", rollout_lag=1)
+    setattr(assigned, name, override)
+    with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{name}: .* Use rollout_lag=0"):
+        assigned.train()
+
+
 class Gathering(GRPOTrainer):
-    """An override that gathers, as TRL's methods do."""
+    """Overrides that gather, as TRL's methods do."""
 
-    gathered: list[Any]
+    gathered: set[tuple[str, str, int]]
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        scored = super()._generate_and_score_completions(inputs)
-        self.gathered.append((threading.current_thread().name, self.accelerator.gather))
-        return scored
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        self.gathered.add(("rewards", threading.current_thread().name, len(self.accelerator.gather(torch.ones(2)))))
+        return super()._calculate_rewards(*args)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        self.gathered.add(("logps", threading.current_thread().name, 0))
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
-def test_the_collectives_of_an_override_gather_nothing_on_the_thread(tmp_path):
-    Gathering.gathered = []
-    trainer = of_class(Gathering, tmp_path, rollout_lag=1)
-    trainer.train()
-    calls = dict(Gathering.gathered)
-    assert calls.keys() == {"rollouts", "MainThread"}
-    assert calls["MainThread"] == trainer.accelerator.gather
-    assert torch.equal(calls["rollouts"](torch.ones(2)), torch.ones(2))
+def test_overrides_that_work_with_a_lag_run_where_they_may_gather(tmp_path):
+    Gathering.gathered = set()
+    of_class(Gathering, tmp_path, rollout_lag=1).train()
+    where = {("rewards", "MainThread", 2), ("logps", "rollouts", 0), ("logps", "MainThread", 0)}
+    assert Gathering.gathered == where
 
 
 def test_more_threads_than_there_are_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -16,7 +17,8 @@ from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, RewardError
-from tests.support import trainers
+from grpo_ext.rollouts import engine, vllm
+from grpo_ext.rollouts.transcript import Transcript
 from tests.support.drop_in import TOOL_CALL, CountingGame, conversations, log_of, make
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
@@ -225,16 +227,27 @@ def test_evaluation_leaves_the_training_rollouts_alone(tmp_path):
     assert torch.equal(parameters(plain), parameters(evaluated))
 
 
-def test_vllm_engines_that_sample_together_want_equal_shares(tmp_path, monkeypatch):
-    from grpo_ext.rollouts import engine as module
+def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
+    class Generation:
+        mode, tensor_parallel_size, llm = "server", 1, SimpleNamespace(generate=None)
+        accelerator = SimpleNamespace(device="cpu", num_processes=2, is_main_process=False)
 
-    trainer = trainers.make(tmp_path)
-    monkeypatch.setattr(module, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
-    generation = SimpleNamespace(mode="server", tensor_parallel_size=1)
+        def generate(self, prompts, **kwargs):
+            return prompts, [[6]] * len(prompts), None, None
+
+    def sampled():
+        rows = [Transcript({}, key, prompt_ids=[5]) for key in range(4)]
+        return vllm.VllmEngine(generation, contextlib.nullcontext, True).generate(rows, None, 4)
+
+    generation = Generation()
+    monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
     with pytest.raises(ConfigError, match=r"4 to 8 completions.*also for evaluation"):
-        trainer._sampler.refuse_unequal_slices(generation, 4)
+        sampled()
     generation.mode = "colocate"
-    trainer._sampler.refuse_unequal_slices(generation, 4)
+    assert sampled() == [([6], None)] * 4
+    generation.mode = "server"
+    monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: value)
+    assert sampled() == [([6], None)] * 4
 
 
 def test_best_model_is_loaded_and_checkpoints_resume(tmp_path):
@@ -306,8 +319,6 @@ def test_callbacks_see_one_step_per_optimizer_step(tmp_path):
 
 
 def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, tool_tokenizer, monkeypatch):
-    import grpo_ext.sampling.turns as module
-
     turns = []
 
     def scripted(model, prompt_ids, keys, offsets, *rest):
@@ -318,7 +329,7 @@ def test_environments_and_tools_train_and_later_turns_keep_their_rows(tmp_path, 
         # in the first turn every second row calls the tool
         return [call if first and i % 2 == 0 else done for i in range(len(prompt_ids))]
 
-    monkeypatch.setattr(module, "sample_chunk", scripted)
+    monkeypatch.setattr(engine, "sample_chunk", scripted)
     model = tiny_model(max_position_embeddings=4096)
     model.resize_token_embeddings(len(tool_tokenizer))
     trainer = make(
@@ -451,6 +462,20 @@ def test_sizes_changed_after_construction_count(tmp_path):
     args.global_batch_size, args.num_generations = 8, 2
     trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
     assert (trainer.geometry.global_batch_size, trainer.geometry.prompts_per_rollout) == (8, 4)
+
+
+def test_the_loader_has_the_workers_that_are_asked_for(tmp_path):
+    plain = make(tmp_path)
+    workers = {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+    helped = make(tmp_path, dataloader_num_workers=1, **workers)
+    loaders = [trainer.get_train_dataloader() for trainer in (plain, helped)]
+    assert [(one.num_workers, one.persistent_workers, one.prefetch_factor) for one in loaders] == [
+        (0, False, None),
+        (1, True, 3),
+    ]
+    for trainer in (plain, helped):
+        trainer.train()
+    assert torch.equal(parameters(plain), parameters(helped))
 
 
 def test_predict_scores_a_data_set(tmp_path):

@@ -41,13 +41,13 @@ def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes
         model=tiny_model("qwen2"), reward_funcs=reward, args=args, train_dataset=rows, processing_class=tiny_tokenizer()
     )
     rollouts = []
-    sample = trainer._sample_rollout
+    make = trainer._rollouts.make
 
-    def remember(rows: Any) -> Any:
-        rollouts.append(sample(rows))
+    def remember(rows: Any, context: Any) -> Any:
+        rollouts.append(make(rows, context))
         return rollouts[-1]
 
-    trainer._sample_rollout = remember
+    trainer._rollouts.make = remember
     trainer.train()
     return trainer, rollouts
 

@@ -108,14 +108,15 @@ scale_rewards seed temperature top_entropy_quantile top_k top_p use_adaptive_ent
 
 # a test of its own: the file that has it
 TESTED = {
-    "tests/trainer/test_drop_in.py": "bf16 cast_lm_head_to_fp32 gradient_accumulation_steps output_dir "
-    "pad_to_multiple_of steps_per_generation",
+    "tests/trainer/test_drop_in.py": "bf16 cast_lm_head_to_fp32 dataloader_persistent_workers "
+    "dataloader_prefetch_factor gradient_accumulation_steps output_dir pad_to_multiple_of steps_per_generation",
+    "tests/trainer/test_tools.py": "max_tool_calling_iterations",
     "tests/trainer/test_parity.py": "epsilon router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos "
     "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
     "tests/unit/batching/test_sizes.py": "generation_batch_size",
     "tests/unit/algorithms/test_losses.py": "vllm_importance_sampling_correction",
     "tests/unit/test_checks.py": "neftune_noise_alpha",
-    "tests/unit/sampling/test_decoding.py": "cache_implementation",
+    "tests/unit/rollouts/test_decoding.py": "cache_implementation",
     "tests/trainer/test_fp16.py": "fp16",
     "tests/trainer/test_out_of_memory.py": "auto_find_batch_size",
     "tests/trainer/test_trackers.py": "report_to",
@@ -129,11 +130,9 @@ TESTED = {
 # nothing of ours stands between the parameter and the code of TRL, transformers or Accelerate that reads it
 PASSED_ON = {
     "what TRL's constructor does with the model": "model_init_kwargs",
-    "the tool loop, which is TRL's": "max_tool_calling_iterations",
     "TRL's table of completions": "log_completions_hub_repo",
     "TRL's vLLM client and engine": "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex "
     "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
-    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_mode "
     "vllm_importance_sampling_cap",
     "transformers' continuous batching": "transformers_continuous_batching_config use_transformers_paged",
     "the Hub": "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token trackio_bucket_id "
@@ -154,7 +153,9 @@ PASSED_ON = {
 DECIDED = {
     "grpo_ext/config.py": "ddp_backend fsdp tf32 torch_compile use_cpu use_liger_kernel vllm_tensor_parallel_size "
     "use_transformers_continuous_batching",
-    "grpo_ext/trainer.py": "dataloader_persistent_workers dataloader_prefetch_factor entropy_coef_max entropy_coef_min",
+    "grpo_ext/trainer.py": "entropy_coef_max entropy_coef_min",
+    "grpo_ext/rollouts/build.py": "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+    "vllm_importance_sampling_mode",
 }
 
 # parameters of the trainer: the file that shows them

@@ -30,6 +30,7 @@ from tests.support.images import (
     look_elsewhere,
     picture_reward,
 )
+from tests.support.rollouts import share_forwards
 from tests.support.tiny import config_kwargs, stock_scores
 from tests.support.trainers import error, log_of, parameters
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE, UPDATE_BFLOAT16
@@ -89,7 +90,7 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
 
 
 def answers(cls: Any, ending: bool = False) -> Any:
-    """A trainer that samples nothing: a completion follows from the tokens of its prompt and its place in the group.
+    """A trainer that samples nothing: a completion follows from the tokens before it and how many others have the same.
 
     Args:
         ending: every second completion ends, the others are truncated.
@@ -97,8 +98,14 @@ def answers(cls: Any, ending: bool = False) -> Any:
 
     class Answering(cls):
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            rows = [[3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)] for i, ids in enumerate(prompt_ids)]
-            return [row + [1] * (ending and i % 2) for i, row in enumerate(rows)], None
+            alike: list[list[int]] = []
+            rows = []
+            for ids in prompt_ids:  # by chunks here, all at once in TRL
+                i = alike.count(ids)
+                alike.append(ids)
+                answer = [3 + (sum(ids) + 7 * i + 3 * t) % 20 for t in range(3 + i % 4)]
+                rows.append(answer + [1] * (ending and i % 2))
+            return rows, None
 
     return Answering
 
@@ -276,7 +283,7 @@ def test_a_stream_is_refused(tmp_path):
 @pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
 def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
     trainer = make(tmp_path, rows=image_rows(8, per_prompt), max_steps=1)
-    trainer._sampler.sharded = True  # as under FSDP and ZeRO-3
+    share_forwards(trainer)
     if per_prompt != (1, 0):
         trainer.train()
         return

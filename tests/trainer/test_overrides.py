@@ -10,6 +10,7 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import STEP_PART
@@ -19,8 +20,8 @@ from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
 
 # method -> what is different here by design, in a description of its arguments and of what it returns
 BY_DESIGN = {
-    "training_step": "once for an optimizer step, however many micro-batches it has; rows only where a rollout begins",
-    "_prepare_inputs": "returns the the step's completions of all processes (RolloutBatch), not one padded micro-batch",
+    "training_step": "once for an optimizer step, however many micro-batches; rows where a rollout begins",
+    "_prepare_inputs": "returns the step's completions of all processes (RolloutBatch), not one padded micro-batch",
     "_generate": None,
     "_generate_single_turn": None,
     "_generate_and_score_completions": None,
@@ -55,6 +56,8 @@ def shown(value: Any) -> Any:
     """A value as far as it has to be alike: shapes, keys, lengths."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
+    if isinstance(value, StepRows):
+        value = list(value.rows)
     if isinstance(value, dict):
         return {name: shown(part) for name, part in value.items() if name not in MORE_INPUTS}
     if isinstance(value, (list, tuple)):

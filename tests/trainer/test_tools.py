@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -15,11 +14,9 @@ from datasets import Dataset
 
 from grpo_ext import checks
 from grpo_ext.errors import ConfigError, DataError, RolloutError
-from grpo_ext.sampling import tool_calls
-from grpo_ext.sampling.tool_calls import TimedTools
 from tests.support.drop_in import CountingGame, log_of, make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
-from tests.support.tool_runs import Game, Shop, count, sampled, transcript_reward
+from tests.support.tool_runs import Game, count, sampled, transcript_reward
 
 SECONDS = 0.1
 SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}
@@ -69,37 +66,6 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(tmp_
     assert caplog.text.count("its thread is left behind") == 1
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
-def test_an_asynchronous_tool_that_hangs_is_cancelled(deaf):
-    ended = []
-
-    async def hang(number):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.append(number)
-            if deaf:
-                await asyncio.sleep(60)
-            raise
-
-    _, (tools,) = TimedTools(SECONDS, {}).of_rows([{}], [{"hang": hang}], None)
-    loop = asyncio.new_event_loop()  # which goes on after the call, as TRL's does
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    with pytest.raises(TimeoutError, match=r"no answer within tool_timeout=0\.1 seconds"):
-        asyncio.run_coroutine_threadsafe(tools["hang"](number=3), loop).result(20)
-    assert ended == [3]
-
-
-def test_a_tools_own_errors_and_answers_pass():
-    def slow(number):
-        raise TimeoutError("the tool's own")
-
-    ((now,), _) = TimedTools(5.0, {}).of_rows([{"slow": slow, "count": count}], [{}], None)
-    assert now["count"](number=8) == "1"
-    with pytest.raises(TimeoutError, match="the tool's own"):
-        now["slow"](number=1)
-
-
 def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     made = []
 
@@ -133,40 +99,6 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert made[0] not in trainer._environment_pool[None]
     assert [environment.asked for environment in made] == [0] + [2] * 7 + [1]
     assert caplog.text.count("whose call hung has no reward") == 1
-
-
-def test_later_calls_of_a_transcript_do_not_reach_an_environment_that_hangs():
-    class Stuck(Game):
-        def stall(self, number):
-            time.sleep(60)
-
-    stuck, other = Stuck(), Stuck()
-    for environment in (stuck, other):
-        environment.reset()
-    timed = TimedTools(SECONDS, {None: [stuck, other]})
-    ((one, two), _) = timed.of_rows(
-        [{"stall": e.stall, "count": e.count, "free": count} for e in (stuck, other)], [{}, {}], [stuck, other]
-    )
-    with pytest.raises(TimeoutError, match="no answer"):
-        one["stall"](number=1)
-    with pytest.raises(TimeoutError, match="an earlier call has not come back"):
-        one["count"](number=1)
-    assert one["free"](number=1) == two["count"](number=1) == "1"
-    assert timed.pools == {None: [other]}
-    assert stuck.get_reward() is None
-    assert other.get_reward() == 0.5
-
-
-def test_an_environment_that_is_asked_later_for_its_reward_has_none_after_a_hang():
-    class Deaf(Shop):
-        def stall(self):
-            time.sleep(60)
-
-    deaf = Deaf()
-    ((tools,), _) = TimedTools(SECONDS, {None: [deaf]}).of_rows([{"stall": deaf.stall}], [{}], [deaf])
-    with pytest.raises(TimeoutError, match="no answer"):
-        tools["stall"]()
-    assert asyncio.run(deaf.get_reward()) is None
 
 
 def test_a_reset_that_hangs_ends_the_run(tmp_path):
@@ -279,11 +211,3 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
     with refused if together else contextlib.nullcontext():
         checks.check_trainer(trainer, trainer.args, type(trainer))
-
-
-def test_a_schema_is_built_once_for_each_kind_of_environment(monkeypatch):
-    built = []
-    monkeypatch.setattr(tool_calls, "get_json_schema", built.append)
-    make_game = tool_calls.checked_environments(Game, 1.0, [])
-    assert type(make_game()) is type(make_game()) is Game
-    assert len(built) == 2  # its methods
