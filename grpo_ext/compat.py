@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -85,7 +85,7 @@ IMAGE_ARGUMENTS = tuple(
 )
 
 
-def images_among(batch: dict[str, Any]) -> dict[str, Any]:
+def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What there is of images in a batch of TRL's, as arguments of its scoring."""
     return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
 

@@ -77,7 +77,7 @@ def seconds_per_step(
         sampler = engine.sample_chunk if sampling is None else waiting_sampler(iter(sampling))
         scorer = Scorer.score_rollout if scores_here else elsewhere
         with (
-            mock.patch.object(turns, "sample_chunk", sampler),
+            mock.patch.object(engine, "sample_chunk", sampler),
             mock.patch.object(Scorer, "score_rollout", scorer),
             mock.patch.object(GRPOTrainer, "_prepare_inputs", prepared),
             mock.patch("builtins.print"),

@@ -268,7 +268,7 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     Raises:
         RolloutError: on every process, where an override returned another number of rows than it was given.
     """
-    images = images_among(dict(scored))
+    images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
     shares: list[tuple[int, dict[str, Any]]] = gather_lists([(rows, entries)])
     shares = [share for share in shares if share[0]]
