@@ -194,7 +194,7 @@ def context_of(trainer: Any) -> Context:
     )
 
 
-def terms_of(trainer: Any, hooks: Hooks = Hooks()) -> Terms:
+def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
     """What the local phase reads of a trainer."""
     args, training = trainer.args, trainer.model.training
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
@@ -226,7 +226,7 @@ def terms_of(trainer: Any, hooks: Hooks = Hooks()) -> Terms:
             args.tool_timeout,
         ),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
-        hooks=hooks,
+        hooks=hooks or Hooks(),
     )
 
 
