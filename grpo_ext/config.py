@@ -569,6 +569,11 @@ class GRPOConfig(trl.GRPOConfig):
             return None
         return self.canonical_unit_size or self.num_generations
 
+    @property
+    def pinned_threads(self) -> int | None:
+        """CPU threads that a run computes with in bitwise mode; None outside of it."""
+        return self.bitwise_threads if self.bitwise_invariant else None
+
     def resolve_geometry(self, num_processes: int) -> BatchGeometry:
         """The batch geometry on `num_processes` processes.
 

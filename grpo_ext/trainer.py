@@ -12,13 +12,12 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.logging import get_logger
 from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -31,17 +30,15 @@ from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import experts_per_token, token_cost
-from .forward.images import RowImages
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
-from .forward.reference import ReferenceSource, base_model_of, build_reference, reference_source
+from .forward.reference import base_model_of, build_reference, reference_source
 from .forward.rows import TokenRows
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
+from .rollouts.build import LOGPS, build_rollouts, context_of, load_weights, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
-from .rollouts.local import Hooks
 from .run.keeper import RunKeeper
 from .run.live import LiveRun
 from .run.optimizer_settings import fill_missing_state, settings_kept
@@ -54,11 +51,10 @@ from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
-from .step.loss import LossTerms, assemble_loss, loss_config_of
+from .step.loss import assemble_loss, loss_config_of, loss_terms_of
 from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
-from .step.statistics import STEP_PART, StepPart
+from .step.statistics import STEP_PART
 
-logger = get_logger(__name__)
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
 
@@ -90,14 +86,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
     model: Any
-    optimizer: Any
-    train_dataset: Any
     eval_dataset: Any
     num_generations: int
     num_generations_eval: int
-    max_completion_length: int
-    pad_to_multiple_of: Any
-    current_gradient_accumulation_steps: Any
 
     def __init__(
         self,
@@ -143,20 +134,17 @@ class GRPOTrainer(trl.GRPOTrainer):
             train_in_float32(self.model, adapters)
         self.geometry = config.geometry
         if reference is not None:
-            self._add_reference(reference, config)
+            self.beta = self.args.beta = config.beta
+            self.args.sync_ref_model = config.sync_ref_model
+            self.ref_model = build_reference(reference, self)
+            if config.sync_ref_model:
+                self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
         self._build(config, args)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
-            self._rollouts.worker.parts.rewards.start_workers(terms_of(self, Hooks()).rewards)
+            self._rollouts.worker.parts.rewards.start_workers(terms_of(self).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
-
-    def _add_reference(self, source: ReferenceSource, config: GRPOConfig) -> None:
-        self.beta = self.args.beta = config.beta
-        self.args.sync_ref_model = config.sync_ref_model
-        self.ref_model = build_reference(source, self)
-        if config.sync_ref_model:
-            self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""
@@ -165,12 +153,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
-        trl_scorer = super()._get_per_token_logps_and_entropies
-        self._scorer, self._rollouts = build_rollouts(self, trl_scorer, self._clock)
-        pad, multiple = self._tokenizer.pad_token_id, self.pad_to_multiple_of
+        self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
+        pad, images = self._tokenizer.pad_token_id, self._rollouts.images
         self._step_runner = OptimizerStep(
-            self.accelerator, self.args, self._scorer, pad, multiple, cost, self._clock, self._images
-        )
+            self.accelerator, self.args, self._scorer, pad, cost, self._clock,
+            lambda columns: images.of_batch(columns, self.model.training),
+        )  # fmt: skip
         self._keeper = RunKeeper(LiveRun(self), user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
@@ -188,8 +176,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
-            install_loss_scaler(self.accelerator, *self.args.loss_scale)
-            self._deepspeed_scale = DeepSpeedScale(self.args.loss_scale[1]) if self.is_deepspeed_enabled else None
+            self._deepspeed_scale = install_loss_scaler(self.accelerator, *self.args.loss_scale)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
@@ -197,20 +184,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer step; see `batching.prompt_order`."""
-        dataset, args = self.train_dataset, self.args
+        dataset = self.train_dataset
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="Training")
-        workers = ("num_workers", "persistent_workers", "prefetch_factor")
-        loader = make_loader(
-            dataset,
-            self.geometry,
-            self._rollouts.slices(self.num_generations),
-            seed=args.seed,
-            shuffle=bool(self.shuffle_dataset),
-            drop_last=args.dataloader_drop_last,
-            worker_options={name: getattr(args, f"dataloader_{name}") for name in workers},
-            ahead=args.rollout_lag > 0,
-        )
+        slices = self._rollouts.slices(self.num_generations)
+        loader = make_loader(dataset, slices, self.args, bool(self.shuffle_dataset))
         self._rollouts.read_from(loader.dataset)
         return loader
 
@@ -241,8 +219,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             # the engine has made the optimizer step before this one
             self._deepspeed_scale.after_step(self.model_wrapped)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
         completions = self._completions_of(inputs)
         terms = self._terms(model)
         context, plan = self._step_runner.run(model, completions, terms)
@@ -251,7 +229,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             self._step_runner.explain(model, completions, context, plan, terms, what)
         self._losses.append(loss)
-        self._metrics["train"]["loss"].append(loss)  # the Trainer's own goes through a float32 mean of processes
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
@@ -275,12 +252,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self._threads), quiet(), naming_failures():
+        with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
             completions = self._prepare_inputs(inputs)
             context = self._step_runner.evaluate(self.model, completions, self._terms(model))
             self._clock.take()  # the phases that are logged are those of training
             loss = self._log_step(reduced(context))
-            self._metrics["eval"]["loss"].append(loss)
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -306,26 +282,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
-        if not isinstance(generation_batch, StepRows):
-            raise ConfigError(
-                f"the loader gave a {type(generation_batch).__name__}, but steps are read as StepRows; a subclass that "
-                "overrides get_train_dataloader or get_eval_dataloader should change the data set instead."
-            )
-        if self.use_vllm and (self._rollouts.ahead is None or not self.model.training):
-            self._load_weights_into_vllm(generation_batch)
-        batch = self._rollouts.completions_of(generation_batch, context_of(self))
+        rows = StepRows.checked(generation_batch)
+        if self.use_vllm:
+            load_weights(self, rows)
+        batch = self._rollouts.completions_of(rows, context_of(self))
         if (rewards_BF := self._rollouts.rewards_BF) is not None:
             self._passes.observe(rewards_BF, self.reward_weights, self.reward_func_names)
         return batch
-
-    def _load_weights_into_vllm(self, rows: StepRows) -> None:
-        """TRL's rule: where a rollout batch is sampled, once for each step of the weights."""
-        if self._rollouts.ahead is not None:
-            self._rollouts.ahead.drain()
-        if not self._rollouts.holds(rows) and self.state.global_step != self._last_loaded_step:
-            with compat.profiling_context(self, "sync_weights"):
-                self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
 
     def _terms(self, model: Any) -> StepTerms:
         """What the loss of a step is made of; `model` as the loop calls it."""
@@ -342,6 +305,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             experts_per_token(self.model),
             self._between_micro_batches,
             own_loss,
+            self.model.training,
         )
 
     def _between_micro_batches(self) -> None:
@@ -354,13 +318,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         What is read from TRL's attributes there is that of the micro-batch: see `StepPart`.
         """
-        part: StepPart = inputs[STEP_PART]
-        training, accumulation = self.model.training, part.accumulation_steps
-        items = part.items_in_batch(
-            self.accelerator.num_processes, self.geometry.steps_per_rollout if training else None
-        )
-        inputs["num_items_in_batch"] = torch.tensor(items, device=self.accelerator.device)
-        options = {"num_items_in_batch": None} if training else {}  # as transformers calls it
+        accumulation = inputs[STEP_PART].accumulation_steps
+        options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
         with assigned(self, current_gradient_accumulation_steps=accumulation), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs, **options)
 
@@ -372,32 +331,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         if STEP_PART not in inputs:
             inputs = self._step_runner.as_step(inputs, self._group_size, self._terms(model))
         logps, entropies, router = self._score(model, inputs, self._step_runner.tokens_of(inputs))
-        bonus = self._entropy_coefficient() if self._entropy_bonus_enabled else None
-        router_coefficient = self.router_aux_loss_coef if self.aux_loss_enabled else None
-        terms = LossTerms(bonus, router_coefficient, bool(self.args.rollout_lag) and self.model.training)
-        return assemble_loss(loss_config_of(self), terms, inputs, logps, entropies, router)
+        return assemble_loss(loss_config_of(self), loss_terms_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
-        loss, policy_loss, args = values.pop("loss"), values.pop("policy_loss"), self.args
-        entropy = values.pop("bonus_entropy", math.nan) if self._entropy_bonus_enabled else None
-        if entropy is not None and self.model.training:
+        loss, entropy, args = values.pop("loss"), values.pop("bonus_entropy", math.nan), self.args
+        if self._entropy_bonus_enabled and self.model.training:
             if self.use_adaptive_entropy:
                 self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
                 bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
                 self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
             values = {"entropy_coef": self.entropy_coef} | values
-        if entropy is not None:
-            values = {"policy_loss": policy_loss} | values
-        for name, value in values.items():
-            self._metrics[self._mode][name].append(value)
+        # the Trainer's own loss goes through a float32 mean of processes
+        for name, value in (values | {"loss": loss}).items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
         return loss
-
-    def _entropy_coefficient(self) -> float:
-        """TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target."""
-        if self.use_adaptive_entropy and not self._last_world_entropy <= self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
 
     # ---- Scoring --------------------------------------------------------------------------------------------------
 
@@ -406,9 +354,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model."""
         return self._scorer.score_inputs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
-
-    def _images(self, columns: Mapping[str, Any]) -> RowImages | None:
-        return self._rollouts.images.of_batch(columns, self.model.training)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -461,16 +406,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- What is true of a run ------------------------------------------------------------------------------------
 
     @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    @property
-    def _threads(self) -> int | None:
-        return self.args.bitwise_threads if self.args.bitwise_invariant else None
 
     def _override_of(self, name: str) -> Any:
         """The method that a subclass, or an assignment to this trainer, has put in the place of ours; None if none."""
@@ -510,7 +447,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._keeper.announce()
             with (
                 quiet(),
-                pinned(self._threads),
+                pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),
                 contextlib.closing(self._rollouts),

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..algorithms.keyed_random import FURTHER_STREAM, ORDER_STREAM, derive_key
+from ..errors import ConfigError
 from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_prompts, step_layout
 
 
@@ -58,6 +59,20 @@ class StepRows(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
+
+    @staticmethod
+    def checked(item: Any) -> StepRows:
+        """What a loader gave.
+
+        Raises:
+            ConfigError: it is of another kind.
+        """
+        if isinstance(item, StepRows):
+            return item
+        raise ConfigError(
+            f"the loader gave a {type(item).__name__}, but steps are read as StepRows; a subclass that overrides "
+            "get_train_dataloader or get_eval_dataloader should change the data set instead."
+        )
 
 
 def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
@@ -245,6 +260,9 @@ class StepLoader(DataLoader):
             self.batch_sampler.set_epoch(epoch)
 
 
+_WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments of `DataLoader`
+
+
 def _first(items: list[StepRows]) -> StepRows:
     return items[0]
 
@@ -253,31 +271,22 @@ def _itself(item: Any) -> Any:
     return item
 
 
-def make_loader(
-    prompts: Any,
-    geometry: BatchGeometry,
-    rule: ProcessSlices,
-    *,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
-    worker_options: dict[str, Any] | None = None,
-    ahead: bool = False,
-) -> StepLoader:
+def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> StepLoader:
     """The training loader over a map-style data set or a stream of prompts.
 
     Args:
         prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
-        worker_options: keyword arguments of `DataLoader` about workers; a stream is read in this process.
-        ahead: rows are asked for before their step, so the steps come without.
+        args: a `GRPOConfig` with its geometry; a stream is read in this process, whatever it says of workers.
     """
+    geometry, seed, drop_last = args.geometry, args.seed, args.dataloader_drop_last
     if not hasattr(prompts, "__len__"):
         stream = prompts.shuffle(seed=seed) if shuffle and hasattr(prompts, "shuffle") else prompts
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle), ahead)
-    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **(worker_options or {}))
+    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle), args.rollout_lag > 0)
+    workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}
+    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **workers)
 
 
 def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> StepLoader:

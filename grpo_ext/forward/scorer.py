@@ -191,7 +191,7 @@ class Scorer:
     def score_inputs(
         self,
         model: Any,
-        inputs: Mapping[str, Any],
+        inputs: dict[str, Any],
         rows: TokenRows,
         with_router: bool,
         override: Callable[..., Any] | None,

@@ -103,11 +103,14 @@ class LossScaler:
         self._reported = self.state.skipped
 
 
-def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: set[str]) -> None:
+def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: set[str]) -> DeepSpeedScale | None:
     """Give an accelerator in fp16 its loss scale, before models and optimizers are prepared.
 
     Args:
         given: names of the settings that the user chose.
+
+    Returns:
+        What watches the scale of a DeepSpeed engine, where one scales.
 
     Raises:
         ConfigError: Accelerate would compute in float32 without a word, or the DeepSpeed file disagrees.
@@ -115,7 +118,7 @@ def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: 
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:
         fill_deepspeed(plugin.hf_ds_config.config.setdefault("fp16", {}), scale, rule, given)
-        return
+        return DeepSpeedScale(rule)
     device = accelerator.device
     if accelerator.mixed_precision != "fp16" or not accelerator.native_amp:
         raise ConfigError(
@@ -123,6 +126,7 @@ def install_loss_scaler(accelerator: Any, scale: float, rule: ScaleRule, given: 
             "bf16=True, or neither."
         )
     accelerator.scaler = LossScaler(scale, rule, lambda found: any_process(found, device))
+    return None
 
 
 class DeepSpeedScale:

@@ -205,7 +205,7 @@ def context_of(trainer: Any) -> Context:
     )
 
 
-def terms_of(trainer: Any, hooks: Hooks) -> Terms:
+def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
     """What the local phase reads of a trainer."""
     args, training = trainer.args, trainer.model.training
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
@@ -237,7 +237,7 @@ def terms_of(trainer: Any, hooks: Hooks) -> Terms:
             args.tool_timeout,
         ),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
-        hooks=hooks,
+        hooks=hooks or Hooks(),
     )
 
 
@@ -457,6 +457,19 @@ def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot 
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
     return snapshot
+
+
+def load_weights(trainer: Any, rows: StepRows) -> None:
+    """Give vLLM the weights as they are now, by TRL's rule: once for each step, where a rollout batch is sampled."""
+    rollouts, step = trainer._rollouts, trainer.state.global_step
+    if rollouts.ahead is not None and trainer.model.training:  # which sends what samples by itself
+        return
+    if rollouts.ahead is not None:
+        rollouts.ahead.drain()
+    if not rollouts.holds(rows) and step != trainer._last_loaded_step:
+        with compat.profiling_context(trainer, "sync_weights"):
+            trainer.vllm_generation.sync_weights()
+        trainer._last_loaded_step = step
 
 
 def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], None]:

@@ -55,6 +55,15 @@ def loss_config_of(trainer: Any) -> LossConfig:
     )
 
 
+def loss_terms_of(trainer: Any) -> LossTerms:
+    """The terms beside the policy loss as they are now, likewise."""
+    # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
+    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= trainer.args.entropy_target
+    bonus = (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None
+    router = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
+    return LossTerms(bonus, router, bool(trainer.args.rollout_lag) and trainer.model.training)
+
+
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
     """1 on the completion tokens that carry loss, (B, T): real, and written by the model."""
     mask = batch["completion_mask"]
@@ -99,8 +108,8 @@ def assemble_loss(
     )
     tokens = token_loss(cfg, batch)
     loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, part.groups)).sum()
-    context.metrics.add_total("policy_loss", loss, weight)
     if terms.entropy_coefficient is not None:
+        context.metrics.add_total("policy_loss", loss, weight)
         bonus_mask = mask if keep is None else mask * keep
         bonus = (entropies * bonus_mask).sum()
         context.metrics.add("bonus_entropy", bonus, bonus_mask.sum(), weight)

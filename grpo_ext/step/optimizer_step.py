@@ -54,6 +54,7 @@ class StepTerms:
         experts_per_token: of a MoE model.
         between: runs after every micro-batch of this process but the last.
         images_for_trl: a micro-batch holds its images too, for a loss of the user's own.
+        training: and not evaluating.
     """
 
     loss_of: Callable[[Inputs], torch.Tensor]
@@ -64,6 +65,7 @@ class StepTerms:
     experts_per_token: int = 1
     between: Callable[[], None] = lambda: None
     images_for_trl: bool = False
+    training: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class OptimizerStep:
 
     Args:
         args: the loop's configuration.
-        pad_token_id, multiple: how a micro-batch is padded (`multiple`: TRL's `pad_to_multiple_of`).
+        pad_token_id: what a micro-batch is padded with.
         cost: what a token costs, to assign groups to processes by; None: by count.
         clock: takes the seconds of the phase "window".
         images: from the columns of completions to their images.
@@ -94,14 +96,14 @@ class OptimizerStep:
         args: GRPOConfig,
         scorer: Scorer,
         pad_token_id: int,
-        multiple: int | None,
         cost: TokenCost | None,
         clock: PhaseClock,
         images: Callable[[Mapping[str, Any]], RowImages | None] = lambda columns: None,
     ) -> None:
         self.accelerator, self.args, self.scorer, self.clock = accelerator, args, scorer, clock
         self.images = images
-        self.pad_token_id, self.multiple, self.cost = pad_token_id, multiple, cost
+        self.pad_token_id, self.cost = pad_token_id, cost
+        self.multiple: Any = args.pad_to_multiple_of
         self.limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self._said_oversized = False
 
@@ -239,7 +241,10 @@ class OptimizerStep:
         if context.entropy_keep is not None:
             keep = context.keep_mask(part.rows, inputs["completion_mask"].size(1), self.accelerator.device)
         groups, padded = [rollout.groups[row] for row in part.rows], Unchanged(*(inputs[name] for name in TOKENS))
-        inputs[STEP_PART] = StepPart(context, part.weight, groups, tokens, padded, keep)
+        inputs[STEP_PART] = step_part = StepPart(context, part.weight, groups, tokens, padded, keep)
+        steps = self.args.geometry.steps_per_rollout if terms.training else None
+        items = step_part.items_in_batch(self.accelerator.num_processes, steps)
+        inputs["num_items_in_batch"] = torch.tensor(items, device=self.accelerator.device)
         loss = terms.loss_of(inputs)
         loss = loss if part.weight else loss * 0.0  # a subclass's own term does not know the weight
         context.metrics.add_total("loss", loss, 1.0)
@@ -303,7 +308,7 @@ def log_step(context: StepContext, plan: StepPlan, seconds: dict[str, float]) ->
         seconds: of this process, by phase.
 
     Returns:
-        By name; "loss" and "policy_loss" (NaN where a subclass's own loss leaves it out) among them.
+        By name; "loss" is among them.
     """
     plan.work.add_to(context.metrics)
     values = reduced(context)
@@ -313,4 +318,4 @@ def log_step(context: StepContext, plan: StepPlan, seconds: dict[str, float]) ->
 
 def reduced(context: StepContext) -> dict[str, float]:
     """The metered values of a step or an evaluation, the same on every process."""
-    return {"loss": math.nan, "policy_loss": math.nan} | context.metrics.reduce()
+    return {"loss": math.nan} | context.metrics.reduce()

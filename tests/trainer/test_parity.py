@@ -115,7 +115,7 @@ def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
 
 def last_metrics(trainer, batch) -> dict[str, float]:
     """The metrics of the batch as one step, under the names they are logged with."""
-    inputs = trainer._whole_step(dict(batch))
+    inputs = trainer._step_runner.as_step(dict(batch), trainer.num_generations, trainer._terms(trainer.model))
     trainer._compute_loss(trainer.model, inputs)
     trainer._log_step(reduced(inputs[STEP_PART].context))
     return {key: values[-1] for key, values in trainer._metrics["train"].items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,15 +57,10 @@ def rule(g: BatchGeometry, processes: int = 1, rank: int = 0) -> ProcessSlices:
 
 
 def loader(prompts, g, processes=1, rank=0, *, seed=42, shuffle=True, drop_last=False, **worker_options):
-    return make_loader(
-        prompts,
-        g,
-        rule(g, processes, rank),
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        worker_options=worker_options or None,
-    )
+    options = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None, **worker_options}
+    args = SimpleNamespace(geometry=g, seed=seed, dataloader_drop_last=drop_last, rollout_lag=0)
+    vars(args).update({f"dataloader_{name}": value for name, value in options.items()})
+    return make_loader(prompts, rule(g, processes, rank), args, shuffle)
 
 
 def names(rows) -> list[str]:
