@@ -414,10 +414,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
         return getattr(self, name) if overridden else None
 
-    def _overridden(self, *names: str) -> str | None:
-        """The name, with that of its class, of the first of these methods that is a user's."""
-        return next((f"{type(self).__name__}.{name}" for name in names if self._override_of(name) is not None), None)
-
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(

@@ -15,7 +15,7 @@ from ..errors import ConfigError, ModelError
 from ..forward.quantised import outlier_thresholds
 from ..forward.reference import base_model_of
 from ..forward.snapshot import refuse_no_copy, refuse_replaced_forward
-from ..rollouts.build import own_sampling, samples_by_key
+from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from .model import random_parts
 
@@ -46,7 +46,7 @@ def refuse_overrides_ahead(trainer: Any) -> None:
     Raises:
         ConfigError: names the override.
     """
-    if own := trainer._overridden(*_SAMPLING_HOOKS):
+    if own := overridden(trainer, *_SAMPLING_HOOKS):
         raise ConfigError(
             f"rollout_lag={trainer.args.rollout_lag} and {own}: it would sample with the weights that are trained, on "
             "a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "

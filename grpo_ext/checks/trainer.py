@@ -21,7 +21,7 @@ from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import longest_prompt, settle_rope
 from ..forward.reference import base_model_of
 from ..precision.loss_scaler import refuse_half_weights
-from ..rollouts.build import own_sampling, samples_by_key
+from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import checked_environments
 from ..rollouts.source import why_equal
@@ -114,7 +114,7 @@ def refuse_overrides(trainer: Any) -> None:
     Raises:
         ConfigError: names the override and what to override instead.
     """
-    if own := trainer._overridden("_tool_call_loop"):
+    if own := overridden(trainer, "_tool_call_loop"):
         raise ConfigError(
             f"{own} would not be called: this trainer answers tools transcript by transcript. Override "
             "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."

@@ -264,12 +264,18 @@ def hooks_of(trainer: Any) -> Hooks:
     )
 
 
+def overridden(trainer: Any, *names: str) -> str | None:
+    """The name, with that of its class, of the first of these methods that is a user's; None if none is."""
+    return next((f"{type(trainer).__name__}.{n}" for n in names if trainer._override_of(n) is not None), None)
+
+
 def own_sampling(trainer: Any) -> str | None:
-    """The name of what a user has put in the place of the trainer's sampling, or of a part of it."""
-    if trainer.rollout_func is not None:
-        return "rollout_func"
-    names = (name for name in ("_generate", "_generate_single_turn") if trainer._override_of(name) is not None)
-    return next((f"{type(trainer).__name__}.{name}" for name in names), None)
+    """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
+    return (
+        "rollout_func"
+        if trainer.rollout_func is not None
+        else overridden(trainer, "_generate", "_generate_single_turn")
+    )
 
 
 def samples_by_key(trainer: Any) -> bool:
