@@ -171,7 +171,6 @@ def context_of(trainer: Any) -> Context:
         state=trainer.state,
         metrics=trainer._metrics[mode],
         logs=trainer._logs,
-        pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         score=trainer._generate_and_score_completions if trainer._overrides(SCORE) else None,
         rewards=trainer._calculate_rewards if trainer._overrides("_calculate_rewards") else None,
     )
@@ -195,6 +194,7 @@ def terms_of(trainer: Any, hooks: Hooks) -> Terms:
             trainer.chat_template_kwargs,
         ),
         recorders={name: getattr(trainer, method) for name, method in methods.items() if trainer._overrides(method)},
+        pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
