@@ -199,7 +199,6 @@ def context_of(trainer: Any) -> Context:
         state=trainer.state,
         metrics=trainer._metrics[mode],
         logs=trainer._logs,
-        pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         score=trainer._override_of(SCORE),
         rewards=trainer._override_of("_calculate_rewards"),
     )
@@ -223,6 +222,7 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
             trainer.chat_template_kwargs,
         ),
         recorders={name: method for name, method in recorders.items() if method is not None},
+        pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),

@@ -6,7 +6,7 @@ Values alone: the worker fills a `LocalRollout`, `join` reads it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Terms:
         training: or evaluation.
         rewards: the reward functions.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
+        pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
         state: of the Trainer, which reward functions are given.
         generation_config: transformers' settings; None with vLLM.
         old_logps, reference: log-probabilities are needed of the policy that samples, of the reference model.
@@ -77,6 +78,7 @@ class Terms:
     training: bool
     rewards: RewardFunctions
     recorders: Mapping[str, Any]
+    pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
     state: Any
     generation_config: GenerationConfig | None
     old_logps: bool

@@ -42,7 +42,7 @@ from .local import LocalRollout, Terms
 from .records import add_to_table, rollout_metrics
 from .transcript import Transcript
 from .trl_shapes import take_generated, trl_dictionary, trl_generated
-from .worker import RolloutWorker, Rows, reward_columns
+from .worker import RolloutWorker, Rows, logged_elsewhere, reward_columns
 
 logger = get_logger(__name__)
 _BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
@@ -57,7 +57,6 @@ class Context:
         num_generations: of the mode.
         names: of the reward functions.
         state: of the Trainer; metrics, logs: TRL's records, of this mode.
-        pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
         score: the user's `_generate_and_score_completions`; None where it is not overridden.
         rewards: the user's `_calculate_rewards`, likewise.
     """
@@ -69,7 +68,6 @@ class Context:
     state: Any
     metrics: MutableMapping[str, list[float]]
     logs: dict[str, Any]
-    pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
     score: Callable[[Rows], dict[str, Any]] | None = None
     rewards: Callable[..., torch.Tensor] | None = None
 
@@ -256,7 +254,6 @@ class Rollouts:
         return contextlib.nullcontext()
 
     def _joined(self, local: LocalRollout, context: Context) -> Round:
-        local.reward_calls += self._pending(local, context)
         if context.rewards is None:
             return join(local, context.rules, self.accelerator.process_index)
         calculate = context.rewards
@@ -266,23 +263,9 @@ class Rollouts:
             uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
             with assigned(self, local=local), uneven, phase:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
-                return rewards_BF, [*local.reward_calls, *gather_lists(self._pending(local, context))]
+                return rewards_BF, [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
 
         return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
-
-    @staticmethod
-    def _pending(local: LocalRollout, context: Context) -> list[RewardCall]:
-        """What was logged with TRL's methods outside a call of a reward function, as one call more."""
-        metrics, columns = context.pending
-        if not metrics and not columns:
-            return []
-        first = local.request.prompts.start * local.request.num_generations
-        call = RewardCall("log_extra", -1, first, len(local.counted))
-        call.metrics = [(name, value) for name, values in metrics.items() for value in values]
-        call.columns = {name: list(values) for name, values in columns.items()}
-        metrics.clear()
-        columns.clear()
-        return [call]
 
     def refuse_unequal_prompts(self, prompts: int) -> None:
         """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.

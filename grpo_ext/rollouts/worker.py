@@ -192,7 +192,8 @@ class RolloutWorker:
         if local.terms.hooks.rewards:
             return
         with self.parts.clock.phase("rewards"):
-            local.rewards_BF, local.reward_calls = self.score_rewards(local, *reward_columns(local.counted))
+            local.rewards_BF, calls = self.score_rewards(local, *reward_columns(local.counted))
+            local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.parts.sharded and not local.counted:  # reward models may be sharded too
                 self.parts.rewards.keep_company(local.terms.rewards, RewardRows([{}], [""], [""], [[]]))
 
@@ -233,6 +234,23 @@ def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[A
     names = ("row", "prompt", "completion", "ids")
     rows, prompts, completions, ids = ([getattr(t, name) for t in transcripts] for name in names)
     return rows, prompts, completions, ids
+
+
+def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
+    """What was logged with TRL's methods outside a call of a reward function, as one call more; taken once.
+
+    By the thread that makes the rewards: with `rollout_lag` the other one may be at another rollout batch.
+    """
+    metrics, columns = local.terms.pending
+    if not metrics and not columns:
+        return []
+    first = local.request.prompts.start * local.request.num_generations
+    call = RewardCall("log_extra", -1, first, len(local.counted))
+    call.metrics = [(name, value) for name, values in metrics.items() for value in values]
+    call.columns = {name: list(values) for name, values in columns.items()}
+    metrics.clear()
+    columns.clear()
+    return [call]
 
 
 def environments_of(transcripts: Sequence[Transcript]) -> list[Any] | None:

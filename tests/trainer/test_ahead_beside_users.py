@@ -42,6 +42,35 @@ class Shaped(GRPOTrainer):
         return 2.0 * super()._calculate_rewards(inputs, prompts, given, completion_ids_list)
 
 
+class Renamed(GRPOTrainer):
+    """Changes what is logged."""
+
+    def _log_metric(self, name: str, value: float) -> None:
+        super()._log_metric(f"renamed/{name}", value)
+
+
+class Pause(TrainerCallback):
+    """Training that takes longer than sampling."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path, lag):
+    calls: list[int] = []
+
+    def reward(prompts: list[str], completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        log_metric("call", float(len(calls)))
+        return letter_reward(prompts, completions)
+
+    trainer = of_class(Renamed, tmp_path, reward, rollout_lag=lag, max_steps=5, rollout_chunk_size=16)
+    trainer.add_callback(Pause())
+    trainer.train()
+    assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 class Prompted(GRPOTrainer):
     """Changes the rows."""
 
