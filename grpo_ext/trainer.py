@@ -37,7 +37,7 @@ from .forward.rows import TokenRows
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, context_of, load_weights, sample_ahead, terms_of
+from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
 from .run.live import LiveRun
@@ -283,11 +283,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         rows = StepRows.checked(generation_batch)
-        if self.use_vllm:
-            load_weights(self, rows)
         batch = self._rollouts.completions_of(rows, context_of(self))
-        if (rewards_BF := self._rollouts.rewards_BF) is not None:
-            self._passes.observe(rewards_BF, self.reward_weights, self.reward_func_names)
+        self._passes.observe(self._rollouts.rewards_BF, self.reward_weights, self.reward_func_names)
         return batch
 
     def _terms(self, model: Any) -> StepTerms:
@@ -395,7 +392,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's; completions of a rollout batch by this trainer's engine."""
         if self._rollouts.chunk is not None and not self.use_transformers_continuous_batching:
             config = None if self.use_vllm else self.generation_config
-            return self._rollouts.turn(prompt_ids, config, self._group_size)
+            return self._rollouts.turn(prompt_ids, images, config, self._group_size)
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:

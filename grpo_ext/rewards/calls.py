@@ -8,7 +8,7 @@ Filled by rewards.guard while a rollout batch is scored; gathered, and put into 
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -35,6 +35,10 @@ class RewardCall:
     rows: int
     metrics: list[tuple[str, float]] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def moved(self, places: int) -> RewardCall:
+        """The same call, whose completions stand elsewhere in the rollout batch."""
+        return replace(self, first=self.first + places)
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number; the metric is the mean over all calls that logged it."""

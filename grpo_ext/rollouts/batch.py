@@ -231,7 +231,22 @@ def _selected(column: Column, rows: Sequence[int]) -> Column:
 
 
 def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
-    """The columns of several parts, one after the other; all have the same."""
+    """The columns of several parts, one after the other.
+
+    A mask of tools' tokens may be missing in some, where a `rollout_func` returned none: the model wrote all tokens.
+
+    Raises:
+        RolloutError: another column is missing in some.
+    """
+    if any("tool_mask" in part for part in parts):
+        parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]
+    names = {name for part in parts for name in part}
+    if missing := sorted(name for name in names if not all(name in part for part in parts)):
+        raise RolloutError(
+            f"{', '.join(missing)} came with some completions of a rollout batch and not with all, from a rollout_func "
+            "(its logprobs are sampling_per_token_logps) or an override; return it for all of them, on every process "
+            "and in every round, or for none."
+        )
     return {name: _concatenated(name, [part[name] for part in parts]) for name in parts[0]}
 
 

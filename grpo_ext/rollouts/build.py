@@ -79,7 +79,8 @@ def build_rollouts(trainer: Any, trl_scorer: Callable[..., Any], clock: PhaseClo
     refused = (_PLACES if with_images else {}) | (_LATER if travelling else {})
     scorer = Scorer(trainer.accelerator, trainer.args, trainer.pad_to_multiple_of, trl_scorer, refused)
     images = ImageSource(prepare, travelling or (with_images and any(map(trainer._override_of, _OWN_ROWS))))
-    return scorer, Rollouts(trainer.accelerator, trainer.args, build_worker(trainer, images, scorer, clock), images)
+    worker, load = build_worker(trainer, images, scorer, clock), functools.partial(load_weights, trainer)
+    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, images, load)
 
 
 def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> RolloutWorker:
@@ -96,7 +97,11 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
         trainer.chat_template_kwargs,
     )
     factories = trainer.environment_factories
-    environments = Environments(factories, isinstance(factories, dict) and None not in factories, _pools(trainer))
+    environments = Environments(
+        factories,
+        isinstance(factories, dict) and None not in factories,
+        None if factories is None else trainer._environment_pool,
+    )
     loop = getattr(trainer, "async_loop", None)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
@@ -126,7 +131,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
         device=accelerator.device,
         sharded=sharded,
         # vLLM's shares are as many for every process, and no whole chunks
-        chunk=None if args.use_vllm else whole_groups(trainer.geometry),
+        chunk=None if args.use_vllm else trainer.geometry.rollout_chunk_size,
         ends=ends,
         filler=trainer._tokenizer.eos_token_id,
         pad=trainer._tokenizer.pad_token_id,
@@ -147,7 +152,7 @@ def build_worker_ahead(
         images = dataclasses.replace(images, prepare=own)
     if trainer.use_vllm:
         generation = trainer.vllm_generation
-        engine: Engine = VllmServer(generation, compat.client_of(generation), not environments.factories)
+        engine: Engine = VllmServer(generation, compat.client_of(generation))
     else:
         generating = _generating_alone(trainer, snapshot.policy, accelerator)
         assert isinstance(parts.engine, TransformersEngine)
@@ -251,7 +256,8 @@ def hooks_of(trainer: Any) -> Hooks:
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
         rollouts.refuse_unequal_prompts(len(prompts))
-        return checked_rollout(trainer.rollout_func, prompts, trainer, why_logprobs(trainer.args))
+        # a copy: a loop of turns appends to its prompts
+        return checked_rollout(trainer.rollout_func, copy.deepcopy(prompts), trainer, why_logprobs(trainer.args))
 
     turn, generate = trainer._override_of("_generate_single_turn"), trainer._override_of("_generate")
     return Hooks(
@@ -294,16 +300,6 @@ def why_logprobs(args: Any) -> str | None:
 # ---- Parts -----------------------------------------------------------------------------------------------------------
 
 
-def whole_groups(geometry: Any) -> int:
-    """Completions of a rollout chunk, in whole groups."""
-    group = geometry.num_generations
-    return max(1, geometry.rollout_chunk_size // group) * group
-
-
-def _pools(trainer: Any) -> dict[Any, list[Any]] | None:
-    return None if trainer.environment_factories is None else trainer._environment_pool
-
-
 def _engine(
     trainer: Any,
     images: ImageSource,
@@ -312,7 +308,7 @@ def _engine(
 ) -> Engine:
     args, accelerator = trainer.args, trainer.accelerator
     if trainer.use_vllm:
-        return VllmEngine(trainer.vllm_generation, profile, trainer.environment_factories is None)
+        return VllmEngine(trainer.vllm_generation, profile)
     if trainer.use_transformers_continuous_batching:
         return ContinuousBatching(trainer.trl_turn)
     sharded = shards_parameters(accelerator)
@@ -465,14 +461,12 @@ def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot 
     return snapshot
 
 
-def load_weights(trainer: Any, rows: StepRows) -> None:
-    """Give vLLM the weights as they are now, by TRL's rule: once for each step, where a rollout batch is sampled."""
+def load_weights(trainer: Any) -> None:
+    """Give vLLM the weights as they are now, by TRL's rule: once for each step, where completions are sampled."""
     rollouts, step = trainer._rollouts, trainer.state.global_step
-    if rollouts.ahead is not None and trainer.model.training:  # which sends what samples by itself
-        return
-    if rollouts.ahead is not None:
+    if trainer.use_vllm and rollouts.ahead is not None:  # which holds weights of other steps
         rollouts.ahead.drain()
-    if not rollouts.holds(rows) and step != trainer._last_loaded_step:
+    if trainer.use_vllm and step != trainer._last_loaded_step:
         with compat.profiling_context(trainer, "sync_weights"):
             trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = step

@@ -7,6 +7,7 @@ values, the table of completions) is computed from what all have, the same on ev
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class Share:
     reward_calls: list[RewardCall] = field(default_factory=list)
     tool_calls: int = 0
     tool_failures: int = 0
+    first: int = 0  # place of its first completion in the rollout batch, as its calls know it
     failure: tuple[str, str] | None = None
 
 
@@ -116,7 +118,8 @@ def join(
     """
     shares: list[Share] = gather_lists([_share(local, rules)])
     _raise_failures(local.failure, shares)
-    calls = [call for share in shares for call in share.reward_calls]
+    starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
+    calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
     if rewards_of_all is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
@@ -129,9 +132,8 @@ def join(
             "completion needs its rewards, and every group has to be whole."
         )
     advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
-    columns = concatenated(_alike([share.columns for share in shares if share.columns]))
+    columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
-    start = sum(len(share.entries) for share in shares[:rank])
     return Round(
         batch,
         rewards_BF,
@@ -140,7 +142,7 @@ def join(
         sorted(calls, key=lambda call: (call.first, call.number)),
         sum(share.tool_calls for share in shares),
         sum(share.tool_failures for share in shares),
-        range(start, start + len(shares[rank].entries)),
+        range(starts[rank], starts[rank + 1]),
     )
 
 
@@ -158,21 +160,6 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
             raise ProcessError(f"process {rank} failed: {kind}: {message}")
 
 
-def _alike(parts: list[dict[str, Column]]) -> list[dict[str, Column]]:
-    """The columns of processes, of which a `rollout_func` may have returned a mask on some alone.
-
-    Raises:
-        RolloutError: on some alone it returned log-probabilities.
-    """
-    if any("tool_mask" in part for part in parts):  # without one, the model wrote all tokens
-        parts = [{"tool_mask": part["completion_mask"], **part} for part in parts]
-    if len({"sampling_per_token_logps" in part for part in parts}) > 1:
-        raise RolloutError(
-            "rollout_func returned logprobs on some processes and None on others; return them on all, or on none."
-        )
-    return parts
-
-
 def _share(local: LocalRollout, rules: JoinRules) -> Share:
     if local.failure is not None:
         return Share(failure=(type(local.failure).__name__, str(local.failure)))
@@ -180,7 +167,8 @@ def _share(local: LocalRollout, rules: JoinRules) -> Share:
     entries = [_entry(transcript, rules) for transcript in transcripts]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
     columns = columns_of(local, rules, transcripts) if transcripts else {}
-    return Share(columns, entries, rewards_BF, local.reward_calls, local.tool_calls, local.tool_failures)
+    counts = (local.tool_calls, local.tool_failures, local.request.prompts.start * local.request.num_generations)
+    return Share(columns, entries, rewards_BF, local.reward_calls, *counts)
 
 
 def _entry(transcript: Transcript, rules: JoinRules) -> Entry:

@@ -99,6 +99,7 @@ class LocalRollout:
         request: what was asked for.
         transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
         terms: that it was made by.
+        extra_fields: what a `rollout_func` returned beside TRL's lists.
         has_mask: tokens of tools or of an environment may be among those of the completions.
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
@@ -111,6 +112,7 @@ class LocalRollout:
     terms: Terms
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False
+    extra_fields: dict[str, Any] = field(default_factory=dict)
     old_logps: list[torch.Tensor] | None = None
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
@@ -139,7 +141,7 @@ class Parts:
         clock: takes the seconds of the phases.
         device: of the models.
         sharded: a forward is a collective.
-        chunk: completions that a reward function is called with; None: all of this process.
+        chunk: completions that a reward function is called with, at most, in whole groups; None: all of this process.
         ends: a completion that ends in none of these tokens is truncated.
         filler: a token, for rows that reach no result.
         pad, multiple: how TRL's dictionary is padded.

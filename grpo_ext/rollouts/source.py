@@ -24,7 +24,7 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, RolloutError
+from ..errors import DataError, RolloutError
 from ..forward.images import count_images, messages_of
 from ..forward.snapshot import Weights
 from ..rewards.calls import RewardCall
@@ -91,6 +91,7 @@ class Rollouts:
     Args:
         worker: makes this process's part.
         images: where the images of rows come from.
+        load: gives vLLM the weights as they are now.
 
     Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
@@ -101,7 +102,8 @@ class Rollouts:
         threads: that sampling ahead computes with on a CPU; None: as many as torch has.
         steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
             made.
-        local: this process's part while a hook of the user's makes its completions; chunk: of it, while one samples.
+        local: this process's part while a user's `_generate` makes its completions; chunk: of it, while a user's
+            `_generate_single_turn` samples.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Rollouts:
         args: GRPOConfig,
         worker: RolloutWorker,
         images: ImageSource,
+        load: Callable[[], None],
     ) -> None:
         self.accelerator, self.args, self.worker, self.images = accelerator, args, worker, images
+        self.load = load
         self.sharded = worker.parts.sharded
         self.batch: RolloutBatch | None = None
         self.held: tuple[int, int] | None = None
@@ -125,6 +129,8 @@ class Rollouts:
         self.local: LocalRollout | None = None
         self.chunk: list[Transcript] | None = None
         self._scoring: Scoring | None = None
+        self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
+        self._hook_calls = 0  # of TRL's method, by the hook that runs
         self._free_calls = 0
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         self._warned_columns: set[tuple[str, str]] = set()
@@ -132,10 +138,6 @@ class Rollouts:
     def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
         self.batch, self.held = batch, name
-
-    def holds(self, rows: StepRows) -> bool:
-        """Whether the rollout batch of a training step is there already."""
-        return self.batch is not None and self.held == (rows.request.epoch, rows.request.layout.rollout)
 
     def end_workers(self) -> None:
         """End the processes that reward functions run in; the next call of one starts them again."""
@@ -182,17 +184,13 @@ class Rollouts:
             rows: of this process; none in a step that does not begin a rollout batch.
         """
         request = rows.request
-        if context.num_generations != request.num_generations:
-            raise ConfigError(
-                f"num_generations was changed from {request.num_generations} to {context.num_generations} after the "
-                "loader was made; batch sizes follow from it. Set it in GRPOConfig, before the trainer is built."
-            )
         if not context.terms.training:
             return self.make(rows, context)
-        if not self.holds(rows):
+        name = (request.epoch, request.layout.rollout)
+        if self.batch is None or self.held != name:
             if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
                 rows = self._fetch(request)
-            self.hold(self.make(rows, context), (request.epoch, request.layout.rollout))
+            self.hold(self.make(rows, context), name)
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 
@@ -239,11 +237,15 @@ class Rollouts:
     def _sampled(
         self, request: RolloutRequest, rows: Rows, keys: Sequence[int], numbers: Sequence[int], context: Context
     ) -> LocalRollout:
+        self.load()
+        hooks = context.terms.hooks
         try:
             with self._uneven(request, context):
                 return self.worker.sample(request, rows, keys, numbers, context.terms)
         except Exception as error:
-            if self.sharded or self.accelerator.num_processes == 1:  # others may be inside a forward with this process
+            # the others may be inside a collective with this process: a forward, vLLM's, one of a hook of the user's
+            waited_for = why_equal(self.args, self.sharded) or hooks.tokenize or hooks.generate or hooks.turn
+            if waited_for or self.accelerator.num_processes == 1:
                 raise
             return LocalRollout(request, context.terms, failure=error)
 
@@ -261,7 +263,7 @@ class Rollouts:
         def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
             local.reward_calls = []
             uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
-            with assigned(self, local=local), uneven, phase:
+            with assigned(self, _rewarded=local), uneven, phase:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 return rewards_BF, [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
 
@@ -371,11 +373,18 @@ class Rollouts:
             unknown = torch.full((len(batch), len(context.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], 0, 0, range(0))
         last = scoring.rounds[-1]
+        whole = len(scoring.rounds) == 1 and len(last) == len(batch)
+        if self.further is not None and context.terms.training and not whole:
+            raise RolloutError(
+                "_generate_and_score_completions called TRL's method more than once, or with other rows, and "
+                "dynamic_sampling=True needs the rewards of what it returns; call it once, or set it to False."
+            )
         if self.images.prepare is not None:
-            if len(last.batch) != len(batch):
+            pairs = zip(last.batch.prompt_ids, batch.prompt_ids)
+            if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
                 raise RolloutError(
-                    f"_generate_and_score_completions returned {len(batch)} completions of a model that takes images, "
-                    f"and TRL's method made {len(last.batch)}; return one for each row."
+                    "_generate_and_score_completions returned other rows of a model that takes images, or in another "
+                    "order, than TRL's method made last; return one for each of them, in their order."
                 )
             batch.row_images = last.batch.row_images
         return dataclasses.replace(last, batch=batch)
@@ -387,7 +396,7 @@ class Rollouts:
         draw other random numbers.
         """
         scoring, rows, training = self._scoring, list(inputs), context.terms.training
-        request = self._free_request(len(rows), context.num_generations) if scoring is None else scoring.rows.request
+        request = self._request(len(rows), context.num_generations)
         keys = keys_of(request, len(rows), self.args.seed, training, 0 if scoring is None else len(scoring.rounds))
         local = self._sampled(request, rows, keys, (), context)
         one = self._joined(local, context)
@@ -397,8 +406,10 @@ class Rollouts:
             self._log([one], context)
         return trl_dictionary(local, one, context.rules, self.worker.parts)
 
-    def _free_request(self, rows: int, group: int) -> RolloutRequest:
-        """The request of rows that no loader has asked for."""
+    def _request(self, rows: int, group: int) -> RolloutRequest:
+        """The request that a user's override was given; a new one for rows that no loader has asked for."""
+        if self._scoring is not None:
+            return self._scoring.rows.request
         self._free_calls += 1
         prompts, rank = ceil_div(rows, group), self.accelerator.process_index
         layout = StepLayout(_BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
@@ -406,7 +417,7 @@ class Rollouts:
 
     def generate_by_user(self, generate: Callable[[list[Any]], Any], local: LocalRollout) -> None:
         """Completions by the user's `_generate`."""
-        with assigned(self, local=local):
+        with assigned(self, local=local, _hook_calls=0):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
 
     def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
@@ -415,15 +426,22 @@ class Rollouts:
         assert local is not None
         terms = dataclasses.replace(local.terms, hooks=dataclasses.replace(local.terms.hooks, generate=None))
         known, transcripts = local.transcripts, []
-        more = keys_of(local.request, len(prompts), self.args.seed, terms.training, 0)
-        for place, prompt in enumerate(prompts):
-            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, more[place], place)
-            images = row.images if place < len(known) else ([] if isinstance(prompt, str) else images_in(prompt))
-            transcripts.append(dataclasses.replace(row, prompt=prompt, images=list(images)))
+        keys = keys_of(local.request, len(prompts), self.args.seed, terms.training, self._next_call())
+        for place, (prompt, key) in enumerate(zip(prompts, keys)):
+            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
+            images = [] if isinstance(prompt, str) else images_in(prompt)
+            shown: Any = {"images": images, "prompt_images": len(images)}
+            transcripts.append(dataclasses.replace(row, key=key, prompt=prompt, **shown))
         part = LocalRollout(local.request, terms, transcripts)
         self.worker.converse(part)
-        local.tool_calls, local.tool_failures = part.tool_calls, part.tool_failures
+        local.tool_calls += part.tool_calls
+        local.tool_failures += part.tool_failures
         return trl_generated(part)
+
+    def _next_call(self) -> int:
+        """How often the hook that runs has called TRL's method before."""
+        self._hook_calls += 1
+        return self._hook_calls - 1
 
     def turn_by_user(self, turn: Callable[..., Any], num_generations: int, rows: list[Transcript]) -> list[Sampled]:
         """One turn by the user's `_generate_single_turn`, chunk by chunk; called as TRL calls it."""
@@ -434,30 +452,27 @@ class Rollouts:
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
-            with assigned(self, chunk=chunk):
+            with assigned(self, chunk=chunk, _hook_calls=0):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
             values = [None] * len(ids) if logps is None else logps
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
         return [sampled[id(row)] for row in rows if id(row) in sampled]
 
     def turn(
-        self, prompt_ids: Sequence[Sequence[int]], config: Any, num_generations: int
+        self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int
     ) -> tuple[list[list[int]], Any]:
         """TRL's `_generate_single_turn`, below a user's: new tokens for the chunk's rows, whatever tokens they have."""
-        chunk = self.chunk
+        chunk, call = self.chunk, self._next_call()
         assert chunk is not None
         rows = []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
-            tokens, written = list(ids), len(row.ids)
-            if place >= len(chunk):  # a row that the user has added
-                key = mix(torch.tensor(row.key), _BEYOND + place).item()
-                rows.append(Transcript(row.row, int(key), prompt_ids=tokens, place=chunk[0].place))
-            elif tokens == row.prompt_ids + row.ids:
-                rows.append(row)
-            else:
-                cut = len(tokens) - written
-                rows.append(dataclasses.replace(row, prompt_ids=tokens[:cut], ids=tokens[cut:]))
+            key, cut = row.key, len(ids) - len(row.ids)
+            if place >= len(chunk) or call:  # a row that the user has added, or a further call
+                key = int(mix(torch.tensor(key), _BEYOND + place * (place >= len(chunk)) + (call << 20)))
+            shown = row.images if images is None else list(images[place] or ())
+            tokens: Any = {"prompt_ids": list(ids[:cut]), "ids": list(ids[cut:])}
+            rows.append(dataclasses.replace(row, key=key, images=shown, **tokens))
         engine = self.worker.parts.engine
         sampled = engine.generate(rows, config, num_generations)
         logps = [values for _, values in sampled]
@@ -469,13 +484,18 @@ class Rollouts:
         Args:
             columns: rows, prompts, completions, token ids.
         """
-        local = self.local
-        if local is None:  # a call of the user's own, which logs as TRL does
-            local = LocalRollout(self._free_request(len(columns[1]), context.num_generations), context.terms)
+        local = self._rewarded or LocalRollout(self._request(len(columns[1]), context.num_generations), context.terms)
         if local.request.empty:
             columns = ([], [], [], [])
         rewards_BF, calls = self.worker.score_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
+        if self._rewarded is None:  # a call of the user's own, which logs where TRL's methods do
+            metrics, extra = context.terms.pending
+            for call in calls:
+                for name, value in call.metrics:
+                    metrics.setdefault(name, []).append(value)
+                for name, values in call.columns.items():
+                    extra.setdefault(name, []).extend(values)
         local.reward_calls = [call for _, made in shares for call in made]
         return torch.cat([rewards for rewards, _ in shares]).to(self.accelerator.device)
 

@@ -71,7 +71,7 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
         masks if local.has_mask else None,
         completions,
         None if any(row is None for row in logps) else logps,
-        {},
+        local.extra_fields,
         images if any(images) else None,
         tool_images,
     )
@@ -95,6 +95,8 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
         row.mask = [1] * len(row.ids) if masks is None else list(masks[place])
         row.logps = None if logps is None else list(logps[place])
         row.completion = completions[place]
+        if not row.ids:
+            raise RolloutError(f"_generate returned no tokens for prompt {place}; return at least the end token.")
         if images is not None:
             row.images = list(images[place] or ())
     local.has_mask = masks is not None
@@ -110,7 +112,7 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
         row.add_sampled(list(output["completion_ids"][place]), _row_of(output["logprobs"], place))
         if masks is not None:
             row.mask = list(masks[place])
-    local.has_mask = masks is not None
+    local.has_mask, local.extra_fields = masks is not None, fields
     add_fields(local.transcripts, fields)
 
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from ..algorithms.keyed_random import mix
 from ..compat import View, on_view
 from ..errors import ConfigError
-from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes
+from ..runtime.collectives import any_process, gather_in_group, gather_lists, max_over_processes
 from .engine import Sampled, one_chunk
 from .transcript import Transcript
 
@@ -32,16 +32,14 @@ class VllmEngine:
     Args:
         generation: TRL's.
         profile: TRL's profiling context of a name.
-        shared_prompts: the completions of a group have one prompt (no environment has changed it).
     """
 
     def __init__(
         self,
         generation: Any,
         profile: Callable[[str], AbstractContextManager[Any]],
-        shared_prompts: bool,
     ) -> None:
-        self.generation, self.profile, self.shared_prompts = generation, profile, shared_prompts
+        self.generation, self.profile = generation, profile
 
     @property
     def together(self) -> bool:
@@ -78,7 +76,9 @@ class VllmEngine:
         seeds = seeds_of(transcripts, num_generations)
         prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
         images = [transcript.images or None for transcript in transcripts]
-        copies = copies_of(transcripts, num_generations, self.shared_prompts)
+        copies = copies_of(transcripts, num_generations)
+        if self.together and any_process(copies == 1, self.generation.accelerator.device):
+            copies = 1
         _, ids, logps, _ = seeded(self.generation, seeds, copies).generate(
             prompts=prompts,
             images=images if any(images) else None,
@@ -94,11 +94,10 @@ class VllmServer:
     Args:
         generation: TRL's `VLLMGeneration`, for its settings.
         client: of this process.
-        shared_prompts: as of `VllmEngine`.
     """
 
-    def __init__(self, generation: Any, client: Any, shared_prompts: bool) -> None:
-        self.generation, self.client, self.shared_prompts = generation, client, shared_prompts
+    def __init__(self, generation: Any, client: Any) -> None:
+        self.generation, self.client = generation, client
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
         """All of them: vLLM batches by itself."""
@@ -110,7 +109,7 @@ class VllmServer:
         """See `Engine`."""
         if not transcripts:
             return []
-        asked, copies = self.generation, copies_of(transcripts, num_generations, self.shared_prompts)
+        asked, copies = self.generation, copies_of(transcripts, num_generations)
         different = transcripts[::copies]
         prompts = [transcript.prompt_ids + transcript.ids for transcript in different]
         features = None
@@ -136,9 +135,16 @@ class VllmServer:
         return with_first_logps(answer["completion_ids"], answer["logprobs"])
 
 
-def copies_of(transcripts: Sequence[Transcript], num_generations: int, shared_prompts: bool) -> int:
-    """How many transcripts that stand together go on from the same tokens: a group in the first turn, else one."""
-    return num_generations if shared_prompts and not any(transcript.turns for transcript in transcripts) else 1
+def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
+    """How many transcripts that stand together go on from the same prompt: the groups, or one."""
+    groups = [transcripts[i : i + num_generations] for i in range(0, len(transcripts), num_generations)]
+    shared = all(
+        len(group) == num_generations
+        and not any(row.ids for row in group)
+        and all(row.prompt_ids == group[0].prompt_ids and row.images == group[0].images for row in group)
+        for group in groups
+    )
+    return num_generations if shared else 1
 
 
 def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:

@@ -10,6 +10,7 @@ exchange before `join`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Hashable, Sequence
@@ -69,7 +70,8 @@ class RolloutWorker:
             self.complete(local)
         except Exception:
             if self.scores and not self.parts.sharded:  # the others compare their forwards with this process
-                self.add_logprobs(LocalRollout(request, terms))
+                with contextlib.suppress(Exception):
+                    self.add_logprobs(LocalRollout(request, terms))
             raise
         if self.scores:
             self.add_logprobs(local)
@@ -145,10 +147,8 @@ class RolloutWorker:
             else:
                 sampled = parts.engine.generate(counted, terms.generation_config, group)
                 if local.request.empty:  # they reach no result
-                    told: list[float | None] | None = (
-                        [0.0] if terms.generation_config is None else None
-                    )  # vLLM tells them
-                    sampled = [([parts.filler], told) for _ in transcripts]
+                    by_vllm = terms.generation_config is None  # which tells log-probabilities
+                    sampled = [([parts.filler], [0.0] if by_vllm else None) for _ in transcripts]
         if missing := len(transcripts) - len(sampled):
             raise RuntimeError(
                 f"No completions were generated for {missing} of {len(transcripts)} prompts. This usually means that "
@@ -202,9 +202,9 @@ class RolloutWorker:
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
         first, terms = local.request.prompts.start * local.request.num_generations, local.terms
-        reward_rows = RewardRows(
-            rows, prompts, completions, ids, environments_of(local.counted), first, self.parts.chunk
-        )
+        chunk, group = self.parts.chunk, local.request.num_generations
+        chunk = None if chunk is None else max(1, chunk // group) * group
+        reward_rows = RewardRows(rows, prompts, completions, ids, environments_of(local.counted), first, chunk)
         with self.parts.rewards.profile("_calculate_rewards"):
             return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 
@@ -224,7 +224,8 @@ def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts:
 
 def _prompt_name(transcript: Transcript) -> Hashable:
     """What tells the prompts of different transcripts apart."""
-    images = () if not transcript.images else (transcript.place if transcript.number is None else transcript.number,)
+    own = transcript.number is None or transcript.environment is not None  # an environment may show each another image
+    images = () if not transcript.images else (own, transcript.place if own else transcript.number)
     shown = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
     return transcript.environment_name, images, shown
 

@@ -18,7 +18,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast, broadcast_object_list, gather, gather_object
+from accelerate.utils import (
+    DistributedType,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    recursively_apply,
+)
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..compat import store_of_processes
@@ -93,10 +100,13 @@ def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
         empty: this process takes part but adds none of its rows; a sum or a count of it is zero.
     """
 
-    def gather_any(tensor: torch.Tensor) -> torch.Tensor:
+    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:
             return equal_gather(torch.zeros_like(tensor) if empty else tensor)
         return ragged_gather(tensor, 0 if empty else None)
+
+    def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
+        return recursively_apply(gather_one, tensors, error_on_other_type=True)
 
     with mock.patch.object(accelerator, "gather", gather_any):
         yield

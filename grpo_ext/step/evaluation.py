@@ -22,14 +22,19 @@ class PassAtK:
         self._rewards_B = torch.empty(0)
         self._pass_or_fail, self._warned = True, False  # every reward so far was 0 or 1
 
-    def observe(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, names: Sequence[str]) -> None:
-        """Take the rewards of a rollout batch, of training or of an evaluation, by reward function."""
+    def observe(self, rewards_BF: torch.Tensor | None, weights_F: torch.Tensor, names: Sequence[str]) -> None:
+        """Take the rewards of a rollout batch, of training or of an evaluation, by reward function; None: unknown."""
+        if rewards_BF is None:
+            self._rewards_B = torch.empty(0)
+            return
         name = self.args.eval_pass_reward
         self._rewards_B = weighted_sum(rewards_BF, weights_F) if name is None else rewards_BF[:, names.index(name)]
         self._pass_or_fail = self._pass_or_fail and are_pass_or_fail(self._rewards_B.tolist())
 
     def metrics(self, num_generations: int) -> dict[str, float]:
-        """`pass_metrics` of the rollout batch that was observed last."""
+        """`pass_metrics` of the rollout batch that was observed last; none where its rewards are unknown."""
+        if not len(self._rewards_B):
+            return {}
         least = self.args.eval_pass_threshold
         if least is None and self._pass_or_fail:
             least = 1.0
