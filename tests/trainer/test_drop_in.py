@@ -237,7 +237,7 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
 
     def sampled():
         rows = [Transcript({}, key, prompt_ids=[5]) for key in range(4)]
-        return vllm.VllmEngine(generation, contextlib.nullcontext, True).generate(rows, None, 4)
+        return vllm.VllmEngine(generation, contextlib.nullcontext).generate(rows, None, 4)
 
     generation = Generation()
     monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))

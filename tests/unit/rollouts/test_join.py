@@ -77,7 +77,7 @@ def test_a_mask_on_one_process_means_tokens_of_the_model_on_the_other(monkeypatc
 @pytest.mark.parametrize("rank", [0, 1])
 def test_log_probabilities_on_some_processes_alone_are_refused(monkeypatch, rank):
     parts = [part([0], logps=[-1.0, -2.0]), part([1])]
-    with pytest.raises(RolloutError, match="logprobs on some processes and None on others"):
+    with pytest.raises(RolloutError, match="sampling_per_token_logps came with some completions"):
         joined(monkeypatch, parts, rank)
     assert len(joined(monkeypatch, [part([0], logps=[-1.0, -2.0]), part([])]).batch) == 2  # it has no row
 

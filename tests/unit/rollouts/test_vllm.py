@@ -168,7 +168,7 @@ def sampling_log(trainer: Any) -> list[dict[str, float]]:
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
     if isinstance(trainer, GRPOTrainer):
         worker, profile = trainer._rollouts.worker, lambda name: nullcontext()
-        worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile, True))
+        worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile))
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
