@@ -480,7 +480,10 @@ ATTRIBUTES: tuple[str, ...] = (
     "vllm_importance_sampling_mode",
 )
 
-SAMPLING_ATTRIBUTES = {True: ("vllm_generation",), False: ("generation_config", "generation_kwargs")}  # by use_vllm
+SAMPLING_ATTRIBUTES = {
+    True: ("vllm_generation", "_last_loaded_step"),
+    False: ("generation_config", "generation_kwargs"),
+}  # by use_vllm
 ENVIRONMENT_ATTRIBUTES = ("_env_tools", "_environment_pool")  # where there are environments
 
 

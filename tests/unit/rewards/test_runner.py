@@ -248,7 +248,7 @@ def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itse
 @pytest.mark.parametrize("environments", [None, ["x", "y", "z"]])
 def test_a_row_that_nobody_scored_is_named_as_in_stock_trl(tmp_path, caplog, environments):
     trainer = stock(tmp_path, [sparse, sparse])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="trl.trainer.grpo_trainer"):
         both(trainer, rows(environments=environments))
     expected, shown = (record.message for record in caplog.records if "returned None" in record.message)
     assert shown == expected
