@@ -24,7 +24,7 @@ from .ragged import Ragged, padded
 
 # fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
 # all images of the row, packed, where tools or environments bring some
-ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
+ROW_NUMBER, ROW_IMAGES = _OWN = "row_number", "row_images"
 
 
 # values of completions: of any length each, of one shape each, or Python objects
@@ -294,6 +294,13 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
                 "rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing is to "
                 "be learned."
             )
+    names = set(shares[0][1])
+    if others := {name for _, share in shares for name in names.symmetric_difference(share)} | names & {*_OWN}:
+        raise RolloutError(
+            f"_generate_and_score_completions returned the field(s) {', '.join(sorted(others))} on some processes "
+            f"alone, or under a name of this trainer's ({', '.join(_OWN)}); return every field on all of them, under "
+            "another name."
+        )
     parts = [{name: _column(name, value, given) for name, value in share.items()} for given, share in shares]
     columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}

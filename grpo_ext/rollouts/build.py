@@ -183,14 +183,15 @@ def context_of(trainer: Any) -> Context:
     """For a rollout batch that is made now, on the main thread.
 
     Raises:
-        ConfigError: `num_generations` was changed since the trainer was built.
+        ConfigError: `num_generations` or `num_iterations` was changed since the trainer was built.
     """
-    group, planned = trainer.num_generations, trainer.geometry.num_generations
-    if trainer.model.training and group != planned:
-        raise ConfigError(
-            f"num_generations was changed to {group} after the trainer was built, and steps and rollout batches are "
-            f"planned with {planned}; set it in GRPOConfig."
-        )
+    for name in ("num_generations", "num_iterations"):
+        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
+        if trainer.model.training and value != planned:
+            raise ConfigError(
+                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
+                f"with {planned}; set it in GRPOConfig."
+            )
     mode = "train" if trainer.model.training else "eval"
     images, ends = trainer._rollouts.images, trainer._rollouts.worker.parts.ends
     rule = AdvantageRule(trainer.args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)

@@ -24,12 +24,12 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
-from ..errors import DataError, RolloutError
+from ..errors import ConfigError, DataError, RolloutError
 from ..forward.images import count_images, messages_of
 from ..forward.snapshot import Weights
 from ..rewards.calls import RewardCall
 from ..runtime.attributes import assigned
-from ..runtime.collectives import any_process, gather_lists, uneven_gathers
+from ..runtime.collectives import any_process, gather_lists, uneven_gathers, without_gather
 from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
@@ -134,6 +134,7 @@ class Rollouts:
         self._free_calls = 0
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         self._warned_columns: set[tuple[str, str]] = set()
+        self._warned_of_own_scoring = False
 
     def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
         """Go on with a rollout batch that was sampled before; with None, sample anew."""
@@ -224,6 +225,7 @@ class Rollouts:
         if self.ahead is not None and context.terms.training:
             sampled = self.ahead.part_of(rows)
             self.sampled_at = self.ahead.sampled_at
+            self.worker.begun(sampled.local.transcripts)
             self.worker.parts.clock.add(sampled.seconds)
             if self.sharded:  # a forward is a collective, which the thread cannot run
                 with self.ahead.weights_of_due():
@@ -370,6 +372,7 @@ class Rollouts:
                 "needs its rewards; call super(), or set it to False."
             )
         if not scoring.rounds:  # it made everything by itself
+            self._refuse_or_warn_of_own_scoring(rows)
             unknown = torch.full((len(batch), len(context.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], 0, 0, range(0))
         last = scoring.rounds[-1]
@@ -388,6 +391,28 @@ class Rollouts:
                 )
             batch.row_images = last.batch.row_images
         return dataclasses.replace(last, batch=batch)
+
+    def _refuse_or_warn_of_own_scoring(self, rows: StepRows) -> None:
+        """An override without `super()` samples as it likes, and cuts what it gathers as if shares were equal.
+
+        Raises:
+            ConfigError, RolloutError: on every process, in bitwise mode and where the shares are not equal.
+        """
+        what = "_generate_and_score_completions does not call super()"
+        if self.args.bitwise_invariant:
+            raise ConfigError(f"{what}, and bitwise_invariant=True needs this trainer's own sampling; turn one off.")
+        counts = gather_lists([0 if rows.request.empty else len(rows)])
+        if len(set(counts)) > 1:
+            raise RolloutError(
+                f"{what}, and the processes have {min(counts)} to {max(counts)} rows; a copy of TRL's method takes "
+                "advantages of other rows then. Use a number of prompts that the processes share evenly, or super()."
+            )
+        if not self._warned_of_own_scoring:
+            self._warned_of_own_scoring = True
+            logger.warning(
+                f"The promise that the split does not matter does not cover this run: {what}, so it may sample in its "
+                "own way; only the update is covered."
+            )
 
     def score(self, inputs: Rows, context: Context) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`: any list of rows, sampled and scored; TRL's padded dictionary.
@@ -452,7 +477,7 @@ class Rollouts:
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
-            with assigned(self, chunk=chunk, _hook_calls=0):
+            with assigned(self, chunk=chunk, _hook_calls=0), without_gather(self.accelerator, "_generate_single_turn"):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
             values = [None] * len(ids) if logps is None else logps
             sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}

@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -29,7 +29,7 @@ from accelerate.utils import (
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..compat import store_of_processes
-from ..errors import CheckpointError, GrpoExtError, ProcessError
+from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _naming = itertools.count()  # of the trainings of this process
@@ -109,6 +109,24 @@ def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
         return recursively_apply(gather_one, tensors, error_on_other_type=True)
 
     with mock.patch.object(accelerator, "gather", gather_any):
+        yield
+
+
+@contextmanager
+def without_gather(accelerator: Accelerator, hook: str) -> Iterator[None]:
+    """Inside a user's hook that processes call differently often, `accelerator.gather` is refused; not on one process.
+
+    Raises:
+        RolloutError: in place of a collective that the other processes would not come to.
+    """
+
+    def refuse(tensors: Any) -> Any:
+        raise RolloutError(
+            f"{hook} gathers, and is called once for each rollout chunk, of which processes have different numbers; "
+            "gather in _generate or _generate_and_score_completions instead."
+        )
+
+    with mock.patch.object(accelerator, "gather", refuse) if accelerator.num_processes > 1 else nullcontext():
         yield
 
 

@@ -84,7 +84,7 @@ def test_an_attribute_that_trl_no_longer_sets_is_named(monkeypatch, tmp_path):
 
 def test_an_attribute_of_environments_is_wanted_where_there_are_some(monkeypatch):
     monkeypatch.setattr(compat, "ATTRIBUTES", ())
-    seen = SimpleNamespace(use_vllm=True, vllm_generation=None, environment_factories=None)
+    seen = SimpleNamespace(use_vllm=True, vllm_generation=None, _last_loaded_step=-1, environment_factories=None)
     compat.verify_built(seen)
     seen.environment_factories = {None: list}
     with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _env_tools, _environment_pool"):
