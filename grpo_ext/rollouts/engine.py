@@ -159,7 +159,15 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
 
 
-class ContinuousBatching:
+class InOneChunk:
+    """An engine that batches by itself."""
+
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """All of them together, if there are any."""
+        return [list(transcripts)] if transcripts else []
+
+
+class ContinuousBatching(InOneChunk):
     """Samples with transformers' continuous batching, by TRL's turn.
 
     Args:
@@ -169,10 +177,6 @@ class ContinuousBatching:
     def __init__(self, turn: Callable[..., Any]) -> None:
         self.turn = turn
 
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """All of them."""
-        return one_chunk(transcripts)
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -181,8 +185,3 @@ class ContinuousBatching:
             return []
         ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
         return [(list(row), None) for row in ids]
-
-
-def one_chunk(transcripts: Sequence[Transcript]) -> list[list[Transcript]]:
-    """The transcripts as one chunk, if there are any."""
-    return [list(transcripts)] if transcripts else []

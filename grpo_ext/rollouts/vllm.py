@@ -19,14 +19,14 @@ from ..algorithms.keyed_random import mix
 from ..compat import View, on_view
 from ..errors import ConfigError
 from ..runtime.collectives import any_process, gather_in_group, gather_lists, max_over_processes
-from .engine import Sampled, one_chunk
+from .engine import InOneChunk, Sampled
 from .transcript import Transcript
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
-class VllmEngine:
+class VllmEngine(InOneChunk):
     """Samples with TRL's `VLLMGeneration`, whose weights are those of this moment.
 
     Args:
@@ -61,10 +61,6 @@ class VllmEngine:
                 f"{accelerator.num_processes} processes share evenly."
             )
 
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """All of them: vLLM batches by itself."""
-        return one_chunk(transcripts)
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -88,7 +84,7 @@ class VllmEngine:
         return with_first_logps(ids, logps)
 
 
-class VllmServer:
+class VllmServer(InOneChunk):
     """Asks a vLLM server for the transcripts of this process alone, without the others.
 
     Args:
@@ -98,10 +94,6 @@ class VllmServer:
 
     def __init__(self, generation: Any, client: Any) -> None:
         self.generation, self.client = generation, client
-
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """All of them: vLLM batches by itself."""
-        return one_chunk(transcripts)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
