@@ -196,8 +196,8 @@ def generating(trainer: Any) -> Iterator[Any]:
 class View:
     """An object seen with some attributes replaced. What is set is set on the object, what is replaced on the view.
 
-    A method of TRL's that reads `self._logs` is run on a view of the trainer that has another record (`on_view`), where
-    setting it on the trainer, and back, would show to everything else that reads it meanwhile.
+    TRL's `VLLMGeneration.generate` reads `self.llm`: it is run on a view that has another engine (`on_view`), because
+    setting it on the object, and back, would show to everything else that reads it meanwhile.
     """
 
     def __init__(self, target: Any, instead: dict[str, Any]) -> None:
