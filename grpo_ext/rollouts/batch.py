@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..batching.micro_batches import StepSizes
@@ -336,6 +337,8 @@ def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
 
 
 def _on_cpu(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = list(value) if value.dtype.kind not in "biuf" else torch.from_numpy(value)
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from trl.trainer.utils import pad
@@ -226,6 +227,12 @@ def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
     assert joined.fields["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
     assert joined.fields["texts"] == ["2"] * 4 + ["3"] * 4
     assert joined.widths == (max(PROMPT_LENGTHS), max(COMPLETION_LENGTHS))
+
+
+def test_an_array_with_an_entry_for_each_row_is_cut_with_the_rows():
+    some = overridden({"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}, [2, 0])
+    assert some["numbers"].tolist() == [2.0, 0.0]
+    assert some["words"] == ["c", "a"]
 
 
 def test_another_number_of_rows_is_refused():
