@@ -190,7 +190,7 @@ def columns_of(local: LocalRollout, rules: JoinRules, transcripts: Sequence[Tran
     A completion that is masked out keeps one token, because a scored width of zero is no slice.
     """
     terms = local.terms
-    masked = [terms.masks_truncated and t.ids[-1] not in rules.ends for t in transcripts]
+    masked = terms.masked(transcripts, rules.ends)
     lengths = [1 if out else len(t.ids) for t, out in zip(transcripts, masked)]
     masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
     loss_masks = masks

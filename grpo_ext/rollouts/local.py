@@ -6,7 +6,7 @@ Values alone: the worker fills a `LocalRollout`, `join` reads it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,10 @@ class Terms:
     limits: TurnLimits
     ratios: RatioRule | None = None
     hooks: Hooks = Hooks()
+
+    def masked(self, transcripts: Sequence[Transcript], ends: Container[int]) -> list[bool]:
+        """Which completions are left out, as they end in none of these tokens and the run masks those."""
+        return [self.masks_truncated and transcript.ids[-1] not in ends for transcript in transcripts]
 
 
 @dataclass

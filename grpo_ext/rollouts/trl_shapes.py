@@ -26,7 +26,7 @@ def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Par
     A process without prompts gets that of its stand-ins, with advantages of zero.
     """
     transcripts, device, multiple = local.transcripts, parts.device, parts.multiple
-    masked = [local.terms.masks_truncated and t.ids[-1] not in rules.ends for t in transcripts]
+    masked = local.terms.masked(transcripts, rules.ends)
     columns = columns_of(local, rules, transcripts)
     del columns["completion_ids"], columns["completion_mask"]
     whole: dict[str, Ragged] = {
@@ -42,7 +42,7 @@ def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Par
             fill = parts.pad if name.endswith("_ids") else int(name in ("tool_mask", "importance_sampling_ratio"))
             found[name] = padded(list(column), fill, "left" if left else "right", multiple)
     width = found["completion_ids"].size(1)
-    for name in columns.keys() - whole.keys():  # those of masked completions have one token
+    for name in columns:  # those of masked completions have one token
         if isinstance(columns[name], Ragged) and not name.startswith("prompt_") and name in found:
             more = width - found[name].size(1)
             found[name] = torch.nn.functional.pad(found[name], (0, more), value=float(name == "tool_mask"))

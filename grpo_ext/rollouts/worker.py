@@ -158,16 +158,12 @@ class RolloutWorker:
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
-    def masked(self, local: LocalRollout) -> list[bool]:
-        """Which completions are left out, as they have no end and the run masks those."""
-        return [local.terms.masks_truncated and t.ids[-1] not in self.parts.ends for t in local.transcripts]
-
     def add_logprobs(self, local: LocalRollout) -> None:
         """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
         parts, terms = self.parts, local.terms
         if not (terms.old_logps or terms.reference):
             return
-        rows = token_rows(local.transcripts, self.masked(local), parts)
+        rows = token_rows(local.transcripts, terms.masked(local.transcripts, parts.ends), parts)
         counted = bool(len(rows))
         if not counted:  # the others want this process: a forward may be a collective, as its first comparison is
             rows = TokenRows(torch.tensor([parts.filler] * 2, device=parts.device), [1], [1], [])

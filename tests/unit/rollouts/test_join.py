@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.join import JoinRules, join
-from grpo_ext.rollouts.local import LocalRollout
+from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
@@ -32,6 +33,7 @@ def part(
     layout = StepLayout(0, 0, 0, range(4), range(8))
     numbers = range(min(prompts, default=0), max(prompts, default=-1) + 1)
     terms: Any = SimpleNamespace(masks_truncated=False, ratios=None)
+    terms.masked = partial(Terms.masked, terms)
     local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), terms, failure=failure)
     for prompt in prompts:
         for copy in range(2):
