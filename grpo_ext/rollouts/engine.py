@@ -128,13 +128,14 @@ class TransformersEngine:
         assert config is not None
         chunks = self.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
-        stand_in = [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
+        stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
         ids_of: dict[int, list[int]] = {}
         with without_router_logits(self.model().config), self.generating() as model:
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
-                ids_of |= zip(map(id, chunk), (ids for piece in pieces for ids in piece))
+                if number < len(chunks):
+                    ids_of |= zip(map(id, chunk), (ids for piece in pieces for ids in piece))
         return [(ids_of[id(transcript)], None) for transcript in transcripts]
 
     def _sample(

@@ -170,3 +170,8 @@ class Parts:
     filler: int
     pad: int
     multiple: int | None
+
+    @property
+    def shards_vision(self) -> bool:
+        """Whether a forward with images is a collective, and one without them another."""
+        return self.sharded and self.images.prepare is not None

@@ -65,7 +65,7 @@ class RolloutWorker:
         """
         local = LocalRollout(request, terms)
         try:
-            if not request.empty or terms.hooks.any:
+            if not request.empty or terms.hooks.any or self.parts.shards_vision:
                 local.transcripts = self.begin(rows, keys, numbers, terms)
             self.complete(local)
         except Exception:
@@ -145,8 +145,9 @@ class RolloutWorker:
             if terms.hooks.turn is not None and (counted or not parts.sharded):
                 sampled = terms.hooks.turn(transcripts)
             else:
-                sampled = parts.engine.generate(counted, terms.generation_config, group)
-                if local.request.empty:  # they reach no result
+                rows = counted or self._rows_with_images(local)
+                sampled = parts.engine.generate(rows, terms.generation_config, group)
+                if not counted:  # they reach no result
                     by_vllm = terms.generation_config is None  # which tells log-probabilities
                     sampled = [([parts.filler], [0.0] if by_vllm else None) for _ in transcripts]
         if missing := len(transcripts) - len(sampled):
@@ -155,6 +156,12 @@ class RolloutWorker:
                 "the generation backend failed to return any results; see the generation logs above for the error."
             )
         return sampled
+
+    def _rows_with_images(self, local: LocalRollout) -> list[Transcript]:
+        """A prompt for the turns of other processes, where their forwards see images: so must those of this one."""
+        if not self.parts.shards_vision or local.terms.generation_config is None:  # vLLM holds weights of its own
+            return []
+        return [replace(t, ids=[], images=t.images[: t.prompt_images]) for t in local.transcripts[:1]]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 

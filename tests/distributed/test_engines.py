@@ -126,6 +126,7 @@ FEW = [
         "few",
         "images_saved",
         "images_resumed",
+        "images_few",
         "seed",
         "resumed",
         "shards",
