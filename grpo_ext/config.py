@@ -38,6 +38,11 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
+# settings that earlier versions had, and what to write now
+REMOVED_SETTINGS = {
+    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
+    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
+}
 _LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale")
 
 
@@ -164,9 +169,6 @@ class GRPOConfig(trl.GRPOConfig):
         "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
         "completions that are run (NaN where none is).",
     )
-    balance_by_cost: bool = _setting(
-        True, "Assign groups to processes by their cost (prompt once, completions, attention) instead of by count."
-    )
     compact_rollouts: bool = _setting(
         True,
         "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
@@ -178,18 +180,13 @@ class GRPOConfig(trl.GRPOConfig):
         False,
         "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
         "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
-        "summed as 64-bit integers. Takes 8 more bytes per trained parameter.",
+        "summed as 64-bit integers (steps of 3.6e-15, sums up to 16384). Takes 8 more bytes per trained parameter.",
     )
     canonical_unit_size: int | None = _setting(
         None,
         "With bitwise_invariant: completions of one group per forward, whatever "
         "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
         "Default: num_generations.",
-    )
-    bitwise_fraction_bits: int = _setting(
-        48,
-        "With bitwise_invariant: bits behind the binary point of the gradient sums. 48: steps of 3.6e-15, "
-        "sums up to 16384. Gradients out of range are an error.",
     )
     bitwise_threads: int = _setting(
         1,
@@ -497,8 +494,6 @@ class GRPOConfig(trl.GRPOConfig):
                 f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
                 "(num_generations)."
             )
-        bits = self.bitwise_fraction_bits
-        require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
         require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
@@ -665,6 +660,8 @@ def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known.keys():
+            if name in REMOVED_SETTINGS:
+                raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
             hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
             raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
         init(self, *args, **kwargs)

@@ -152,7 +152,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
+        cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
         pad, images = self._tokenizer.pad_token_id, self._rollouts.images
         self._step_runner = OptimizerStep(

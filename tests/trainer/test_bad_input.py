@@ -74,6 +74,7 @@ SIZES = [
     ({"bf16": "False"}, ["bf16='False'", "True or False"]),
     ({"num_generation": 4}, ["no field 'num_generation'", "did you mean 'num_generations'"]),
     ({"global_batch": 4, "learning_rates": 1.0}, ["no field", "did you mean"]),
+    ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"xyzzy": 4}, ["no field 'xyzzy'", "help(GRPOConfig)"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]
