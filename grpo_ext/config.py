@@ -26,7 +26,7 @@ from .algorithms.losses import LOSS_TYPES, LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of, require_whole
 from .errors import ConfigError, did_you_mean
-from .precision.scale_rule import INITIAL_SCALE, ScaleRule
+from .precision.loss_scaler import loss_scale_options
 from .runtime.quiet import quiet
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
 
@@ -42,8 +42,12 @@ _LAYOUT_FIELDS = (
 REMOVED_SETTINGS = {
     "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
     "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
+    "fp16_initial_scale": "use fp16_loss_scale={'initial_scale_power': 16} for 2**16",
+    "fp16_scale_window": "use fp16_loss_scale={'loss_scale_window': 1000}",
+    "fp16_hysteresis": "use fp16_loss_scale={'hysteresis': 2}",
+    "fp16_min_scale": "use fp16_loss_scale={'min_loss_scale': 1}",
+    "fp16_fixed_scale": "use fp16_loss_scale={'loss_scale': 1024}",
 }
-_LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale")
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -68,6 +72,8 @@ class GRPOConfig(trl.GRPOConfig):
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "fp16_loss_scale"]
 
     # What the run means: changes what is learned, and is compared on resume.
     global_batch_size: int | None = _setting(
@@ -202,22 +208,13 @@ class GRPOConfig(trl.GRPOConfig):
         "(processes, micro-batches) may always differ.",
     )
 
-    # Half precision (fp16=True).
-    fp16_initial_scale: float | None = _setting(None, "With fp16: the loss scale at the start. Default: 65536.")
-    fp16_scale_window: int | None = _setting(
-        None, "With fp16: steps without an overflow before the loss scale doubles. Default: 1000."
-    )
-    fp16_hysteresis: int | None = _setting(
-        None, "With fp16: overflows before the loss scale halves (each skips its step). Default: 2."
-    )
-    fp16_min_scale: float | None = _setting(
+    # Half precision.
+    fp16_loss_scale: dict[str, Any] | str | None = _setting(  # noqa: RUF009  (a dataclass field)
         None,
-        "With fp16: the loss scale never falls below; an overflow there ends the run with an error. Default: 1.",
-    )
-    fp16_fixed_scale: float | None = _setting(
-        None,
-        "With fp16: a loss scale that stays as it is; fp16_hysteresis overflows in a row end the run. "
-        "Default: a dynamic scale.",
+        "With fp16: options of the loss scale, by DeepSpeed's names. initial_scale_power: the power of two at the "
+        "start (16). loss_scale_window: steps without an overflow before the scale doubles (1000). hysteresis: "
+        "overflows before it halves, each skips its step (2). min_loss_scale: it never falls below; an overflow there "
+        "ends the run (1). loss_scale: a fixed scale; `hysteresis` overflows in a row end the run (0: dynamic).",
     )
 
     # Reward functions that fail.
@@ -287,7 +284,6 @@ class GRPOConfig(trl.GRPOConfig):
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         self._check_algorithm()
         _check_tokens(self.micro_batch_tokens)
-        self._check_loss_scale()
         self._check_ahead()
         if self.bitwise_invariant:
             self._check_bitwise()
@@ -311,6 +307,10 @@ class GRPOConfig(trl.GRPOConfig):
             for name, value in given.items():
                 setattr(self, name, value)
         check_recompute(vars(self))
+        if self.fp16_loss_scale is not None:  # text from the command line is a dictionary by now
+            if not self.fp16:
+                raise ConfigError(f"fp16_loss_scale={self.fp16_loss_scale}: only fp16 has a loss scale; set fp16=True.")
+            loss_scale_options(cast(dict[str, Any], self.fp16_loss_scale))
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(
@@ -423,42 +423,6 @@ class GRPOConfig(trl.GRPOConfig):
                 "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
                 "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
                 "vllm_tensor_parallel_size=1."
-            )
-
-    @property
-    def loss_scale(self) -> tuple[float, ScaleRule, set[str]]:
-        """The loss scale at the start, how it moves, and which of the settings were given."""
-        usual = ScaleRule()
-        rule = ScaleRule(
-            usual.window if self.fp16_scale_window is None else self.fp16_scale_window,
-            usual.hysteresis if self.fp16_hysteresis is None else self.fp16_hysteresis,
-            usual.minimum if self.fp16_min_scale is None else self.fp16_min_scale,
-            dynamic=self.fp16_fixed_scale is None,
-        )
-        chosen = self.fp16_initial_scale if self.fp16_fixed_scale is None else self.fp16_fixed_scale
-        given = {name for name in _LOSS_SCALE if getattr(self, name) is not None}
-        return INITIAL_SCALE if chosen is None else float(chosen), rule, given
-
-    def _check_loss_scale(self) -> None:
-        """Refuse loss scales without fp16, out of range, or both fixed and dynamic.
-
-        Raises:
-            ConfigError: names the settings.
-        """
-        scale, rule, given = self.loss_scale
-        if given and not self.fp16:
-            raise ConfigError(f"{', '.join(sorted(given))}: only fp16 training has a loss scale; set fp16=True.")
-        if not rule.dynamic and (moving := sorted(given - {"fp16_fixed_scale", "fp16_hysteresis"})):
-            raise ConfigError(
-                f"fp16_fixed_scale={scale:g} stays as it is, and {', '.join(moving)} say how a dynamic scale moves; "
-                "remove one or the other."
-            )
-        for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
-            require_whole(name, value, "a whole number of steps, 1 or more")
-        if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
-            raise ConfigError(
-                f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
-                "there to 2**32."
             )
 
     def _check_bitwise(self) -> None:

@@ -176,7 +176,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
-            self._deepspeed_scale = install_loss_scaler(self.accelerator, *self.args.loss_scale)
+            options: Any = self.args.fp16_loss_scale or {}
+            self._deepspeed_scale = install_loss_scaler(self.accelerator, options)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
