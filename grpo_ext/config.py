@@ -50,6 +50,29 @@ REMOVED_SETTINGS = {
 }
 
 
+# the least of settings that are whole numbers
+_LEAST = {
+    "per_device_eval_batch_size": 1,
+    "num_generations_eval": 1,
+    "dynamic_sampling_max_rounds": 1,
+    "rollout_threads": 1,
+    "micro_batch_tokens": 2,
+    "bitwise_threads": 1,
+    "reward_retries": 0,
+    "reward_workers": 0,
+}
+_TRL_CHOICES: dict[str, Any] = {
+    "loss_type": LOSS_TYPES,
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -270,7 +293,7 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         compat.verify()
         self._refuse_text()
-        self._check_names()
+        self._check_values()
         self._check_forward()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
@@ -283,13 +306,9 @@ class GRPOConfig(trl.GRPOConfig):
                 self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         self._check_algorithm()
-        _check_tokens(self.micro_batch_tokens)
         self._check_ahead()
         if self.bitwise_invariant:
             self._check_bitwise()
-        require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
-        if self.num_generations_eval is not None:
-            require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -359,32 +378,30 @@ class GRPOConfig(trl.GRPOConfig):
                 yaml = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if float in kinds and "e" in value else ""
                 raise ConfigError(f"{name}={value!r} is text; the field takes {wanted}, without quotes{yaml}.")
 
-    def _check_names(self) -> None:
-        known = {
-            "loss_type": LOSS_TYPES,
-            "importance_sampling_level": ("token", "sequence"),
-            "scale_rewards": ("group", "batch", "none", True, False),
-            "reward_on_failure": ("error", "none"),
-            "forward": ("auto", *get_args(Form)),
-            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-        }
-        for name, values in known.items():
+    def _check_values(self) -> None:
+        """Refuse values that a field does not take, whatever the other fields are.
+
+        Raises:
+            ConfigError: names the field, and what it takes.
+        """
+        own = (spec for spec in dataclasses.fields(self) if spec.name in GRPOConfig.__annotations__)
+        choices = {spec.name: spec.metadata["choices"] for spec in own if "choices" in spec.metadata}
+        for name, values in (_TRL_CHOICES | choices).items():
             if getattr(self, name) not in values:
                 names = ", ".join(repr(v) for v in values if isinstance(v, str))
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
+        for name, least in _LEAST.items():
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), least)
         for name in ("reward_timeout", "tool_timeout"):
             seconds = getattr(self, name)
-            if seconds is None:
-                continue
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
+            if seconds is not None and not (_is_number(seconds) and 0 < seconds <= TIMEOUT_MAX):
                 raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
-        least = self.eval_pass_threshold
-        if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or least != least):
+        threshold = self.eval_pass_threshold
+        if threshold is not None and not (_is_number(threshold) and threshold == threshold):
             raise ConfigError(
-                f"eval_pass_threshold={least!r}: use a number, the least reward that has passed, or None."
+                f"eval_pass_threshold={threshold!r}: use a number, the least reward that has passed, or None."
             )
-        require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
-        require_whole("reward_workers", self.reward_workers, "a whole number of processes, 0 or more", least=0)
         optim = str(getattr(self.optim, "value", self.optim))
         if "lomo" in optim or optim.endswith("layerwise"):
             raise ConfigError(
@@ -416,7 +433,6 @@ class GRPOConfig(trl.GRPOConfig):
                     f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
                     "advantages; leave the latter two out."
                 )
-        require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
         together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
         if self.dynamic_sampling and together:
             raise ConfigError(
@@ -447,10 +463,9 @@ class GRPOConfig(trl.GRPOConfig):
             "tf32": bool(self.tf32),
             "fp16 (its loss scale moves with overflows)": bool(self.fp16),
         }
-        found = [name for name, is_set in refused.items() if is_set]
-        if found:
+        if names := [name for name, is_set in refused.items() if is_set]:
             raise ConfigError(
-                f"bitwise_invariant=True cannot be kept with {'; '.join(found)}. Turn one of the two off."
+                f"bitwise_invariant=True cannot be kept with {'; '.join(names)}. Turn one of the two off."
             )
         size, group = self.canonical_unit_size, self.num_generations
         if size is not None and (not isinstance(size, int) or not 1 <= size <= group):  # type: ignore[operator]
@@ -458,7 +473,6 @@ class GRPOConfig(trl.GRPOConfig):
                 f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
                 "(num_generations)."
             )
-        require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
         if self.tf32 is None:
             self.tf32 = False
 
@@ -469,8 +483,6 @@ class GRPOConfig(trl.GRPOConfig):
             ConfigError: names all of it.
         """
         check_lag(self.rollout_lag, self._asks_for_fsdp() or self._asks_for_deepspeed(), self.use_vllm)
-        if self.rollout_threads is not None:
-            require_whole("rollout_threads", self.rollout_threads, "a whole number, 1 or more")
         alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
         if not self.rollout_lag:
             if alone:
@@ -492,25 +504,26 @@ class GRPOConfig(trl.GRPOConfig):
                 self.use_transformers_continuous_batching
             ),
         }
-        if found := [name for name, is_set in refused.items() if is_set]:
+        if names := [name for name, is_set in refused.items() if is_set]:
             raise ConfigError(
-                f"rollout_lag={self.rollout_lag} does not go with {'; '.join(found)}. Change that, or use "
+                f"rollout_lag={self.rollout_lag} does not go with {'; '.join(names)}. Change that, or use "
                 "rollout_lag=0."
             )
-        if self.rollout_device is not None:
-            try:
-                torch.device(self.rollout_device)
-            except RuntimeError as error:
-                raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
-            kind, index = torch.device(self.rollout_device).type, torch.device(self.rollout_device).index
-            said = (
-                f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} process(es)"
-            )
-            if kind != self.device.type:
-                raise ConfigError(f"{said}: use a device of the same kind, or leave it out.")
-            if index is not None and (kind == "cpu" or self.world_size > 1):
-                shared = "there is one CPU" if kind == "cpu" else "all processes would share it"
-                raise ConfigError(f"{said}: {shared}; use {kind!r}, or leave it out.")
+        self._check_rollout_device()
+
+    def _check_rollout_device(self) -> None:
+        if self.rollout_device is None:
+            return
+        try:
+            device = torch.device(self.rollout_device)
+        except RuntimeError as error:
+            raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
+        both = f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} process(es)"
+        if device.type != self.device.type:
+            raise ConfigError(f"{both}: use a device of the same kind, or leave it out.")
+        if device.index is not None and (device.type == "cpu" or self.world_size > 1):
+            shared = "there is one CPU" if device.type == "cpu" else "all processes would share it"
+            raise ConfigError(f"{both}: {shared}; use {device.type!r}, or leave it out.")
 
     def _check_forward(self) -> None:
         if self.forward != "auto" and not self.packed_forward:
@@ -652,11 +665,3 @@ for _name, _text in _HELP.items():
     _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
     _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
     GRPOConfig.__dataclass_fields__[_name] = _spec
-
-
-def _check_tokens(micro_batch_tokens: int | None) -> None:
-    if micro_batch_tokens is not None and (not isinstance(micro_batch_tokens, int) or micro_batch_tokens < 2):
-        raise ConfigError(
-            f"micro_batch_tokens={micro_batch_tokens!r} is no token budget; it must be a whole number that holds at "
-            "least the longest prompt and one token, or None."
-        )

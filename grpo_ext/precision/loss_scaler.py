@@ -49,9 +49,9 @@ def loss_scale_options(chosen: Mapping[str, Any]) -> dict[str, Any]:
             f"loss_scale={fixed:g} is fixed, and {', '.join(moving)} say how a dynamic scale moves; remove one or the "
             "other."
         )
-    require_whole("initial_scale_power", options["initial_scale_power"], "a power of two from 0 to 32", 0, 32)
+    require_whole("initial_scale_power", options["initial_scale_power"], 0, 32)
     for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
-        require_whole(name, options[name], "a whole number, 1 or more")
+        require_whole(name, options[name])
     if 2.0 ** options["initial_scale_power"] < options["min_loss_scale"]:
         raise ConfigError(
             f"initial_scale_power={options['initial_scale_power']} starts below min_loss_scale="
