@@ -13,7 +13,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import TIMEOUT_MAX
 from types import MappingProxyType
 from typing import Any, cast, get_args, get_type_hints
 
@@ -21,14 +20,22 @@ import torch
 import trl
 
 from . import compat
-from .algorithms.advantages import check_estimator, probe_estimator
-from .algorithms.losses import LOSS_TYPES, LossConfig
+from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of, require_whole
+from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError, did_you_mean
 from .precision.loss_scaler import loss_scale_options
 from .runtime.quiet import quiet
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
+from .setting_rules import (
+    asks_for_deepspeed,
+    check_ahead,
+    check_algorithm,
+    check_bitwise,
+    check_choice,
+    check_rollout_device,
+    check_values,
+)
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -48,29 +55,6 @@ REMOVED_SETTINGS = {
     "fp16_min_scale": "use fp16_loss_scale={'min_loss_scale': 1}",
     "fp16_fixed_scale": "use fp16_loss_scale={'loss_scale': 1024}",
 }
-
-
-# the least of settings that are whole numbers
-_LEAST = {
-    "per_device_eval_batch_size": 1,
-    "num_generations_eval": 1,
-    "dynamic_sampling_max_rounds": 1,
-    "rollout_threads": 1,
-    "micro_batch_tokens": 2,
-    "bitwise_threads": 1,
-    "reward_retries": 0,
-    "reward_workers": 0,
-}
-_TRL_CHOICES: dict[str, Any] = {
-    "loss_type": LOSS_TYPES,
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none", True, False),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -293,22 +277,19 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         compat.verify()
         self._refuse_text()
-        self._check_values()
-        self._check_forward()
+        self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
             # CPU processes into one run only then; else each would train alone as process 0. Under DeepSpeed it joins
             # them over a backend that is named, and leaves DeepSpeed out where the CPU is asked for
-            if self._asks_for_deepspeed():
+            if asks_for_deepspeed(vars(self)):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
-        self._check_algorithm()
-        self._check_ahead()
-        if self.bitwise_invariant:
-            self._check_bitwise()
+        if self.rollout_device is not None:
+            check_rollout_device(self.rollout_device, self.device, self.world_size)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -358,13 +339,20 @@ class GRPOConfig(trl.GRPOConfig):
         accelerator.gradient_accumulation_kwargs = given
         self.accelerator_config = accelerator
 
-    def _asks_for_fsdp(self) -> bool:
-        """Whether the launcher or the settings turn FSDP on."""
-        return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
-
-    def _asks_for_deepspeed(self) -> bool:
-        """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
-        return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
+    def _check_settings(self) -> None:
+        """Refuse what setting_rules refuses."""
+        for spec in dataclasses.fields(self):
+            if spec.name in GRPOConfig.__annotations__ and "choices" in spec.metadata:
+                check_choice(spec.name, getattr(self, spec.name), spec.metadata["choices"])
+        settings = vars(self)
+        check_values(settings)
+        if self.forward != "auto" and not self.packed_forward:
+            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
+        check_algorithm(settings)
+        check_ahead(settings)
+        if self.bitwise_invariant:
+            check_bitwise(settings)
+            self.tf32 = False
 
     def _refuse_text(self) -> None:
         """Refuse text where a field takes numbers or truth values; transformers takes it, and fails later.
@@ -377,157 +365,6 @@ class GRPOConfig(trl.GRPOConfig):
                 wanted = "True or False" if bool in kinds else f"a number ({name}={value})"
                 yaml = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if float in kinds and "e" in value else ""
                 raise ConfigError(f"{name}={value!r} is text; the field takes {wanted}, without quotes{yaml}.")
-
-    def _check_values(self) -> None:
-        """Refuse values that a field does not take, whatever the other fields are.
-
-        Raises:
-            ConfigError: names the field, and what it takes.
-        """
-        own = (spec for spec in dataclasses.fields(self) if spec.name in GRPOConfig.__annotations__)
-        choices = {spec.name: spec.metadata["choices"] for spec in own if "choices" in spec.metadata}
-        for name, values in (_TRL_CHOICES | choices).items():
-            if getattr(self, name) not in values:
-                names = ", ".join(repr(v) for v in values if isinstance(v, str))
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
-        for name, least in _LEAST.items():
-            if getattr(self, name) is not None:
-                require_whole(name, getattr(self, name), least)
-        for name in ("reward_timeout", "tool_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not (_is_number(seconds) and 0 < seconds <= TIMEOUT_MAX):
-                raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
-        threshold = self.eval_pass_threshold
-        if threshold is not None and not (_is_number(threshold) and threshold == threshold):
-            raise ConfigError(
-                f"eval_pass_threshold={threshold!r}: use a number, the least reward that has passed, or None."
-            )
-        optim = str(getattr(self.optim, "value", self.optim))
-        if "lomo" in optim or optim.endswith("layerwise"):
-            raise ConfigError(
-                f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
-                " use another optimizer, for example adamw_torch."
-            )
-
-    def _check_algorithm(self) -> None:
-        """Refuse unknown estimators and aggregations, and settings that say two things.
-
-        Raises:
-            ConfigError: names the settings.
-        """
-        if self.loss_config().weighting == "sequence_sum_norm" and not self.max_completion_length:
-            setting = "loss_type" if self.loss_aggregation is None else "loss_aggregation"
-            raise ConfigError(
-                f"{setting}={getattr(self, setting)!r} divides the loss by max_completion_length, which is "
-                f"{self.max_completion_length}; set it to the tokens a completion may have, or add up another way, for "
-                "example loss_aggregation='token_mean'."
-            )
-        name = self.advantage_estimator
-        if name is not None:
-            check_estimator(name)
-            if isinstance(self.num_generations, int) and self.num_generations > 1:
-                probe_estimator(name, self.num_generations)
-            if self.scale_rewards not in ("group", True) or self.multi_objective_aggregation != "sum_then_normalize":
-                raise ConfigError(
-                    f"advantage_estimator={name!r} and scale_rewards={self.scale_rewards!r}, "
-                    f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
-                    "advantages; leave the latter two out."
-                )
-        together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
-        if self.dynamic_sampling and together:
-            raise ConfigError(
-                "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
-                "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
-                "vllm_tensor_parallel_size=1."
-            )
-
-    def _check_bitwise(self) -> None:
-        """Refuse what the same bits cannot be promised for.
-
-        Raises:
-            ConfigError: names all of it.
-        """
-        refused = {
-            "FSDP (gradients are reduced as floating point numbers)": self._asks_for_fsdp(),
-            "DeepSpeed (gradients are reduced as floating point numbers)": self._asks_for_deepspeed(),
-            "use_vllm (its batches, and with them its bits, follow from timing)": self.use_vllm,
-            "use_transformers_continuous_batching (batches follow from timing)": (
-                self.use_transformers_continuous_batching
-            ),
-            "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": (
-                self.micro_batch_tokens is not None
-            ),
-            "allow_split_dependent": self.allow_split_dependent,
-            "torch_compile (kernels are chosen by timing)": self.torch_compile,
-            "use_liger_kernel": self.use_liger_kernel,
-            "tf32": bool(self.tf32),
-            "fp16 (its loss scale moves with overflows)": bool(self.fp16),
-        }
-        if names := [name for name, is_set in refused.items() if is_set]:
-            raise ConfigError(
-                f"bitwise_invariant=True cannot be kept with {'; '.join(names)}. Turn one of the two off."
-            )
-        size, group = self.canonical_unit_size, self.num_generations
-        if size is not None and (not isinstance(size, int) or not 1 <= size <= group):  # type: ignore[operator]
-            raise ConfigError(
-                f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
-                "(num_generations)."
-            )
-        if self.tf32 is None:
-            self.tf32 = False
-
-    def _check_ahead(self) -> None:
-        """Refuse what rollouts cannot be sampled ahead with.
-
-        Raises:
-            ConfigError: names all of it.
-        """
-        check_lag(self.rollout_lag, self._asks_for_fsdp() or self._asks_for_deepspeed(), self.use_vllm)
-        alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
-        if not self.rollout_lag:
-            if alone:
-                raise ConfigError(
-                    f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it "
-                    "out."
-                )
-            return
-        refused = {
-            "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
-                self.use_vllm and self.vllm_mode != "server"
-            ),
-            "torch_compile (a copy would be compiled anew)": self.torch_compile,
-            "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": (
-                self.ignore_data_skip
-            ),
-            "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": self.cast_lm_head_to_fp32,
-            "use_transformers_continuous_batching (it samples with the weights that are trained)": (
-                self.use_transformers_continuous_batching
-            ),
-        }
-        if names := [name for name, is_set in refused.items() if is_set]:
-            raise ConfigError(
-                f"rollout_lag={self.rollout_lag} does not go with {'; '.join(names)}. Change that, or use "
-                "rollout_lag=0."
-            )
-        self._check_rollout_device()
-
-    def _check_rollout_device(self) -> None:
-        if self.rollout_device is None:
-            return
-        try:
-            device = torch.device(self.rollout_device)
-        except RuntimeError as error:
-            raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
-        both = f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} process(es)"
-        if device.type != self.device.type:
-            raise ConfigError(f"{both}: use a device of the same kind, or leave it out.")
-        if device.index is not None and (device.type == "cpu" or self.world_size > 1):
-            shared = "there is one CPU" if device.type == "cpu" else "all processes would share it"
-            raise ConfigError(f"{both}: {shared}; use {device.type!r}, or leave it out.")
-
-    def _check_forward(self) -> None:
-        if self.forward != "auto" and not self.packed_forward:
-            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -556,24 +393,17 @@ class GRPOConfig(trl.GRPOConfig):
 
     def loss_config(self) -> LossConfig:
         """The settings of the policy loss, under the names of algorithms.losses."""
+        same = {spec.name for spec in dataclasses.fields(LossConfig)} & vars(self).keys()
+        values: dict[str, Any] = {name: getattr(self, name) for name in same}
         return LossConfig(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
-            max_completion_length=self.max_completion_length or 1,
-            correct_sampling=self.use_vllm and self.vllm_importance_sampling_correction,
-            aggregation=self.loss_aggregation,
+            **values
+            | {
+                "epsilon_low": self.epsilon,
+                "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
+                "max_completion_length": self.max_completion_length or 1,
+                "correct_sampling": self.use_vllm and self.vllm_importance_sampling_correction,
+                "aggregation": self.loss_aggregation,
+            }
         )
 
     @classmethod

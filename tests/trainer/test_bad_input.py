@@ -60,7 +60,7 @@ SIZES = [
             ({"loss_aggregation": "seq-mean-token-sum-norm"}, ["loss_aggregation='seq-mean-token-sum-norm'"]),
         )
     ],
-    ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "'dapo'"]),
+    ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "dapo"]),
     ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'sequence'"]),
     ({"scale_rewards": "some"}, ["scale_rewards='some'", "'group'"]),
     ({"multi_objective_aggregation": "x"}, ["multi_objective_aggregation='x'", "'sum_then_normalize'"]),
