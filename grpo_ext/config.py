@@ -13,7 +13,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import TIMEOUT_MAX
 from types import MappingProxyType
 from typing import Any, cast, get_args, get_type_hints
 
@@ -21,14 +20,21 @@ import torch
 import trl
 
 from . import compat
-from .algorithms.advantages import check_estimator, probe_estimator
-from .algorithms.losses import LOSS_TYPES, LossConfig
+from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, ceil_div, check_lag, geometry_of, require_whole
+from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError, did_you_mean
-from .precision.scale_rule import INITIAL_SCALE, ScaleRule
-from .runtime.quiet import quiet
+from .precision.loss_scaler import loss_scale_options
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
+from .setting_rules import (
+    asks_for_deepspeed,
+    check_ahead,
+    check_algorithm,
+    check_bitwise,
+    check_choice,
+    check_rollout_device,
+    check_values,
+)
 
 _LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -38,7 +44,16 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
-_LOSS_SCALE = ("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale")
+# settings that earlier versions had, and what to write now
+REMOVED_SETTINGS = {
+    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
+    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
+    "fp16_initial_scale": "use fp16_loss_scale={'initial_scale_power': 16} for 2**16",
+    "fp16_scale_window": "use fp16_loss_scale={'loss_scale_window': 1000}",
+    "fp16_hysteresis": "use fp16_loss_scale={'hysteresis': 2}",
+    "fp16_min_scale": "use fp16_loss_scale={'min_loss_scale': 1}",
+    "fp16_fixed_scale": "use fp16_loss_scale={'loss_scale': 1024}",
+}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -63,6 +78,8 @@ class GRPOConfig(trl.GRPOConfig):
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "fp16_loss_scale"]
 
     # What the run means: changes what is learned, and is compared on resume.
     global_batch_size: int | None = _setting(
@@ -164,9 +181,6 @@ class GRPOConfig(trl.GRPOConfig):
         "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
         "completions that are run (NaN where none is).",
     )
-    balance_by_cost: bool = _setting(
-        True, "Assign groups to processes by their cost (prompt once, completions, attention) instead of by count."
-    )
     compact_rollouts: bool = _setting(
         True,
         "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
@@ -178,18 +192,13 @@ class GRPOConfig(trl.GRPOConfig):
         False,
         "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
         "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
-        "summed as 64-bit integers. Takes 8 more bytes per trained parameter.",
+        "summed as 64-bit integers (steps of 3.6e-15, sums up to 16384). Takes 8 more bytes per trained parameter.",
     )
     canonical_unit_size: int | None = _setting(
         None,
         "With bitwise_invariant: completions of one group per forward, whatever "
         "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
         "Default: num_generations.",
-    )
-    bitwise_fraction_bits: int = _setting(
-        48,
-        "With bitwise_invariant: bits behind the binary point of the gradient sums. 48: steps of 3.6e-15, "
-        "sums up to 16384. Gradients out of range are an error.",
     )
     bitwise_threads: int = _setting(
         1,
@@ -205,22 +214,13 @@ class GRPOConfig(trl.GRPOConfig):
         "(processes, micro-batches) may always differ.",
     )
 
-    # Half precision (fp16=True).
-    fp16_initial_scale: float | None = _setting(None, "With fp16: the loss scale at the start. Default: 65536.")
-    fp16_scale_window: int | None = _setting(
-        None, "With fp16: steps without an overflow before the loss scale doubles. Default: 1000."
-    )
-    fp16_hysteresis: int | None = _setting(
-        None, "With fp16: overflows before the loss scale halves (each skips its step). Default: 2."
-    )
-    fp16_min_scale: float | None = _setting(
+    # Half precision.
+    fp16_loss_scale: dict[str, Any] | str | None = _setting(  # noqa: RUF009  (a dataclass field)
         None,
-        "With fp16: the loss scale never falls below; an overflow there ends the run with an error. Default: 1.",
-    )
-    fp16_fixed_scale: float | None = _setting(
-        None,
-        "With fp16: a loss scale that stays as it is; fp16_hysteresis overflows in a row end the run. "
-        "Default: a dynamic scale.",
+        "With fp16: options of the loss scale, by DeepSpeed's names. initial_scale_power: the power of two at the "
+        "start (16). loss_scale_window: steps without an overflow before the scale doubles (1000). hysteresis: "
+        "overflows before it halves, each skips its step (2). min_loss_scale: it never falls below; an overflow there "
+        "ends the run (1). loss_scale: a fixed scale; `hysteresis` overflows in a row end the run (0: dynamic).",
     )
 
     # Reward functions that fail.
@@ -276,27 +276,19 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         compat.verify()
         self._refuse_text()
-        self._check_names()
-        self._check_forward()
+        self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
             # CPU processes into one run only then; else each would train alone as process 0. Under DeepSpeed it joins
             # them over a backend that is named, and leaves DeepSpeed out where the CPU is asked for
-            if self._asks_for_deepspeed():
+            if asks_for_deepspeed(vars(self)):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
         given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
-        self._check_algorithm()
-        _check_tokens(self.micro_batch_tokens)
-        self._check_loss_scale()
-        self._check_ahead()
-        if self.bitwise_invariant:
-            self._check_bitwise()
-        require_whole("per_device_eval_batch_size", self.per_device_eval_batch_size, "a whole number, 1 or more")
-        if self.num_generations_eval is not None:
-            require_whole("num_generations_eval", self.num_generations_eval, "a whole number, 1 or more")
+        if self.rollout_device is not None:
+            check_rollout_device(self.rollout_device, self.device, self.world_size)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
@@ -308,12 +300,15 @@ class GRPOConfig(trl.GRPOConfig):
         self.generation_batch_size = self.steps_per_generation = None
         self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
-            with quiet():
-                super().__post_init__()
+            super().__post_init__()
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
         check_recompute(vars(self))
+        if self.fp16_loss_scale is not None:  # text from the command line is a dictionary by now
+            if not self.fp16:
+                raise ConfigError(f"fp16_loss_scale={self.fp16_loss_scale}: only fp16 has a loss scale; set fp16=True.")
+            loss_scale_options(cast(dict[str, Any], self.fp16_loss_scale))
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(
@@ -342,13 +337,20 @@ class GRPOConfig(trl.GRPOConfig):
         accelerator.gradient_accumulation_kwargs = given
         self.accelerator_config = accelerator
 
-    def _asks_for_fsdp(self) -> bool:
-        """Whether the launcher or the settings turn FSDP on."""
-        return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(self.fsdp)
-
-    def _asks_for_deepspeed(self) -> bool:
-        """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
-        return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(self.deepspeed)
+    def _check_settings(self) -> None:
+        """Refuse what setting_rules refuses."""
+        for spec in dataclasses.fields(self):
+            if spec.name in GRPOConfig.__annotations__ and "choices" in spec.metadata:
+                check_choice(spec.name, getattr(self, spec.name), spec.metadata["choices"])
+        settings = vars(self)
+        check_values(settings)
+        if self.forward != "auto" and not self.packed_forward:
+            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
+        check_algorithm(settings)
+        check_ahead(settings)
+        if self.bitwise_invariant:
+            check_bitwise(settings)
+            self.tf32 = False
 
     def _refuse_text(self) -> None:
         """Refuse text where a field takes numbers or truth values; transformers takes it, and fails later.
@@ -361,201 +363,6 @@ class GRPOConfig(trl.GRPOConfig):
                 wanted = "True or False" if bool in kinds else f"a number ({name}={value})"
                 yaml = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if float in kinds and "e" in value else ""
                 raise ConfigError(f"{name}={value!r} is text; the field takes {wanted}, without quotes{yaml}.")
-
-    def _check_names(self) -> None:
-        known = {
-            "loss_type": LOSS_TYPES,
-            "importance_sampling_level": ("token", "sequence"),
-            "scale_rewards": ("group", "batch", "none", True, False),
-            "reward_on_failure": ("error", "none"),
-            "forward": ("auto", *get_args(Form)),
-            "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                names = ", ".join(repr(v) for v in values if isinstance(v, str))
-                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {names}.")
-        for name in ("reward_timeout", "tool_timeout"):
-            seconds = getattr(self, name)
-            if seconds is None:
-                continue
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= TIMEOUT_MAX:
-                raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
-        least = self.eval_pass_threshold
-        if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or least != least):
-            raise ConfigError(
-                f"eval_pass_threshold={least!r}: use a number, the least reward that has passed, or None."
-            )
-        require_whole("reward_retries", self.reward_retries, "0 or more", least=0)
-        require_whole("reward_workers", self.reward_workers, "a whole number of processes, 0 or more", least=0)
-        optim = str(getattr(self.optim, "value", self.optim))
-        if "lomo" in optim or optim.endswith("layerwise"):
-            raise ConfigError(
-                f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
-                " use another optimizer, for example adamw_torch."
-            )
-
-    def _check_algorithm(self) -> None:
-        """Refuse unknown estimators and aggregations, and settings that say two things.
-
-        Raises:
-            ConfigError: names the settings.
-        """
-        if self.loss_config().weighting == "sequence_sum_norm" and not self.max_completion_length:
-            setting = "loss_type" if self.loss_aggregation is None else "loss_aggregation"
-            raise ConfigError(
-                f"{setting}={getattr(self, setting)!r} divides the loss by max_completion_length, which is "
-                f"{self.max_completion_length}; set it to the tokens a completion may have, or add up another way, for "
-                "example loss_aggregation='token_mean'."
-            )
-        name = self.advantage_estimator
-        if name is not None:
-            check_estimator(name)
-            if isinstance(self.num_generations, int) and self.num_generations > 1:
-                probe_estimator(name, self.num_generations)
-            if self.scale_rewards not in ("group", True) or self.multi_objective_aggregation != "sum_then_normalize":
-                raise ConfigError(
-                    f"advantage_estimator={name!r} and scale_rewards={self.scale_rewards!r}, "
-                    f"multi_objective_aggregation={self.multi_objective_aggregation!r} both say how rewards become "
-                    "advantages; leave the latter two out."
-                )
-        require_whole("dynamic_sampling_max_rounds", self.dynamic_sampling_max_rounds, "a whole number, 1 or more")
-        together = self.use_vllm and (self.vllm_mode != "colocate" or self.vllm_tensor_parallel_size > 1)
-        if self.dynamic_sampling and together:
-            raise ConfigError(
-                "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
-                "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
-                "vllm_tensor_parallel_size=1."
-            )
-
-    @property
-    def loss_scale(self) -> tuple[float, ScaleRule, set[str]]:
-        """The loss scale at the start, how it moves, and which of the settings were given."""
-        usual = ScaleRule()
-        rule = ScaleRule(
-            usual.window if self.fp16_scale_window is None else self.fp16_scale_window,
-            usual.hysteresis if self.fp16_hysteresis is None else self.fp16_hysteresis,
-            usual.minimum if self.fp16_min_scale is None else self.fp16_min_scale,
-            dynamic=self.fp16_fixed_scale is None,
-        )
-        chosen = self.fp16_initial_scale if self.fp16_fixed_scale is None else self.fp16_fixed_scale
-        given = {name for name in _LOSS_SCALE if getattr(self, name) is not None}
-        return INITIAL_SCALE if chosen is None else float(chosen), rule, given
-
-    def _check_loss_scale(self) -> None:
-        """Refuse loss scales without fp16, out of range, or both fixed and dynamic.
-
-        Raises:
-            ConfigError: names the settings.
-        """
-        scale, rule, given = self.loss_scale
-        if given and not self.fp16:
-            raise ConfigError(f"{', '.join(sorted(given))}: only fp16 training has a loss scale; set fp16=True.")
-        if not rule.dynamic and (moving := sorted(given - {"fp16_fixed_scale", "fp16_hysteresis"})):
-            raise ConfigError(
-                f"fp16_fixed_scale={scale:g} stays as it is, and {', '.join(moving)} say how a dynamic scale moves; "
-                "remove one or the other."
-            )
-        for name, value in (("fp16_scale_window", rule.window), ("fp16_hysteresis", rule.hysteresis)):
-            require_whole(name, value, "a whole number of steps, 1 or more")
-        if not rule.minimum > 0 or not scale >= (rule.minimum if rule.dynamic else 0) or not 0 < scale <= 2.0**32:
-            raise ConfigError(
-                f"a loss scale of {scale:g} with a minimum of {rule.minimum:g}: use a minimum above 0 and a scale from "
-                "there to 2**32."
-            )
-
-    def _check_bitwise(self) -> None:
-        """Refuse what the same bits cannot be promised for.
-
-        Raises:
-            ConfigError: names all of it.
-        """
-        refused = {
-            "FSDP (gradients are reduced as floating point numbers)": self._asks_for_fsdp(),
-            "DeepSpeed (gradients are reduced as floating point numbers)": self._asks_for_deepspeed(),
-            "use_vllm (its batches, and with them its bits, follow from timing)": self.use_vllm,
-            "use_transformers_continuous_batching (batches follow from timing)": (
-                self.use_transformers_continuous_batching
-            ),
-            "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": (
-                self.micro_batch_tokens is not None
-            ),
-            "allow_split_dependent": self.allow_split_dependent,
-            "torch_compile (kernels are chosen by timing)": self.torch_compile,
-            "use_liger_kernel": self.use_liger_kernel,
-            "tf32": bool(self.tf32),
-            "fp16 (its loss scale moves with overflows)": bool(self.fp16),
-        }
-        found = [name for name, is_set in refused.items() if is_set]
-        if found:
-            raise ConfigError(
-                f"bitwise_invariant=True cannot be kept with {'; '.join(found)}. Turn one of the two off."
-            )
-        size, group = self.canonical_unit_size, self.num_generations
-        if size is not None and (not isinstance(size, int) or not 1 <= size <= group):  # type: ignore[operator]
-            raise ConfigError(
-                f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} "
-                "(num_generations)."
-            )
-        bits = self.bitwise_fraction_bits
-        require_whole("bitwise_fraction_bits", bits, "20 to 60 (48: sums up to 16384)", least=20, most=60)
-        require_whole("bitwise_threads", self.bitwise_threads, "1 or more")
-        if self.tf32 is None:
-            self.tf32 = False
-
-    def _check_ahead(self) -> None:
-        """Refuse what rollouts cannot be sampled ahead with.
-
-        Raises:
-            ConfigError: names all of it.
-        """
-        check_lag(self.rollout_lag, self._asks_for_fsdp() or self._asks_for_deepspeed(), self.use_vllm)
-        if self.rollout_threads is not None:
-            require_whole("rollout_threads", self.rollout_threads, "a whole number, 1 or more")
-        alone = [name for name in ("rollout_threads", "rollout_device") if getattr(self, name) is not None]
-        if not self.rollout_lag:
-            if alone:
-                raise ConfigError(
-                    f"{', '.join(alone)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it "
-                    "out."
-                )
-            return
-        refused = {
-            "vllm_mode='colocate' (the engine shares the device with training; use a server)": (
-                self.use_vllm and self.vllm_mode != "server"
-            ),
-            "torch_compile (a copy would be compiled anew)": self.torch_compile,
-            "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": (
-                self.ignore_data_skip
-            ),
-            "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": self.cast_lm_head_to_fp32,
-            "use_transformers_continuous_batching (it samples with the weights that are trained)": (
-                self.use_transformers_continuous_batching
-            ),
-        }
-        if found := [name for name, is_set in refused.items() if is_set]:
-            raise ConfigError(
-                f"rollout_lag={self.rollout_lag} does not go with {'; '.join(found)}. Change that, or use "
-                "rollout_lag=0."
-            )
-        if self.rollout_device is not None:
-            try:
-                torch.device(self.rollout_device)
-            except RuntimeError as error:
-                raise ConfigError(f"rollout_device={self.rollout_device!r} is no device of torch: {error}") from None
-            kind, index = torch.device(self.rollout_device).type, torch.device(self.rollout_device).index
-            said = (
-                f"rollout_device={self.rollout_device!r} and training on {self.device} by {self.world_size} process(es)"
-            )
-            if kind != self.device.type:
-                raise ConfigError(f"{said}: use a device of the same kind, or leave it out.")
-            if index is not None and (kind == "cpu" or self.world_size > 1):
-                shared = "there is one CPU" if kind == "cpu" else "all processes would share it"
-                raise ConfigError(f"{said}: {shared}; use {kind!r}, or leave it out.")
-
-    def _check_forward(self) -> None:
-        if self.forward != "auto" and not self.packed_forward:
-            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -584,24 +391,17 @@ class GRPOConfig(trl.GRPOConfig):
 
     def loss_config(self) -> LossConfig:
         """The settings of the policy loss, under the names of algorithms.losses."""
+        same = {spec.name for spec in dataclasses.fields(LossConfig)} & vars(self).keys()
+        values: dict[str, Any] = {name: getattr(self, name) for name in same}
         return LossConfig(
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            delta=self.delta,
-            beta=self.beta,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
-            max_completion_length=self.max_completion_length or 1,
-            correct_sampling=self.use_vllm and self.vllm_importance_sampling_correction,
-            aggregation=self.loss_aggregation,
+            **values
+            | {
+                "epsilon_low": self.epsilon,
+                "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
+                "max_completion_length": self.max_completion_length or 1,
+                "correct_sampling": self.use_vllm and self.vllm_importance_sampling_correction,
+                "aggregation": self.loss_aggregation,
+            }
         )
 
     @classmethod
@@ -665,6 +465,8 @@ def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known.keys():
+            if name in REMOVED_SETTINGS:
+                raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
             hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
             raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
         init(self, *args, **kwargs)
@@ -691,11 +493,3 @@ for _name, _text in _HELP.items():
     _spec = copy.copy(GRPOConfig.__dataclass_fields__[_name])  # a copy, because TRL's class has the same object
     _spec.metadata = MappingProxyType({**_spec.metadata, "help": _text})
     GRPOConfig.__dataclass_fields__[_name] = _spec
-
-
-def _check_tokens(micro_batch_tokens: int | None) -> None:
-    if micro_batch_tokens is not None and (not isinstance(micro_batch_tokens, int) or micro_batch_tokens < 2):
-        raise ConfigError(
-            f"micro_batch_tokens={micro_batch_tokens!r} is no token budget; it must be a whole number that holds at "
-            "least the longest prompt and one token, or None."
-        )

@@ -48,7 +48,6 @@ from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, pinned
-from .runtime.quiet import quiet
 from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
 from .step.loss import assemble_loss, loss_config_of, loss_terms_of
@@ -152,7 +151,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
+        cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
         pad, images = self._tokenizer.pad_token_id, self._rollouts.images
         self._step_runner = OptimizerStep(
@@ -176,7 +175,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
-            self._deepspeed_scale = install_loss_scaler(self.accelerator, *self.args.loss_scale)
+            options: Any = self.args.fp16_loss_scale or {}
+            self._deepspeed_scale = install_loss_scaler(self.accelerator, options)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
@@ -252,7 +252,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
+        with torch.no_grad(), pinned(self.args.pinned_threads), naming_failures():
             completions = self._prepare_inputs(inputs)
             context = self._step_runner.evaluate(self.model, completions, self._terms(model))
             self._clock.take()  # the phases that are logged are those of training
@@ -439,7 +439,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()
             with (
-                quiet(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),

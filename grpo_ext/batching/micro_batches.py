@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 from .sizes import ceil_div, even_slice
@@ -117,18 +118,23 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
     whole = [group_cost[sizes.groups_B[p[0]]] + sum(row_cost[r] for r in p) for p in pieces]
-    heap = [(0.0, process) for process in range(processes)]
-    assigned: list[dict[int, list[int]]] = [{} for _ in range(processes)]
-    loads = [0.0] * processes
-    for index in sorted(range(len(pieces)), key=lambda i: (-whole[i], i)):
-        load, process = heapq.heappop(heap)
-        assigned[process][sizes.groups_B[pieces[index][0]]] = list(pieces[index])
-        loads[process] = load + whole[index]
-        heapq.heappush(heap, (loads[process], process))
+    numbers, loads = _longest_first(whole, processes)
+    assigned = [{sizes.groups_B[pieces[i][0]]: list(pieces[i]) for i in mine} for mine in numbers]
     for _ in range(8 * processes):
         if max(loads) <= BALANCED * sum(loads) / processes or not _level(assigned, loads, group_cost, row_cost):
             break
     return [sorted(row for piece in mine.values() for row in piece) for mine in assigned]
+
+
+def _longest_first(costs: Sequence[float], processes: int) -> tuple[list[list[int]], list[float]]:
+    """For each process, which of the items it gets, in the order assigned, and their cost."""
+    heap = [(0.0, process) for process in range(processes)]
+    assigned: list[list[int]] = [[] for _ in range(processes)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, process = heapq.heappop(heap)
+        assigned[process].append(index)
+        heapq.heappush(heap, (load + costs[index], process))
+    return assigned, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 
 def _level(
@@ -185,13 +191,7 @@ def assign_units(
     sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
 ) -> list[list[list[int]]]:
     """Assign units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
-    loads = [(0.0, process) for process in range(processes)]
-    assigned: list[list[int]] = [[] for _ in range(processes)]
-    prices = [sizes.load(unit, cost) for unit in units]
-    for index in sorted(range(len(units)), key=lambda i: (-prices[i], i)):
-        load, process = heapq.heappop(loads)
-        assigned[process].append(index)
-        heapq.heappush(loads, (load + prices[index], process))
+    assigned, _ = _longest_first([sizes.load(unit, cost) for unit in units], processes)
     return [[list(units[i]) for i in sorted(mine)] for mine in assigned]
 
 
@@ -310,21 +310,15 @@ def cut_in_order(
         same_prompt: for each row but the first, whether its prompt is that of the row before.
         multiple: as in `StepSizes`.
     """
-
-    def up(tokens: int) -> int:
-        return ceil_div(tokens, multiple) * multiple
-
+    groups_B = list(accumulate((not same for same in same_prompt), initial=0))
+    sizes = StepSizes(groups_B, prompts_B, completions_B, multiple)
     result: list[slice] = []
-    start = tokens = prompt = completion = prompts = 0
-    for row, (p, c) in enumerate(zip(prompts_B, completions_B)):
-        shared = form != "padded" and row > start and same_prompt[row - 1]
-        prompt, completion, prompts = max(prompt, p), max(completion, c), prompts + (not shared)
-        columns = prompts * up(prompt) + (row - start + 1) * up(completion)
-        grown = tokens + c + (0 if shared else p) if form == "packed" else columns
-        if row > start and (row - start >= max_rows or (max_tokens is not None and up(grown) > max_tokens)):
+    start = 0
+    for row in range(1, len(prompts_B)):
+        grown = range(start, row + 1)
+        if len(grown) > max_rows or (max_tokens is not None and sizes.tokens(grown, form) > max_tokens):
             result.append(slice(start, row))
-            start, prompt, completion, prompts, grown = row, p, c, 1, p + c
-        tokens = grown
+            start = row
     result.append(slice(start, len(prompts_B)))
     return result
 

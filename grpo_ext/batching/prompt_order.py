@@ -7,6 +7,7 @@ walks the same order and takes its own part of it, so the number of processes ch
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -141,13 +142,14 @@ class StepDataset(Dataset):
     """A map-style data set of optimizer steps over a map-style data set of prompts.
 
     Args:
+        layout: the steps of an epoch.
         ahead: rows are asked for before their step (`rows`), so the steps come without.
     """
 
     def __init__(
         self,
         prompts: Any,
-        layout: EpochLayout,
+        layout: EpochLayout | list[StepLayout],
         rule: ProcessSlices,
         order: Callable[[int], list[int]],
         ahead: bool = False,
@@ -156,7 +158,7 @@ class StepDataset(Dataset):
         self._cached: tuple[int, list[int]] | None = None
 
     def __len__(self) -> int:
-        return self.layout.num_prompts
+        return len(self.prompts)
 
     def __getitem__(self, key: tuple[int, int]) -> StepRows:
         epoch, step = key
@@ -284,7 +286,8 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    dataset = StepDataset(prompts, layout, rule, PromptOrder(len(prompts), seed, shuffle), args.rollout_lag > 0)
+    order = functools.partial(prompt_order, len(prompts), seed, shuffle=shuffle)  # loader workers pickle it
+    dataset = StepDataset(prompts, layout, rule, order, args.rollout_lag > 0)
     workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **workers)
 
@@ -296,30 +299,9 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     """
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
-    dataset = _EvalSet(rows, rule, layout)
-    loader = StepLoader(dataset, batch_sampler=EpochSteps(1 if len(rows) else 0), collate_fn=_first)
+    order = functools.partial(prompt_order, len(rows), 0, shuffle=False)
+    dataset = StepDataset(rows, [layout], rule, order)
+    once = [[(0, 0)]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
+    loader = StepLoader(dataset, batch_sampler=once, collate_fn=_first)
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader
-
-
-@dataclass(frozen=True)
-class PromptOrder:
-    """`prompt_order` as a function of the epoch alone; a class, since loader workers pickle it."""
-
-    num_prompts: int
-    seed: int
-    shuffle: bool
-
-    def __call__(self, epoch: int) -> list[int]:
-        return prompt_order(self.num_prompts, self.seed, epoch, self.shuffle)
-
-
-class _EvalSet(Dataset):
-    def __init__(self, rows: Any, rule: ProcessSlices, layout: StepLayout) -> None:
-        self.rows, self.rule, self.layout = rows, rule, layout
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: tuple[int, int]) -> StepRows:
-        return self.rule.rows(self.rule.request(0, self.layout), self.rows, int)

@@ -40,20 +40,15 @@ def _multiples_around(value: int, unit: int) -> str:
     return f"{above}" if below == 0 else f"{below} or {above}"
 
 
-def _require_positive(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}={value!r} is not a size; it must be a whole number, 1 or more.")
-
-
-def require_whole(name: str, value: Any, use: str, least: int = 1, most: float = math.inf) -> None:
-    """Refuse what is no whole number from `least` to `most`; `use` is the remedy.
+def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
+    """Refuse what is no whole number from `least` to `most`.
 
     Raises:
-        ConfigError: names the setting and the remedy.
+        ConfigError: names the setting and the range.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r}: use {use}.")
+        bounds = f", {least} or more" if most == math.inf else f" from {least} to {most:g}"
+        raise ConfigError(f"{name}={value!r} must be a whole number{bounds}.")
 
 
 @dataclass(frozen=True)
@@ -103,165 +98,130 @@ class BatchGeometry:
         return [max(1, ceil_div(count, self.micro_batch_size)) for count in counts]
 
 
-def resolve_geometry(
-    *,
-    num_generations: int,
-    num_processes: int,
-    micro_batch_size: int,
-    accumulation_steps: int = 1,
-    global_batch_size: int | None = None,
-    rollout_batch_size: int | None = None,
-    generation_batch_size: int | None = None,
-    steps_per_generation: int | None = None,
-    num_iterations: int = 1,
-    rollout_chunk_size: int | None = None,
-) -> BatchGeometry:
-    """Turn the user's sizes into a `BatchGeometry`.
+# settings of GRPOConfig that the batch sizes follow from, and TRL's default of each
+SETTINGS: dict[str, int | None] = {
+    "num_generations": 8,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "global_batch_size": None,
+    "rollout_batch_size": None,
+    "generation_batch_size": None,
+    "steps_per_generation": None,
+    "rollout_chunk_size": None,
+}
 
-    `accumulation_steps`, `generation_batch_size` and `steps_per_generation` carry TRL's meaning: micro-batches per
-    optimizer step, completions per generation phase, micro-batches per generation phase. Without
-    `global_batch_size`, TRL's product `micro_batch_size * accumulation_steps * num_processes` is used.
+
+def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
+    """The batch sizes of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
+
+    `gradient_accumulation_steps`, `generation_batch_size` and `steps_per_generation` carry TRL's meaning: micro-batches
+    per optimizer step, completions per generation phase, micro-batches per generation phase. Without
+    `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
 
     Raises:
         ConfigError: a size that is no positive integer, a multiple that does not hold, or fields that contradict.
     """
-    if not isinstance(num_generations, int) or num_generations < 2:
+    sizes = {name: settings.get(name, default) for name, default in SETTINGS.items()}
+    generations = sizes["num_generations"]
+    if not isinstance(generations, int) or generations < 2:
         raise ConfigError(
-            f"num_generations={num_generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
+            f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
             "more (8 is TRL's default)."
         )
-    _require_positive(
-        per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=accumulation_steps,
-        num_processes=num_processes,
-        num_iterations=num_iterations,
-        global_batch_size=global_batch_size,
-        rollout_batch_size=rollout_batch_size,
-        generation_batch_size=generation_batch_size,
-        steps_per_generation=steps_per_generation,
-        rollout_chunk_size=rollout_chunk_size,
-    )
-    full_step = _global_batch(num_processes, micro_batch_size, accumulation_steps, global_batch_size)
-    if rollout_batch_size is not None and generation_batch_size not in (None, rollout_batch_size):
-        raise ConfigError(
-            f"rollout_batch_size={rollout_batch_size} and generation_batch_size={generation_batch_size} are two names "
-            "for one size; set rollout_batch_size alone."
-        )
-    if steps_per_generation is not None and (rollout_batch_size or generation_batch_size):
-        raise ConfigError(
-            f"steps_per_generation={steps_per_generation} and rollout_batch_size="
-            f"{rollout_batch_size or generation_batch_size} both set the rollout batch; set rollout_batch_size alone."
-        )
-    rollout = rollout_batch_size or generation_batch_size
-    if steps_per_generation is not None:
-        if global_batch_size is not None:
-            raise ConfigError(
-                f"steps_per_generation={steps_per_generation} counts micro-batches, so with global_batch_size="
-                f"{global_batch_size} the rollout batch would depend on the hardware; set rollout_batch_size (a "
-                f"multiple of {math.lcm(full_step, num_generations)}) instead."
-            )
-        rollout = micro_batch_size * num_processes * steps_per_generation
-    if rollout is None or (rollout_batch_size is None and full_step % rollout == 0):
-        # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
-        rollout = full_step
-    product = None if global_batch_size else (micro_batch_size, accumulation_steps, num_processes)
-    name = _rollout_name(rollout_batch_size, steps_per_generation)
-    _check_multiples(rollout, full_step, num_generations, name, product)
+    sizes["num_processes"] = num_processes
+    for name, value in sizes.items():
+        if value is not None:
+            require_whole(name, value)
+    step = _global_batch(sizes)
     return BatchGeometry(
-        num_generations=num_generations,
-        global_batch_size=full_step,
-        rollout_batch_size=rollout,
-        num_iterations=num_iterations,
-        micro_batch_size=micro_batch_size,
+        num_generations=generations,
+        global_batch_size=step,
+        rollout_batch_size=_rollout_batch(sizes, step),
+        num_iterations=sizes["num_iterations"],
+        micro_batch_size=sizes["per_device_train_batch_size"],
         num_processes=num_processes,
-        rollout_chunk_size=_chunk_size(rollout_chunk_size, num_generations),
+        rollout_chunk_size=_chunk_size(sizes["rollout_chunk_size"], generations),
     )
 
 
-# names of GRPOConfig that `geometry_of` reads
-SETTINGS = (
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "rollout_batch_size",
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_iterations",
-    "rollout_chunk_size",
-)
+def _global_batch(sizes: Mapping[str, Any]) -> int:
+    requested, steps = sizes["global_batch_size"], sizes["gradient_accumulation_steps"]
+    micro_batch, processes = sizes["per_device_train_batch_size"], sizes["num_processes"]
+    if requested is None:
+        return micro_batch * steps * processes
+    derived = ceil_div(ceil_div(requested, processes), micro_batch)
+    if steps not in (1, derived):
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} contradicts global_batch_size={requested}: with "
+            f"per_device_train_batch_size={micro_batch} and {processes} process(es) it is derived as {derived}; remove "
+            "gradient_accumulation_steps."
+        )
+    return requested
 
 
-def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
-    """`resolve_geometry` of settings by their names in GRPOConfig, with TRL's defaults for what is missing.
+def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
+    """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
+    ours, theirs, phases = sizes["rollout_batch_size"], sizes["generation_batch_size"], sizes["steps_per_generation"]
+    rollout, name = ours or theirs, "generation_batch_size" if ours is None else "rollout_batch_size"
+    if ours is not None and theirs not in (None, ours):
+        raise ConfigError(
+            f"rollout_batch_size={ours} and generation_batch_size={theirs} are two names for one size; set "
+            "rollout_batch_size alone."
+        )
+    if phases is not None:
+        if rollout is not None:
+            raise ConfigError(
+                f"steps_per_generation={phases} and rollout_batch_size={rollout} both set the rollout batch; set "
+                "rollout_batch_size alone."
+            )
+        if sizes["global_batch_size"] is not None:
+            raise ConfigError(
+                f"steps_per_generation={phases} counts micro-batches, so with global_batch_size={step} the rollout "
+                "batch would depend on the hardware; set rollout_batch_size (a multiple of "
+                f"{math.lcm(step, sizes['num_generations'])}) instead."
+            )
+        rollout = sizes["per_device_train_batch_size"] * sizes["num_processes"] * phases
+        name = f"rollout_batch_size (from steps_per_generation={phases})"
+    if rollout is None or (ours is None and step % rollout == 0):
+        # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
+        rollout = step
+    _check_multiples(rollout, step, name, sizes)
+    return rollout
 
-    Raises:
-        ConfigError: the sizes break a rule.
-    """
-    sizes = {name: settings[name] for name in SETTINGS if name in settings}
-    return resolve_geometry(
-        num_processes=num_processes,
-        num_generations=sizes.pop("num_generations", 8),
-        micro_batch_size=sizes.pop("per_device_train_batch_size", 8),
-        accumulation_steps=sizes.pop("gradient_accumulation_steps", 1),
-        **sizes,
-    )
 
-
-def _check_multiples(
-    rollout: int, full_step: int, num_generations: int, name: str, product: tuple[int, int, int] | None
-) -> None:
+def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any]) -> None:
     """A rollout batch holds whole steps, or one would train samples of two policies, and whole groups.
 
     Args:
         name: the field that the rollout batch was set with.
-        product: micro-batch size, accumulation steps and processes, where the step follows from them.
     """
-    unit = math.lcm(full_step, num_generations)
-    if rollout % full_step:
+    group = sizes["num_generations"]
+    unit = math.lcm(step, group)
+    if rollout % step:
         raise ConfigError(
-            f"{name}={rollout} is not a multiple of global_batch_size={full_step}; a generation phase feeds whole "
-            f"optimizer steps; use {_multiples_around(rollout, unit)}."
+            f"{name}={rollout} is not a multiple of global_batch_size={step}; a generation phase feeds whole optimizer "
+            f"steps; use {_multiples_around(rollout, unit)}."
         )
-    if rollout % num_generations == 0:
+    if rollout % group == 0:
         return
-    if rollout > full_step:
+    if rollout > step:
         raise ConfigError(
-            f"{name}={rollout} is not a multiple of num_generations={num_generations}; a rollout batch holds whole "
-            f"groups; use {_multiples_around(rollout, unit)}."
+            f"{name}={rollout} is not a multiple of num_generations={group}; a rollout batch holds whole groups; use "
+            f"{_multiples_around(rollout, unit)}."
         )
-    step = f"global_batch_size={full_step}"
-    if product is not None:
-        micro_batch_size, accumulation_steps, num_processes = product
-        step = (
-            f"per_device_train_batch_size={micro_batch_size} * gradient_accumulation_steps={accumulation_steps} * "
-            f"{num_processes} process(es) = {full_step} completions per optimizer step, which"
+    size = f"global_batch_size={step}"
+    if sizes["global_batch_size"] is None:
+        size = (
+            f"per_device_train_batch_size={sizes['per_device_train_batch_size']} * gradient_accumulation_steps="
+            f"{sizes['gradient_accumulation_steps']} * {sizes['num_processes']} process(es) = {step} completions per "
+            "optimizer step, which"
         )
     raise ConfigError(
-        f"{step} is not a multiple of num_generations={num_generations}; a rollout batch, here one step, holds whole "
-        f"groups; set global_batch_size to {_multiples_around(full_step, num_generations)} (any "
-        f"per_device_train_batch_size is then allowed), or rollout_batch_size to {unit}, whose steps cut groups."
+        f"{size} is not a multiple of num_generations={group}; a rollout batch, here one step, holds whole groups; set "
+        f"global_batch_size to {_multiples_around(step, group)} (any per_device_train_batch_size is then allowed), or "
+        f"rollout_batch_size to {unit}, whose steps cut groups."
     )
-
-
-def _rollout_name(rollout_batch_size: int | None, steps_per_generation: int | None) -> str:
-    """The field a user set the rollout batch with."""
-    if steps_per_generation is not None:
-        return f"rollout_batch_size (from steps_per_generation={steps_per_generation})"
-    return "generation_batch_size" if rollout_batch_size is None else "rollout_batch_size"
-
-
-def _global_batch(num_processes: int, micro_batch_size: int, accumulation_steps: int, requested: int | None) -> int:
-    if requested is None:
-        return micro_batch_size * accumulation_steps * num_processes
-    derived = ceil_div(ceil_div(requested, num_processes), micro_batch_size)
-    if accumulation_steps not in (1, derived):
-        raise ConfigError(
-            f"gradient_accumulation_steps={accumulation_steps} contradicts global_batch_size={requested}: with "
-            f"per_device_train_batch_size={micro_batch_size} and {num_processes} process(es) it is derived as"
-            f" {derived}; remove gradient_accumulation_steps."
-        )
-    return requested
 
 
 def _chunk_size(requested: int | None, num_generations: int) -> int:
@@ -358,7 +318,7 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
     Raises:
         ConfigError: says what to use.
     """
-    require_whole("rollout_lag", rollout_lag, "a whole number of rollout batches, 0 or more", least=0)
+    require_whole("rollout_lag", rollout_lag, least=0)
     if rollout_lag and shares_weights and not use_vllm:
         raise ConfigError(
             f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
@@ -410,63 +370,3 @@ def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_la
             f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
             " last rollout batch is one too."
         )
-
-
-def describe_plan(
-    geometry: BatchGeometry,
-    num_prompts: int | None,
-    drop_last: bool,
-    epochs: float | None,
-    micro_batch_tokens: int | None = None,
-    form: str | None = None,
-    precision: str | None = None,
-    ahead: str | None = None,
-) -> str:
-    """The resolved plan as text, for people: one line a fact.
-
-    Args:
-        num_prompts: prompts in the training set; None where that is not known.
-        epochs: passes over the training set, or None when the run is limited by steps.
-        micro_batch_tokens: tokens per forward on one device, or None.
-        form: how completions run through the model, where that is known.
-        precision: what it computes in, where that is to be said.
-        ahead: what it takes to sample ahead of training, where that is done.
-    """
-    g, own = geometry, geometry.num_generations
-    per_process = g.micro_batches_per_process()
-    spread = f"{per_process[0]}" if len(set(per_process)) == 1 else f"{min(per_process)} to {max(per_process)}"
-    chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
-    budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
-    rows = [
-        ("optimizer step", f"{g.global_batch_size} completions = {g.global_batch_size / own:g} prompts x {own}"),
-        ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
-        ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
-        ("processes", f"{g.num_processes}"),
-        ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
-        ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
-    ]
-    more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
-    rows += [(name, said) for name, said in more if said is not None]
-    if g.global_batch_size % own:
-        rows.append(("note", "steps cut groups; advantages are over whole groups"))
-    if chunks < g.num_processes:
-        prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
-        if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
-            prompts = max(1, g.prompts_per_rollout // g.num_processes)
-        fitting = prompts * g.num_generations
-        spread = f"; rollout_chunk_size={fitting} spreads it" if fitting < g.rollout_chunk_size else ""
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{spread}"))
-    if num_prompts is None:
-        rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
-    else:
-        layout = EpochLayout(g, num_prompts, drop_last)
-        dropped = num_prompts * own - layout.trained_completions
-        what = f"{dropped} completion(s)" if dropped % own else f"{dropped // own} prompt(s)"
-        note = f", {what} dropped" if dropped else ""
-        rows.append(("epoch", f"{num_prompts} prompts = {len(layout)} optimizer steps{note}"))
-        last = layout.last_step_rows
-        rows.append(("last step of an epoch", f"{last / own:g} prompts = {last} completions"))
-        if epochs is not None:
-            rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * len(layout) + 0.999)} optimizer steps"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -24,7 +24,6 @@ from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.quantised import outlier_thresholds
 from ..precision.loss_scaler import half_weights
-from ..runtime.quiet import quiet
 
 _HUB_SECONDS = 10.0
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
@@ -270,8 +269,7 @@ def loading() -> Iterator[None]:
         ConfigError, ModelError: in place of transformers' ImportError and ValueError.
     """
     try:
-        with quiet():
-            yield
+        yield
     except ImportError as error:
         if "quantiz" not in str(error) and "GGUF" not in str(error):
             raise

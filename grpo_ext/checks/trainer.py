@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.logging import get_logger
+from torch import nn
 from transformers import ProcessorMixin
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
@@ -28,7 +29,6 @@ from ..rollouts.source import why_equal
 from ..rollouts.tools import check_tools
 from ..run.fingerprint import check_names
 from ..runtime.collectives import shards_parameters
-from ..runtime.determinism import refuse_batch_dependent_rewards, refuse_sharding
 from ..runtime.recompute import check_recompute
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
@@ -255,8 +255,16 @@ def check_bitwise(trainer: Any) -> None:
         ConfigError, ModelError: names it.
     """
     accelerator = trainer.accelerator
-    refuse_sharding(shards_parameters(accelerator), accelerator.num_processes, accelerator.distributed_type.value)
-    refuse_batch_dependent_rewards(trainer.reward_funcs)
+    if shards_parameters(accelerator):
+        raise ModelError(
+            f"bitwise_invariant=True works on one process or data parallel, not under "
+            f"{accelerator.distributed_type.value}; use plain data parallel (DDP), or turn it off."
+        )
+    if models := [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]:
+        raise ConfigError(
+            f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
+            "depend on the batch it is computed in. Use a function that scores one completion at a time."
+        )
     own = own_sampling(trainer)
     if own is not None or not samples_by_key(trainer):
         own = own or own_generate(accelerator.unwrap_model(trainer.model))

@@ -1,11 +1,13 @@
 """Sums whose bits depend on neither the order nor the grouping of their terms.
 
 Floating point addition is not associative; integer addition is. A term is rounded once to a multiple of
-2**-fraction_bits and added as a 64-bit integer, so any order, any grouping and any number of processes give the same
+2**-FRACTION_BITS and added as a 64-bit integer, so any order, any grouping and any number of processes give the same
 sum. What does not fit is found, never wrapped around. Used by step.gradients in bitwise mode.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -14,26 +16,19 @@ from ..errors import PrecisionError
 FRACTION_BITS = 48  # steps of 3.6e-15; sums up to 16384
 
 
-def largest_term(fraction_bits: int, terms: int) -> float:
-    """The largest absolute value of a term with which a sum of `terms` terms cannot overflow.
-
-    Raises:
-        PrecisionError: so many terms leave no room.
-    """
-    room = 2.0 ** (62 - fraction_bits) / max(terms, 1)
-    if room < 2.0**-fraction_bits:
-        raise PrecisionError(f"a sum of {terms} terms has no room in 64 bits beside {fraction_bits} fraction bits.")
-    return room
+def largest_term(terms: int) -> float:
+    """The largest absolute value of a term with which a sum of `terms` terms cannot overflow."""
+    return 2.0 ** (62 - FRACTION_BITS) / max(terms, 1)
 
 
-def to_fixed(values: torch.Tensor, fraction_bits: int) -> torch.Tensor:
-    """Nearest multiples of 2**-fraction_bits, as int64 counts of it; only for values within `largest_term`."""
-    return values.to(torch.float64).mul_(2.0**fraction_bits).round_().to(torch.int64)
+def to_fixed(values: torch.Tensor) -> torch.Tensor:
+    """Nearest multiples of 2**-FRACTION_BITS, as int64 counts of it; only for values within `largest_term`."""
+    return values.to(torch.float64).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
-def from_fixed(total: torch.Tensor, fraction_bits: int, dtype: torch.dtype) -> torch.Tensor:
+def from_fixed(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum as a floating point tensor, rounded to float64 and then to `dtype`."""
-    return total.to(torch.float64).mul_(2.0**-fraction_bits).to(dtype)
+    return total.to(torch.float64).mul_(2.0**-FRACTION_BITS).to(dtype)
 
 
 class FixedPointSum:
@@ -43,8 +38,7 @@ class FixedPointSum:
         like: a tensor of the shape, on the device of the sum.
     """
 
-    def __init__(self, like: torch.Tensor, fraction_bits: int = FRACTION_BITS) -> None:
-        self.fraction_bits = fraction_bits
+    def __init__(self, like: torch.Tensor) -> None:
         self.total = torch.zeros(like.shape, dtype=torch.int64, device=like.device)
         self.largest = torch.zeros((), dtype=torch.float32, device=like.device)
 
@@ -52,7 +46,7 @@ class FixedPointSum:
         """Add a term; whether it fits is looked at in `value`, so that nothing waits for the device here."""
         # NaN wins a maximum; float32 holds the range of every smaller type, and float64 terms that large are refused
         self.largest = torch.maximum(self.largest, values.detach().abs().max().float())
-        self.total += to_fixed(values.detach(), self.fraction_bits)
+        self.total += to_fixed(values.detach())
 
     def check(self, name: str, terms: int, largest: float | None = None) -> None:
         """Refuse a sum with a term that was not finite or not within range.
@@ -65,19 +59,19 @@ class FixedPointSum:
         Raises:
             PrecisionError: with what to do.
         """
-        found = float(self.largest) if largest is None else largest
-        limit = largest_term(self.fraction_bits, terms)
-        if found != found or found == float("inf"):
+        largest = float(self.largest) if largest is None else largest
+        limit = largest_term(terms)
+        if not math.isfinite(largest):
             raise PrecisionError(
                 f"the gradient of {name} is not finite, so no sum of it is right; lower the learning rate, or look for "
                 "the first reward, log-probability or weight that is not finite."
             )
-        if found > limit:
+        if largest > limit:
             raise PrecisionError(
-                f"a gradient element of {name} is {found:.3g}; {terms} terms with {self.fraction_bits} fraction bits "
-                f"hold up to {limit:.3g}. Set bitwise_fraction_bits lower (each bit doubles the range)."
+                f"a gradient element of {name} is {largest:.3g}; {terms} terms with {FRACTION_BITS} fraction bits "
+                f"hold up to {limit:.3g}. Scale the rewards down, or turn bitwise_invariant off."
             )
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum."""
-        return from_fixed(self.total, self.fraction_bits, dtype)
+        return from_fixed(self.total, dtype)

@@ -83,7 +83,7 @@ _TRL_LAYOUT = [
 ]
 # compared in bitwise mode alone: elsewhere they change the rounding at most
 _BITWISE = (
-    *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads", "rollout_threads"),
+    *("canonical_unit_size", "bitwise_threads", "rollout_threads"),
     *("forward", "packed_forward", "score_completions_only", "skip_zero_contribution", "compact_rollouts"),
 )
 # fields of this package's GRPOConfig that do; its sizes are compared as they were resolved

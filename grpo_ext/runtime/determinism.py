@@ -7,44 +7,17 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
 _CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-
-
-def refuse_batch_dependent_rewards(reward_funcs: Sequence[Any]) -> None:
-    """Refuse reward models: they score the completions of a process in one batch, whose shape changes bits.
-
-    Raises:
-        ConfigError: names them.
-    """
-    models = [type(f).__name__ for f in reward_funcs if isinstance(f, torch.nn.Module)]
-    if models:
-        raise ConfigError(
-            f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
-            "depend on the batch it is computed in. Use a function that scores one completion at a time."
-        )
-
-
-def refuse_sharding(sharded: bool, num_processes: int, distributed_type: Any) -> None:
-    """Refuse engines whose gradients are reduced as floating point numbers.
-
-    Raises:
-        ModelError: names the engine.
-    """
-    if sharded:
-        raise ModelError(
-            f"bitwise_invariant=True works on one process or data parallel, not under {distributed_type} on "
-            f"{num_processes} processes; use plain data parallel (DDP), or turn it off."
-        )
 
 
 def align_memory(*models: Any) -> None:

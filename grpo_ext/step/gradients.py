@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..precision.fixed_point import FRACTION_BITS, FixedPointSum
+from ..precision.fixed_point import FixedPointSum
 from ..runtime.collectives import stack_over_processes, sum_in_place
 
 
@@ -64,11 +64,9 @@ class FixedPointGradients(NativeGradients):
         parameters: Sequence[torch.nn.Parameter],
         accelerator: Accelerator,
         names: Sequence[str],
-        fraction_bits: int = FRACTION_BITS,
     ) -> None:
         super().__init__(parameters, accelerator)
         self.names = [n for n, p in zip(names, parameters) if p.requires_grad]
-        self.fraction_bits = fraction_bits
         self._sums: dict[int, FixedPointSum] = {}
         self._hooks: list[Any] = []
 
@@ -77,7 +75,7 @@ class FixedPointGradients(NativeGradients):
             assert parameter.grad is not None
             total = self._sums.get(id(parameter))
             if total is None:
-                total = self._sums[id(parameter)] = FixedPointSum(parameter, self.fraction_bits)
+                total = self._sums[id(parameter)] = FixedPointSum(parameter)
             total.add(parameter.grad)
             parameter.grad = None
 
@@ -107,7 +105,7 @@ class FixedPointGradients(NativeGradients):
         shared = [(p, name) for p, name, used in zip(self.parameters, self.names, anywhere) if used]
         for parameter, _ in shared:
             if id(parameter) not in self._sums:
-                self._sums[id(parameter)] = FixedPointSum(parameter, self.fraction_bits)
+                self._sums[id(parameter)] = FixedPointSum(parameter)
         if not shared:
             return
         highest = torch.stack([self._sums[id(p)].largest.to(device) for p, _ in shared])

@@ -82,7 +82,7 @@ class OptimizerStep:
     Args:
         args: the loop's configuration.
         pad_token_id: what a micro-batch is padded with.
-        cost: what a token costs, to assign groups to processes by; None: by count.
+        cost: what a token costs, to assign groups to processes by.
         clock: takes the seconds of the phase "window".
         images: from the columns of completions to their images.
 
@@ -96,7 +96,7 @@ class OptimizerStep:
         args: GRPOConfig,
         scorer: Scorer,
         pad_token_id: int,
-        cost: TokenCost | None,
+        cost: TokenCost,
         clock: PhaseClock,
         images: Callable[[Mapping[str, Any]], RowImages | None] = lambda columns: None,
     ) -> None:
@@ -257,7 +257,7 @@ class OptimizerStep:
         names, parameters = zip(*self.accelerator.unwrap_model(model).named_parameters())
         if not self.args.bitwise_invariant:
             return NativeGradients(parameters, self.accelerator)
-        return FixedPointGradients(parameters, self.accelerator, names, self.args.bitwise_fraction_bits)
+        return FixedPointGradients(parameters, self.accelerator, names)
 
     # ---- Memory ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Differs from the Trainer's own accumulation: the number of micro-batches may dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accelerate import Accelerator
 
@@ -20,7 +20,6 @@ from ..batching.micro_batches import (
     cut_by_count,
     cut_by_tokens,
 )
-from ..batching.sizes import even_slice
 from ..runtime.collectives import shards_parameters
 
 
@@ -40,14 +39,14 @@ class MicroBatchLayout:
         max_rows: completions per micro-batch.
         max_tokens: tokens per micro-batch, or None.
         form: how a forward holds its rows.
-        cost: what a token costs, to assign groups to processes by; None: equal counts.
+        cost: what a token costs, to assign groups to processes by.
         unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
     """
 
     max_rows: int
     max_tokens: int | None = None
     form: Form = "padded"
-    cost: TokenCost | None = None
+    cost: TokenCost = field(default_factory=TokenCost)
     unit_rows: int | None = None
 
 
@@ -75,11 +74,8 @@ def plan_step(
     filler = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:
         units = canonical_units(sizes, rows, layout.unit_rows)
-        return fill_up(assign_units(sizes, units, processes, layout.cost or TokenCost())[rank], 1, filler)
-    if layout.cost is None or processes == 1:
-        assigned = [[rows[i] for i in even_slice(len(rows), processes, rank)] for rank in range(processes)]
-    else:
-        assigned = assign_rows(sizes, rows, processes, layout.cost)
+        return fill_up(assign_units(sizes, units, processes, layout.cost)[rank], 1, filler)
+    assigned = assign_rows(sizes, rows, processes, layout.cost)
     own = _cut(sizes, assigned[rank], layout)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if shards_parameters(accelerator) else 1
     return fill_up(own, max(most, 1), filler)

@@ -102,7 +102,8 @@ def plan(
 
     The model is that of the run: an id, a folder, or a config.json. Data on this machine are read.
     """
-    from ..batching.sizes import check_lag, describe_plan, geometry_of
+    from ..batching.plan_text import describe_plan
+    from ..batching.sizes import check_lag, geometry_of
 
     given = settings_of(context, config)
     parts = [given, context.params]

@@ -17,9 +17,9 @@ SIZES = {"global_batch_size", "rollout_batch_size"}  # said in TRL's fields
 ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"}
 LAYOUT = {
     *("rollout_chunk_size", "micro_batch_tokens", "recompute_granularity", "packed_forward", "forward"),
-    *("score_completions_only", "skip_zero_contribution", "balance_by_cost", "compact_rollouts", "bitwise_invariant"),
-    *("canonical_unit_size", "bitwise_fraction_bits", "bitwise_threads", "allow_changed_on_resume"),
-    *("fp16_initial_scale", "fp16_scale_window", "fp16_hysteresis", "fp16_min_scale", "fp16_fixed_scale"),
+    *("score_completions_only", "skip_zero_contribution", "compact_rollouts", "bitwise_invariant"),
+    *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume"),
+    "fp16_loss_scale",
     *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout"),
     *("allow_split_dependent", "eval_pass_threshold", "eval_pass_reward", "float32_adapters"),
     "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling

@@ -354,8 +354,7 @@ FP16 = Job(
     "fp16",
     {
         "fp16": True,
-        "fp16_hysteresis": 1,
-        "fp16_initial_scale": 1024.0,
+        "fp16_loss_scale": {"hysteresis": 1, "initial_scale_power": 10},
         "per_device_train_batch_size": 4,
         "max_steps": 4,
     },

@@ -60,7 +60,7 @@ SIZES = [
             ({"loss_aggregation": "seq-mean-token-sum-norm"}, ["loss_aggregation='seq-mean-token-sum-norm'"]),
         )
     ],
-    ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "'dapo'"]),
+    ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "dapo"]),
     ({"importance_sampling_level": "word"}, ["importance_sampling_level='word'", "'sequence'"]),
     ({"scale_rewards": "some"}, ["scale_rewards='some'", "'group'"]),
     ({"multi_objective_aggregation": "x"}, ["multi_objective_aggregation='x'", "'sum_then_normalize'"]),
@@ -74,6 +74,7 @@ SIZES = [
     ({"bf16": "False"}, ["bf16='False'", "True or False"]),
     ({"num_generation": 4}, ["no field 'num_generation'", "did you mean 'num_generations'"]),
     ({"global_batch": 4, "learning_rates": 1.0}, ["no field", "did you mean"]),
+    ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"xyzzy": 4}, ["no field 'xyzzy'", "help(GRPOConfig)"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
 ]

@@ -28,7 +28,6 @@ PLAIN = {
     "packed_forward": False,
     "score_completions_only": False,
     "skip_zero_contribution": False,
-    "balance_by_cost": False,
     "compact_rollouts": False,
 }
 SWITCHES: list[dict[str, Any]] = [

@@ -17,9 +17,8 @@ IMPORTS = """
 Console GRPOConfig GRPOTrainer __version__ register_advantage_estimator
 """
 SETTINGS = """
-advantage_estimator allow_changed_on_resume allow_split_dependent balance_by_cost bitwise_fraction_bits
-bitwise_invariant bitwise_threads canonical_unit_size compact_rollouts dynamic_sampling
-dynamic_sampling_max_rounds fp16_fixed_scale fp16_hysteresis fp16_initial_scale fp16_min_scale fp16_scale_window
+advantage_estimator allow_changed_on_resume allow_split_dependent bitwise_invariant bitwise_threads
+canonical_unit_size compact_rollouts dynamic_sampling dynamic_sampling_max_rounds fp16_loss_scale
 global_batch_size loss_aggregation micro_batch_tokens packed_forward reward_on_failure reward_retries
 reward_timeout rollout_batch_size rollout_chunk_size score_completions_only skip_zero_contribution tool_timeout
 """

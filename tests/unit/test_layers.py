@@ -20,6 +20,7 @@ ROOMS = (
     "compat",
     "runtime",
     "precision",
+    "setting_rules",
     "config",
     "forward",
     "rewards",

@@ -161,6 +161,40 @@ def test_the_train_batch_size_is_still_a_property_of_the_arguments():
     assert isinstance(inspect.getattr_static(transformers.TrainingArguments, "train_batch_size"), property)
 
 
+# ---- The order inside the loop and the checkpoint -------------------------------------------------------------------
+
+# what a resumed run restores is reset before it is told that training begins
+RESET_BY_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+TRAINER = transformers.Trainer
+
+
+@pytest.mark.parametrize(
+    ("method", "pieces"),
+    [
+        *(
+            (TRAINER._inner_training_loop, (f"self.{name} =", "callback_handler.on_train_begin"))
+            for name in RESET_BY_THE_LOOP
+        ),
+        # after a resume the epoch reaches the prompt order
+        (TRAINER._run_epoch, ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
+        (TRAINER._init_training_state, ("compare_trainer_and_checkpoint_args(self.args",)),
+        (TRAINER._save_checkpoint, ("self.state.best_global_step",)),
+        # a checkpoint is written below the folder that is asked for
+        *((owner._save_checkpoint, ("self._get_output_dir(trial=trial)",)) for owner in (TRAINER, trl.GRPOTrainer)),
+        # the processors that are given to a greedy `generate` run after the model's own
+        (
+            transformers.GenerationMixin._get_logits_processor,
+            ("_merge_criteria_processor_list(processors", "if generation_config.do_sample"),
+        ),
+    ],
+)
+def test_lines_that_are_relied_on_stand_in_their_order(method, pieces):
+    source, position = inspect.getsource(method), 0
+    for piece in pieces:
+        position = source.find(piece, position)
+        assert position >= 0, f"{method.__qualname__} has no `{piece}` after {pieces[0]}"
+
+
 # ---- Generation -----------------------------------------------------------------------------------------------------
 
 WARPERS = {

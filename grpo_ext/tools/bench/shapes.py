@@ -420,7 +420,7 @@ def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: T
         seconds = [f"{1000 * s:.3f}" for s in r.seconds]
         memory = [f"{m:.0f} MiB" for m in r.working_mib]
         parts.add_row(r.part.name, r.part.shape, *seconds, f"{r.speed_up:.2f}x", *memory)
-    assigned = Table(title="balance_by_cost: the largest load over the mean, planned")
+    assigned = Table(title="Assignment by cost: the largest load over the mean, planned")
     for name in ("shape", "processes", "by cost", "by count"):
         assigned.add_column(name, justify="left" if name == "shape" else "right")
     for shape in shapes:

@@ -15,7 +15,8 @@ from typing import Any
 
 from ...algorithms.learning_rate import global_batch_advice
 from ...algorithms.pass_at_k import first_and_last
-from ...batching.sizes import BatchGeometry, describe_plan
+from ...batching.plan_text import describe_plan
+from ...batching.sizes import BatchGeometry
 from ...errors import ConfigError, GrpoExtError
 from ...run.checkpoint import checkpoints
 from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict

@@ -11,16 +11,16 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_ext.batching.plan_text import describe_plan
 from grpo_ext.batching.sizes import (
     DEFAULT_ROLLOUT_CHUNK,
     BatchGeometry,
     EpochLayout,
     ceil_div,
     check_equal_slices,
-    describe_plan,
     even_slice,
+    geometry_of,
     process_prompts,
-    resolve_geometry,
     step_layout,
 )
 from grpo_ext.config import GRPOConfig
@@ -28,7 +28,10 @@ from grpo_ext.errors import ConfigError
 
 
 def resolve(**sizes) -> BatchGeometry:
-    return resolve_geometry(**{"num_generations": 4, "num_processes": 1, "micro_batch_size": 4, **sizes})
+    names = {"micro_batch_size": "per_device_train_batch_size", "accumulation_steps": "gradient_accumulation_steps"}
+    processes = sizes.pop("num_processes", 1)
+    settings = {names.get(name, name): value for name, value in sizes.items()}
+    return geometry_of({"num_generations": 4, "per_device_train_batch_size": 4, **settings}, processes)
 
 
 def refusal(**sizes) -> str:

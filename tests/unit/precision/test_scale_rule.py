@@ -10,18 +10,26 @@ import pytest
 import torch
 
 from grpo_ext.errors import PrecisionError
-from grpo_ext.precision.scale_rule import LossScale, ScaleRule, after_step, start
+from grpo_ext.precision.loss_scaler import LossScaler, loss_scale_options
 
 
-def run(overflows: list[bool], scale: float, rule: ScaleRule) -> list[LossScale]:
-    states = [start(scale, rule)]
+def scaler_of(options: dict[str, Any]) -> LossScaler:
+    return LossScaler(loss_scale_options(options), bool)
+
+
+def run(overflows: list[bool], options: dict[str, Any]) -> list[float]:
+    """The scale before the first step and after each."""
+    scaler = scaler_of(options)
+    scales = [scaler.value]
     for overflow in overflows:
-        states.append(after_step(states[-1], overflow, rule))
-    return states
+        scaler.move(overflow)
+        scales.append(scaler.value)
+    return scales
 
 
-def scales(overflows: str, scale: float = 64.0, **rule) -> list[float]:
-    return [state.scale for state in run([c == "x" for c in overflows], scale, ScaleRule(**rule))]
+def scales(overflows: str, window: int = 1000, hysteresis: int = 2) -> list[float]:
+    options = {"initial_scale_power": 6, "loss_scale_window": window, "hysteresis": hysteresis}
+    return run([c == "x" for c in overflows], options)
 
 
 def test_by_hand():
@@ -36,27 +44,31 @@ def test_by_hand():
 
 
 def test_it_never_falls_below_the_minimum():
-    states = run([True], 3.0, ScaleRule(hysteresis=1, minimum=2.0))
-    assert states[-1].scale == 2.0
-    with pytest.raises(PrecisionError, match=r"loss scale of 2, which is at its minimum .* 2 of 2 steps were skipped"):
-        after_step(states[-1], True, ScaleRule(hysteresis=1, minimum=2.0))
+    scaler = scaler_of({"initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 3})
+    scaler.move(True)
+    assert scaler.value == 3.0
+    with pytest.raises(PrecisionError, match=r"loss scale of 3, which is at its minimum .* 2 of 2 steps were skipped"):
+        scaler.move(True)
 
 
 def test_a_scale_that_never_fits_ends_in_an_error_and_no_endless_loop():
-    states = run([True] * 17, 65536.0, ScaleRule())  # one is tolerated, sixteen halve it to 1
-    assert states[-1].skipped == 17
-    assert states[-1].scale == 1.0
+    scaler = scaler_of({})
+    for _ in range(17):  # one is tolerated, sixteen halve it to 1
+        scaler.move(True)
+    assert scaler.skipped == 17
+    assert scaler.value == 1.0
     with pytest.raises(PrecisionError, match="lower learning_rate"):
-        after_step(states[-1], True, ScaleRule())
+        scaler.move(True)
 
 
 def test_a_fixed_scale_stays_and_tolerates_what_the_hysteresis_says():
-    rule = ScaleRule(hysteresis=3, dynamic=False)
-    states = run([False] * 5000 + [True, True, False, True, True], 128.0, rule)
-    assert {state.scale for state in states} == {128.0}
-    assert states[-1].skipped == 4
+    scaler = scaler_of({"loss_scale": 128.0, "hysteresis": 3})
+    for overflow in [False] * 5000 + [True, True, False, True, True]:
+        scaler.move(overflow)
+        assert scaler.value == 128.0
+    assert scaler.skipped == 4
     with pytest.raises(PrecisionError, match="which is fixed"):
-        after_step(states[-1], True, rule)
+        scaler.move(True)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,30 +78,34 @@ def test_it_is_deepspeeds(seed, monkeypatch):
     )
     monkeypatch.setattr(scaler, "dist", mock.MagicMock(get_rank=lambda: 1))  # it asks who may print
     rng = random.Random(seed)
-    rule = ScaleRule(
-        window=rng.choice([1, 2, 5, 20]), hysteresis=rng.choice([1, 2, 4]), minimum=rng.choice([0.25, 1, 8])
+    window, hysteresis, minimum = rng.choice([1, 2, 5, 20]), rng.choice([1, 2, 4]), rng.choice([1, 8, 24])
+    ours = scaler_of(
+        {
+            "initial_scale_power": 10,
+            "loss_scale_window": window,
+            "hysteresis": hysteresis,
+            "min_loss_scale": minimum,
+        }
     )
     theirs = scaler.DynamicLossScaler(
         init_scale=2.0**10,
-        scale_window=rule.window,
-        min_scale=rule.minimum,
-        delayed_shift=rule.hysteresis,
+        scale_window=window,
+        min_scale=minimum,
+        delayed_shift=hysteresis,
         consecutive_hysteresis=False,
     )
-    state = start(2.0**10, rule)
     share = rng.choice([0.05, 0.3, 0.6])
     for _ in range(300):
         overflow = rng.random() < share
-        ended = {scaler_failed(theirs, overflow), ours_failed(state, overflow, rule)}
+        ended = {deepspeed_failed(theirs, overflow), ours_failed(ours, overflow)}
         if ended == {True}:
             return
         assert ended == {False}
-        state = after_step(state, overflow, rule)
-        assert state.scale == theirs.cur_scale
-        assert state.patience == theirs.cur_hysteresis
+        assert ours.value == theirs.cur_scale
+        assert ours.patience == theirs.cur_hysteresis
 
 
-def scaler_failed(scaler: Any, overflow: bool) -> bool:
+def deepspeed_failed(scaler: Any, overflow: bool) -> bool:
     """DeepSpeed raises a bare Exception at the minimum."""
     try:
         scaler.update_scale(overflow)
@@ -100,19 +116,19 @@ def scaler_failed(scaler: Any, overflow: bool) -> bool:
     return False
 
 
-def ours_failed(state: LossScale, overflow: bool, rule: ScaleRule) -> bool:
+def ours_failed(scaler: LossScaler, overflow: bool) -> bool:
     try:
-        after_step(state, overflow, rule)
+        scaler.move(overflow)
     except PrecisionError:
         return True
     return False
 
 
-def torchs(overflows: list[bool], window: int) -> list[float]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=window)
+def torchs(overflows: list[bool], window: int, scale: float = 2.0**10) -> list[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=window)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    found = [2.0**10]
+    found = [scale]
     for overflow in overflows:
         scaler.scale(weight.sum() * (float("inf") if overflow else 1.0)).backward()
         scaler.step(optimizer)
@@ -125,11 +141,11 @@ def torchs(overflows: list[bool], window: int) -> list[float]:
 def test_where_they_agree_it_is_torchs():
     rng = random.Random(0)
     overflows = [rng.random() < 0.2 for _ in range(100)]
-    rule = ScaleRule(window=10**6, hysteresis=1, minimum=2.0**-100)
-    assert [state.scale for state in run(overflows, 2.0**10, rule)] == torchs(overflows, 10**6)
+    options = {"initial_scale_power": 30, "loss_scale_window": 10**6, "hysteresis": 1}
+    assert run(overflows, options) == torchs(overflows, 10**6, 2.0**30)
 
 
 def test_like_deepspeeds_it_doubles_a_step_after_torchs():
-    ours = [state.scale for state in run([False] * 7, 2.0**10, ScaleRule(window=6))]
+    ours = run([False] * 7, {"initial_scale_power": 10, "loss_scale_window": 6})
     assert ours[7] == torchs([False] * 6, 6)[6] == 2.0**11
     assert ours[6] == 2.0**10

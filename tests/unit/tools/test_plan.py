@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.batching.sizes import geometry_of, resolve_geometry
+from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
@@ -176,7 +176,7 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
 
 
 def test_the_form_decides_how_many_tokens_there_are():
-    geometry = resolve_geometry(num_generations=8, num_processes=1, micro_batch_size=8, global_batch_size=16)
+    geometry = geometry_of({"global_batch_size": 16}, 1)
     found = {}
     for kind, forward in (("llama", "auto"), ("lfm2", "auto"), ("llama", "padded")):
         sizes = measure(architecture(kind).config, compute="float32", forms=forms_of(forward))
@@ -188,9 +188,7 @@ def test_the_form_decides_how_many_tokens_there_are():
 
 
 def test_a_step_is_dealt_evenly_over_a_thousand_processes():
-    geometry = resolve_geometry(
-        num_generations=8, num_processes=1024, micro_batch_size=4, accumulation_steps=1, global_batch_size=16384
-    )
+    geometry = geometry_of({"per_device_train_batch_size": 4, "global_batch_size": 16384}, 1024)
     lengths = simulated(geometry, 256, 1024, 512)
     assert len(lengths.completions_B) == 16384
     assert 400 < sum(lengths.completions_B) / 16384 < 512
@@ -200,9 +198,8 @@ def test_a_step_is_dealt_evenly_over_a_thousand_processes():
 
 
 def test_the_plan_of_a_step_that_cuts_a_group_counts_the_prompt_of_the_part():
-    geometry = resolve_geometry(
-        num_generations=4, num_processes=1, micro_batch_size=6, global_batch_size=18, rollout_batch_size=36
-    )
+    sizes = {"global_batch_size": 18, "rollout_batch_size": 36}
+    geometry = geometry_of({"num_generations": 4, "per_device_train_batch_size": 6, **sizes}, 1)
     lengths = simulated(geometry, 256, 1024, 512)
     tokens, imbalance = balance(geometry, lengths, SIZES)
     assert tokens == 5 * 256 + sum(lengths.completions_B)
@@ -317,9 +314,7 @@ def test_a_mean_is_a_mean():
 
 
 def geometry_of_64() -> Any:
-    return resolve_geometry(
-        num_generations=8, num_processes=1, micro_batch_size=8, accumulation_steps=1, global_batch_size=64
-    )
+    return geometry_of({"global_batch_size": 64}, 1)
 
 
 @pytest.mark.parametrize(

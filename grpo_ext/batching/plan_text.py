@@ -1,0 +1,76 @@
+"""The plan of a run as text: printed when a run starts and by `grpo-ext plan`, and shown in a report."""
+
+from __future__ import annotations
+
+from .sizes import BatchGeometry, EpochLayout, ceil_div
+
+
+def describe_plan(
+    geometry: BatchGeometry,
+    num_prompts: int | None,
+    drop_last: bool,
+    epochs: float | None,
+    micro_batch_tokens: int | None = None,
+    form: str | None = None,
+    precision: str | None = None,
+    ahead: str | None = None,
+) -> str:
+    """The resolved plan as text, for people: one line a fact.
+
+    Args:
+        num_prompts: prompts in the training set; None where that is not known.
+        epochs: passes over the training set, or None when the run is limited by steps.
+        micro_batch_tokens: tokens per forward on one device, or None.
+        form: how completions run through the model, where that is known.
+        precision: what it computes in, where that is to be said.
+        ahead: what it takes to sample ahead of training, where that is done.
+    """
+    g, group = geometry, geometry.num_generations
+    counts = g.micro_batches_per_process()
+    spread = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
+    budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
+    rows = [
+        ("optimizer step", f"{g.global_batch_size} completions = {g.global_batch_size / group:g} prompts x {group}"),
+        ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
+        ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
+        ("processes", f"{g.num_processes}"),
+        ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
+        ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
+    ]
+    more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
+    rows += [(name, text) for name, text in more if text is not None]
+    if g.global_batch_size % group:
+        rows.append(("note", "steps cut groups; advantages are over whole groups"))
+    if chunks < g.num_processes:
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
+    if num_prompts is None:
+        rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
+    else:
+        rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _smaller_chunk(geometry: BatchGeometry) -> str:
+    """The chunk size with which every process samples, as the end of a sentence; empty where there is none."""
+    g = geometry
+    prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
+    if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
+        prompts = max(1, g.prompts_per_rollout // g.num_processes)
+    chunk = prompts * g.num_generations
+    return f"; rollout_chunk_size={chunk} spreads it" if chunk < g.rollout_chunk_size else ""
+
+
+def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:
+    group, last = layout.geometry.num_generations, layout.last_step_rows
+    dropped = layout.num_prompts * group - layout.trained_completions
+    what = f"{dropped} completion(s)" if dropped % group else f"{dropped // group} prompt(s)"
+    note = f", {what} dropped" if dropped else ""
+    rows = [
+        ("epoch", f"{layout.num_prompts} prompts = {len(layout)} optimizer steps{note}"),
+        ("last step of an epoch", f"{last / group:g} prompts = {last} completions"),
+    ]
+    if epochs is not None:
+        rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * len(layout) + 0.999)} optimizer steps"))
+    return rows

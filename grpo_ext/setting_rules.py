@@ -1,0 +1,193 @@
+"""Which values the settings of GRPOConfig may have, and which of them go together; a mapping of settings goes in.
+
+Checked by GRPOConfig before anything is loaded. Sizes have their rules in batching.sizes, what needs a model in checks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from threading import TIMEOUT_MAX
+from typing import Any
+
+import torch
+
+from .algorithms.advantages import check_estimator, probe_estimator
+from .algorithms.losses import LossConfig
+from .batching.sizes import check_lag, require_whole
+from .errors import ConfigError
+
+# the least of settings that are whole numbers
+_LEAST = {
+    "per_device_eval_batch_size": 1,
+    "num_generations_eval": 1,
+    "dynamic_sampling_max_rounds": 1,
+    "rollout_threads": 1,
+    "micro_batch_tokens": 2,
+    "bitwise_threads": 1,
+    "reward_retries": 0,
+    "reward_workers": 0,
+}
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Refuse a value that is none of `choices`.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if value not in choices:
+        names = ", ".join(repr(choice) for choice in choices if isinstance(choice, str))
+        raise ConfigError(f"{name}={value!r} is unknown; use one of {names}.")
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Refuse values that a setting cannot have, whatever the others are.
+
+    Raises:
+        ConfigError: names the setting, and what it takes.
+    """
+    check_choice("scale_rewards", settings["scale_rewards"], ("group", "batch", "none", True, False))
+    aggregations = ("sum_then_normalize", "normalize_then_sum")
+    check_choice("multi_objective_aggregation", settings["multi_objective_aggregation"], aggregations)
+    for name, least in _LEAST.items():
+        if settings[name] is not None:
+            require_whole(name, settings[name], least)
+    for name in ("reward_timeout", "tool_timeout"):
+        seconds = settings[name]
+        if seconds is not None and not (_is_number(seconds) and 0 < seconds <= TIMEOUT_MAX):
+            raise ConfigError(f"{name}={seconds!r}: use seconds, more than 0, or None for no limit.")
+    threshold = settings["eval_pass_threshold"]
+    if threshold is not None and not (_is_number(threshold) and threshold == threshold):
+        raise ConfigError(
+            f"eval_pass_threshold={threshold!r}: use a number, the least reward that has passed, or None."
+        )
+    optim = str(getattr(settings["optim"], "value", settings["optim"]))
+    if "lomo" in optim or optim.endswith("layerwise"):
+        raise ConfigError(
+            f"optim={optim} updates the model during the backward pass, before the step's gradient is complete;"
+            " use another optimizer, for example adamw_torch."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_algorithm(settings: Mapping[str, Any]) -> None:
+    """Refuse unknown losses, estimators and aggregations, and settings that contradict.
+
+    Raises:
+        ConfigError: names the settings.
+    """
+    level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
+    loss = LossConfig(settings["loss_type"], level, aggregation=aggregation)
+    longest, generations = settings["max_completion_length"], settings["num_generations"]
+    if loss.weighting == "sequence_sum_norm" and not longest:
+        setting = "loss_type" if aggregation is None else "loss_aggregation"
+        raise ConfigError(
+            f"{setting}={settings[setting]!r} divides the loss by max_completion_length, which is {longest}; set it to "
+            "the tokens a completion may have, or add up another way, for example loss_aggregation='token_mean'."
+        )
+    if (name := settings["advantage_estimator"]) is not None:
+        check_estimator(name)
+        if isinstance(generations, int) and generations > 1:
+            probe_estimator(name, generations)
+        scale, several = settings["scale_rewards"], settings["multi_objective_aggregation"]
+        if scale not in ("group", True) or several != "sum_then_normalize":
+            raise ConfigError(
+                f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
+                "both say how rewards become advantages; leave the latter two out."
+            )
+    shared = settings["vllm_mode"] != "colocate" or settings["vllm_tensor_parallel_size"] > 1
+    if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
+        raise ConfigError(
+            "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
+            "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
+            "vllm_tensor_parallel_size=1."
+        )
+
+
+def asks_for_fsdp(settings: Mapping[str, Any]) -> bool:
+    """Whether the launcher or the settings turn FSDP on."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(settings["fsdp"])
+
+
+def asks_for_deepspeed(settings: Mapping[str, Any]) -> bool:
+    """Whether the launcher or the settings turn DeepSpeed on (which Accelerate leaves out where use_cpu is set)."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or bool(settings["deepspeed"])
+
+
+def check_bitwise(settings: Mapping[str, Any]) -> None:
+    """Refuse what the same bits cannot be promised for.
+
+    Raises:
+        ConfigError: names all of it.
+    """
+    by_timing = settings["use_transformers_continuous_batching"]
+    refused = {
+        "FSDP (gradients are reduced as floating point numbers)": asks_for_fsdp(settings),
+        "DeepSpeed (gradients are reduced as floating point numbers)": asks_for_deepspeed(settings),
+        "use_vllm (its batches, and with them its bits, follow from timing)": settings["use_vllm"],
+        "use_transformers_continuous_batching (batches follow from timing)": by_timing,
+        "micro_batch_tokens (units are canonical; canonical_unit_size sets their size)": settings["micro_batch_tokens"],
+        "allow_split_dependent": settings["allow_split_dependent"],
+        "torch_compile (kernels are chosen by timing)": settings["torch_compile"],
+        "use_liger_kernel": settings["use_liger_kernel"],
+        "tf32": settings["tf32"],
+        "fp16 (its loss scale moves with overflows)": settings["fp16"],
+    }
+    if names := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"bitwise_invariant=True cannot be kept with {'; '.join(names)}. Turn one of the two off.")
+    size, group = settings["canonical_unit_size"], settings["num_generations"]
+    if size is not None and (not isinstance(size, int) or not 1 <= size <= group):
+        raise ConfigError(
+            f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} (num_generations)."
+        )
+
+
+def check_ahead(settings: Mapping[str, Any]) -> None:
+    """Refuse what rollouts cannot be sampled ahead with.
+
+    Raises:
+        ConfigError: names all of it.
+    """
+    lag, vllm = settings["rollout_lag"], settings["use_vllm"]
+    check_lag(lag, asks_for_fsdp(settings) or asks_for_deepspeed(settings), vllm)
+    if not lag:
+        if useless := [name for name in ("rollout_threads", "rollout_device") if settings[name] is not None]:
+            raise ConfigError(
+                f"{', '.join(useless)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it out."
+            )
+        return
+    engine_here = vllm and settings["vllm_mode"] != "server"
+    trained_weights = settings["use_transformers_continuous_batching"]
+    refused = {
+        "vllm_mode='colocate' (the engine shares the device with training; use a server)": engine_here,
+        "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
+        "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": settings[
+            "ignore_data_skip"
+        ],
+        "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],
+        "use_transformers_continuous_batching (it samples with the weights that are trained)": trained_weights,
+    }
+    if names := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"rollout_lag={lag} does not go with {'; '.join(names)}. Change that, or use rollout_lag=0.")
+
+
+def check_rollout_device(name: str, training: torch.device, processes: int) -> None:
+    """Refuse a device that cannot sample beside the one that trains.
+
+    Raises:
+        ConfigError: names both.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"rollout_device={name!r} is no device of torch: {error}") from None
+    both = f"rollout_device={name!r} and training on {training} by {processes} process(es)"
+    if device.type != training.type:
+        raise ConfigError(f"{both}: use a device of the same kind, or leave it out.")
+    if device.index is not None and (device.type == "cpu" or processes > 1):
+        shared = "there is one CPU" if device.type == "cpu" else "all processes would share it"
+        raise ConfigError(f"{both}: {shared}; use {device.type!r}, or leave it out.")
