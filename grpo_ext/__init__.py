@@ -27,7 +27,11 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that exists
         if name in _HOME:
             import importlib
 
-            return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+            from .runtime.quiet import quiet
+
+            with quiet():
+                module = importlib.import_module(f".{_HOME[name]}", __name__)
+            return getattr(module, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

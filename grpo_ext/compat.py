@@ -150,10 +150,10 @@ def unwrapped_for_generation(
     if knows:
         options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
     inner = accelerator.unwrap_model(model)
-    checkpointing = not knows and inner.is_gradient_checkpointing
+    checkpointing = inner.is_gradient_checkpointing
     with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
         yield unwrapped
-    if checkpointing:
+    if checkpointing and not knows:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
 

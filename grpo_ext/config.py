@@ -25,6 +25,7 @@ from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError, did_you_mean
 from .precision.loss_scaler import loss_scale_options
+from .runtime.quiet import quiet
 from .runtime.recompute import KEEP_PRODUCTS, check_recompute
 from .setting_rules import (
     asks_for_deepspeed,
@@ -300,7 +301,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.generation_batch_size = self.steps_per_generation = None
         self.auto_find_batch_size = False  # TRL's and Accelerate's would start the run again; here a step is repeated
         try:
-            super().__post_init__()
+            with quiet():
+                super().__post_init__()
         finally:
             for name, value in given.items():
                 setattr(self, name, value)

@@ -48,6 +48,7 @@ from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, pinned
+from .runtime.quiet import quiet
 from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
 from .step.loss import assemble_loss, loss_config_of, loss_terms_of
@@ -252,7 +253,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), naming_failures():
+        with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
             completions = self._prepare_inputs(inputs)
             context = self._step_runner.evaluate(self.model, completions, self._terms(model))
             self._clock.take()  # the phases that are logged are those of training
@@ -439,6 +440,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()
             with (
+                quiet(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),

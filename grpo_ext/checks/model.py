@@ -24,6 +24,7 @@ from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.quantised import outlier_thresholds
 from ..precision.loss_scaler import half_weights
+from ..runtime.quiet import quiet
 
 _HUB_SECONDS = 10.0
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
@@ -269,7 +270,8 @@ def loading() -> Iterator[None]:
         ConfigError, ModelError: in place of transformers' ImportError and ValueError.
     """
     try:
-        yield
+        with quiet():
+            yield
     except ImportError as error:
         if "quantiz" not in str(error) and "GGUF" not in str(error):
             raise

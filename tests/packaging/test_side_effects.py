@@ -50,9 +50,8 @@ LOADING = "Loading torch, transformers and TRL ...\n"
 HEAR = "import os, sys; sys.stderr = sys.stdout; "
 
 
-def test_importing_the_trainer_says_no_more_than_trl_does():
-    theirs = python("-c", f"{HEAR}from trl import GRPOConfig, GRPOTrainer", cwd=ROOT)
-    assert python("-c", f"{HEAR}from grpo_ext import Console, GRPOConfig, GRPOTrainer", cwd=ROOT) == theirs
+def test_importing_the_trainer_says_nothing():
+    assert python("-c", f"{HEAR}from grpo_ext import Console, GRPOConfig, GRPOTrainer", cwd=ROOT) == ""
 
 
 @pytest.mark.parametrize(
