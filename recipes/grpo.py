@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 import trl
@@ -34,6 +33,7 @@ from grpo_ext.demo.task import DemoTask, exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.options import (
     ScriptArguments,

@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 from accelerate.state import PartialState
@@ -23,6 +22,7 @@ from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import demo_config_defaults
 from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_once, fit
 from grpo_ext.errors import GrpoExtError
+from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.options import refuse_option, refuse_unknown
 from grpo_ext.tools.report.page import report_or_reason
 from grpo_ext.tools.report.runs import completions_of_last, load_run

@@ -26,7 +26,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from ..algorithms.pass_at_k import first_and_last
 from ..run.interrupts import RunCallback
-from .quiet import quiet_libraries
+from ..runtime.quiet import quiet_libraries
 
 __all__ = ["Console", "fitting", "plain_line", "quiet_libraries"]
 

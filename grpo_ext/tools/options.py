@@ -1,5 +1,5 @@
 """What a run may be told, by options or in the YAML file of `--config`: the data and rewards below, GRPOConfig, trl's
-ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check`, `plan` and `bench`.
+ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check` and `plan`.
 Unlike in TRL's script, a run that names neither model nor data is the embedded demo."""
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def written(settings: Mapping[str, Any]) -> set[str]:
-    """The settings that say what a run writes, evaluates, or goes on from; a check or a bench leaves them out."""
+    """The settings that say what a run writes, evaluates, or goes on from; a check leaves them out."""
     return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
 
 

@@ -1,4 +1,4 @@
-"""Plots of what `grpo-ext check`, `bench` and the demos measured, as files (png, svg or pdf).
+"""Plots of what `grpo-ext check` and the demos measured, as files (png, svg or pdf).
 
 The figures of the README are made with them. matplotlib is imported here only, and only when a plot is asked for.
 """
@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from .stock import OURS, STOCK
 
 if TYPE_CHECKING:
-    from .bench.shapes import Result
     from .check import CheckReport
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
@@ -39,34 +38,6 @@ def load_pyplot(path: Path) -> Any:
     if path.suffix[1:] not in FigureCanvasBase.filetypes:
         raise ConfigError(f"{path} is no plot that can be written; end its name in .png, .svg or .pdf.")
     return pyplot
-
-
-def write_bench_plot(results: Sequence[Result], path: Path) -> None:
-    """Seconds per step of both trainers on every shape, stacked by phase.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    pyplot = load_pyplot(path)
-    figure, axes = pyplot.subplots(1, len(results), figsize=(2.2 * len(results), 3.6), squeeze=False)
-    trainers = list(results[0].seconds)
-    phases = [p for p in results[0].seconds[trainers[0]] if any(r.seconds[who][p] for r in results for who in trainers)]
-    for axis, r in zip(axes[0], results):
-        for bar, who in enumerate(trainers):
-            bottom = 0.0
-            for number, phase in enumerate(phases):
-                seconds = r.seconds[who][phase]
-                axis.bar(bar, seconds, bottom=bottom, color=f"C{number}", label=phase if bar == 0 else None)
-                bottom += seconds
-        axis.set_xticks(range(len(trainers)), trainers, fontsize=8)
-        axis.set_title(f"{r.shape.name}\n{r.speed_up:.1f}x", fontsize=8)
-        axis.tick_params(axis="y", labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("seconds per step", fontsize=8)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(phases), fontsize=8)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:

@@ -202,15 +202,20 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
 
 
 def expected_memory(
-    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], prompts: Prompts
+    model: str,
+    geometry: BatchGeometry,
+    settings: Mapping[str, Any],
+    prompts: Prompts,
+    engine: str = "ddp",
+    mean_completion_length: int | None = None,
 ) -> tuple[str, Table]:
     """The step in words, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
-        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, and
-            `mean_completion_length` (tokens) where it is known.
+        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
         prompts: how long they are.
+        mean_completion_length: tokens; None assumes half of `max_completion_length`.
 
     Raises:
         ConfigError: a configuration that cannot be read, an unknown engine, a way to recompute that is refused.
@@ -218,9 +223,10 @@ def expected_memory(
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
-    check_recompute(settings, zero3=settings["engine"] == "zero3")
-    longest, stated = settings.get("max_completion_length") or 512, settings.get("mean_completion_length")
-    mean = stated or max(longest // 2, 1)
+    check_recompute(settings, zero3=engine == "zero3")
+    lengths = "as given" if mean_completion_length else "assumed"
+    longest = settings.get("max_completion_length") or 512
+    mean = mean_completion_length or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
@@ -231,7 +237,7 @@ def expected_memory(
     if (budget := settings.get("micro_batch_tokens")) is not None:
         largest = min(largest, max(budget, prompts.longest + longest))
     layout = MemoryLayout(
-        settings["engine"],
+        engine,
         geometry.num_processes,
         largest,
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
@@ -248,7 +254,7 @@ def expected_memory(
         f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
         f"Prompts: {prompts.described}\n"
-        f"Completions: {mean} tokens on average ({'as given' if stated else 'assumed'}), up to {longest}\n"
+        f"Completions: {mean} tokens on average ({lengths}), up to {longest}\n"
         f"Step: about {tokens:,.0f} tokens per device, slowest device {imbalance:.3f} x the mean; largest micro-batch "
         f"{largest:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"

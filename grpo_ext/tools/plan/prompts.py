@@ -36,13 +36,13 @@ class Prompts:
         return f"{self.mean} tokens{spread} ({self.basis})"
 
 
-def known_prompts(settings: Mapping[str, Any]) -> Prompts:
-    """The prompts of these settings: measured, of `prompt_length`, or of an assumed length.
+def known_prompts(settings: Mapping[str, Any], length: int | None = None) -> Prompts:
+    """The prompts of these settings: measured, of the given length in tokens, or of an assumed one.
 
     Raises:
         DataError: the data are on this machine, and cannot be trained on.
     """
-    source, model, length = (settings.get(name) for name in ("dataset_name", "model_name_or_path", "prompt_length"))
+    source, model = settings.get("dataset_name"), settings.get("model_name_or_path")
     rows, basis = None, "assumed"
     if source is not None and not is_local(source):
         basis = f"assumed: {source} is on the Hub and is not read"

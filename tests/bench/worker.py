@@ -1,4 +1,4 @@
-"""The process behind `grpo-ext bench`: one trainer, ours or stock TRL's, that runs a step for each line on its input.
+"""The process behind `make bench`: one trainer, ours or stock TRL's, that runs a step for each line on its input.
 
 Completions and rewards are given, so both trainers train on the same tokens; only the shapes about sampling sample.
 Answers each line with one JSON line: seconds by phase, memory, tokens.
@@ -15,10 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from .. import quiet  # noqa: F401  isort: skip  (before TRL)
+from grpo_ext.runtime.quiet import quiet_libraries
+from grpo_ext.tools.stock import OURS, stock_config
 
-from ...batching.micro_batches import TokenCost
-from ..stock import OURS, stock_config
 from .shapes import PHASES, Shape
 
 _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: this many expected ends in the longest
@@ -51,18 +50,6 @@ def _model(spec: dict[str, Any], quantization: Any) -> Any:
     attention = load.get("attn_implementation")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # half a billion random numbers take a while
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
-
-
-def cost_of(model: Any) -> TokenCost:
-    """What a token costs in a model, from its configuration alone: a model id or path, or a configuration."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ...forward.architecture import token_cost
-
-    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
-    with torch.device("meta"):
-        return token_cost(AutoModelForCausalLM.from_config(config))
 
 
 class _Given:
@@ -145,7 +132,7 @@ class _Memory:
         import psutil
         import torch
 
-        from ...run.log import peak_memory_mib
+        from grpo_ext.run.log import peak_memory_mib
 
         if self.cuda:
             return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
@@ -192,8 +179,7 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     from datasets import Dataset
 
     import grpo_ext
-
-    from ..options import fields_of
+    from grpo_ext.tools.options import fields_of
 
     asked = {"use_peft": shape.lora, "lora_target_modules": "all-linear", "lora_dropout": 0.0, **spec["options"]}
     of_model = trl.ModelConfig(**fields_of(asked, trl.ModelConfig))
@@ -297,16 +283,12 @@ def main() -> None:
     # standard output is for answers: the plan and what libraries print go nowhere
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    import warnings
-
+    quiet_libraries()
     import torch
-    import transformers
 
-    from ...forward.architecture import attention_sizes, weight_sizes
-    from ...forward.reference import base_model_of
+    from grpo_ext.forward.architecture import attention_sizes, weight_sizes
+    from grpo_ext.forward.reference import base_model_of
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     spec = json.loads(sys.argv[1])
     shape, callback = Shape(**spec["shape"]), server.callback()
     with tempfile.TemporaryDirectory() as folder:
