@@ -17,7 +17,6 @@ from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
 
-
 # --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
 NAMES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
 
