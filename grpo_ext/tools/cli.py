@@ -166,9 +166,15 @@ def check(
     splits = named or default_splits(task.settings["global_batch_size"], counts)
     say(task.about)
     with Console().status("starting processes") as status:
-        how: dict[str, Any] = {"against": against, "tolerance": tolerance, "bitwise": bitwise}
-        how |= {"peft": task.peft, "quantization": task.quantization, "progress": partial(show_progress, status)}
-        report = run_check(task.model, task.dataset, task.rewards, task.settings, splits=splits, steps=steps, **how)
+        report = run_check(
+            task,
+            splits=splits,
+            steps=steps,
+            against=against,
+            tolerance=tolerance,
+            bitwise=bitwise,
+            progress=partial(show_progress, status),
+        )
     Console().print(report.table())
     for note in report.notes():
         Console().print(f"  {note}", highlight=False)

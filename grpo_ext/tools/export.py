@@ -29,8 +29,8 @@ from ..run.checkpoint import checkpoints, why_broken
 from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
 from ..run.recorded_completions import RecordedCompletions, score_alone
-from .dtypes import DTYPES
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains
 ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import trl
 import yaml
-from datasets import Dataset
 from trl import ModelConfig, TrlParser
 
 from ..config import GRPOConfig
@@ -20,7 +19,7 @@ from ..demo.catalog import demo_named
 from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
-from .data import load_prompts
+from .data import DataArguments
 from .stock import OURS, SIZES, STOCK, stock_config
 
 # beginnings of names that say what a run writes, evaluates, or goes on from
@@ -28,26 +27,9 @@ _WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "pus
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(DataArguments):
     """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
 
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
-    answer_after: str | None = field(
-        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
-    )
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
-    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
-    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
-    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
@@ -193,24 +175,6 @@ def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> Non
         raise ConfigError(f"{name} is no option; {hint}")
     file = argv[argv.index("--config") + 1]
     raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
-
-
-def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) prompts, as the script's options say."""
-    return load_prompts(
-        str(script.dataset_name),
-        name=script.dataset_config,
-        split=script.dataset_split,
-        prompt_column=script.prompt_column,
-        answer_column=script.answer_column,
-        answer_after=script.answer_after,
-        prompt_template=script.prompt_template,
-        system_prompt=script.system_prompt,
-        conversational=script.conversational,
-        max_samples=script.max_samples,
-        eval_fraction=script.eval_fraction,
-        seed=seed,
-    )
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from grpo_ext.batching.sizes import SETTINGS, ceil_div
 from grpo_ext.checks import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.data import prompt_lengths
+from grpo_ext.tools.data import load_prompts, prompt_lengths
 from grpo_ext.tools.options import (
     ScriptArguments,
     as_dataclasses,
@@ -22,7 +22,6 @@ from grpo_ext.tools.options import (
     fields_of,
     is_demo,
     load_arguments,
-    load_data,
     load_demo_named,
     written,
 )
@@ -126,7 +125,7 @@ def shape_of(
     task = load_demo_named(script, model) if demo else None
     source = str(task.model_path if task else model.model_name_or_path)
     if prompt_length is None:
-        prompt_length = prompt_tokens(task.train_dataset if task else load_data(script, training.seed)[0], source)
+        prompt_length = prompt_tokens(task.train_dataset if task else load_prompts(script, training.seed)[0], source)
     longest, group = training.max_completion_length or 512, training.num_generations or 8
     groups = ceil_div(training.geometry.global_batch_size, group)
     rows, micro = groups * group, training.per_device_train_batch_size

@@ -2,5 +2,6 @@
 
 from .report import CheckReport, Split
 from .splits import check
+from .task import Task
 
-__all__ = ["CheckReport", "Split", "check"]
+__all__ = ["CheckReport", "Split", "Task", "check"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,7 +13,6 @@ from rich.status import Status
 from rich.table import Table
 
 from ..stock import OURS
-from ..words import duration
 
 IN_16_BITS = "16-bit rounding, or more: float32 would tell (docs/precision.md has what to expect)"
 _GOOD = ("reference", "same", "same bits", "rounding")
@@ -67,7 +66,6 @@ class CheckReport:
 
     results: list[SplitResult]
     steps: int
-    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -120,6 +118,13 @@ class CheckReport:
         results = [dataclasses.asdict(r) for r in self.results]
         plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
         return {"ok": self.ok, "steps": self.steps, "results": plain}
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "12 s", "3 min", "2.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show_progress(status: Status, sentence: str, seconds_left: float | None) -> None:

@@ -26,10 +26,7 @@ from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
 from ...runtime.recompute import PRODUCTS, check_recompute
-from ..dtypes import DTYPES
-from ..words import count
-from ..words import memory as in_units
-from .memory import MemoryLayout, ModelSizes, memory_of
+from .memory import MemoryLayout, ModelSizes, count, in_units, memory_of
 from .prompts import Prompts
 
 HUB = "https://huggingface.co"
@@ -104,7 +101,7 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, in
             kept[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
         return tensor
 
-    half = torch.autocast("cpu", DTYPES[compute], enabled=compute != "float32")
+    half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half, _Products() as products:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values()), products.nbytes
@@ -149,7 +146,7 @@ def measure(
         return [(more - less) / (long - short) for more, less in pairs]
 
     saved, products = (two - one for one, two in zip(per_token(1), per_token(2)))
-    size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, True, torch.device("cpu"))
+    size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, True, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -157,10 +154,10 @@ def measure(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        weight_bytes=DTYPES[weights].itemsize,
+        weight_bytes=getattr(torch, weights).itemsize,
         compute_bytes=size,
         token_bytes=saved,
-        kept_bytes=text.hidden_size * DTYPES[weights].itemsize,
+        kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
         product_bytes=products,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),

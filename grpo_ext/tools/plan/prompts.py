@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data import is_local, prompt_lengths
-from ..options import ScriptArguments, fields_of, load_data
+from ..data import is_local, load_prompts, prompt_lengths
+from ..options import ScriptArguments, fields_of
 
 ASSUMED_LENGTH = 512  # tokens
 
@@ -48,7 +48,7 @@ def known_prompts(settings: Mapping[str, Any], length: int | None = None) -> Pro
         basis = f"assumed: {source} is on the Hub and is not read"
     elif source is not None:
         script = ScriptArguments(**fields_of(settings, ScriptArguments))
-        dataset, _ = load_data(script, settings.get("seed", 42))
+        dataset, _ = load_prompts(script, settings.get("seed", 42))
         rows = len(dataset)
         if length is None and model is not None:
             return _measured(dataset, str(model))

@@ -131,8 +131,8 @@ def checked(monkeypatch, tmp_path):
     """Runs `grpo-ext check` with a file and options; returns what would be checked, and what was said."""
     seen = {}
 
-    def check(model, dataset, rewards, settings, **options):
-        seen.update(model=model, dataset=dataset, rewards=rewards, settings=settings, **options)
+    def check(task, **options):
+        seen.update(vars(task), **options)
         raise ConfigError("stop here")
 
     monkeypatch.setattr("grpo_ext.tools.check.check", check)
