@@ -155,14 +155,14 @@ def check(
     load_libraries()
     from .check import Split
     from .check import check as run_check
-    from .check.report import show_progress
+    from .check.report import print_report, show_progress
     from .check.splits import default_splits
     from .check.task import load_task
 
     counts = integers(processes, "processes")
-    sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
+    sizes = [] if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     task = load_task(settings_of(context, config))
-    named = [Split(size, n) for n in counts for size in sizes or ()]
+    named = [Split(size, n) for n in counts for size in sizes]
     splits = named or default_splits(task.settings["global_batch_size"], counts)
     say(task.about)
     with Console().status("starting processes") as status:
@@ -175,14 +175,11 @@ def check(
             bitwise=bitwise,
             progress=partial(show_progress, status),
         )
-    Console().print(report.table())
-    for note in report.notes():
-        Console().print(f"  {note}", highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
     if plot is not None:
         write_check_plot(report, tolerance, plot)
-    Console().print(report.conclusion(bitwise))
+    print_report(report, bitwise)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -217,7 +214,7 @@ def export(
         check=check,
         trust_shards=trust_shards,
     )
-    say(f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB")
+    say(f"{out}: {done.kind}, {done.size / 1e6:.1f} MB")
     if done.difference is None:
         none = "the checkpoint holds no completions (models that take images record none)."
         say(f"Not checked: {none if check else 'as asked for.'}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
@@ -118,6 +119,15 @@ class CheckReport:
         results = [dataclasses.asdict(r) for r in self.results]
         plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
         return {"ok": self.ok, "steps": self.steps, "results": plain}
+
+
+def print_report(report: CheckReport, bitwise: bool) -> None:
+    """Print the table, the reasons and the conclusion."""
+    console = Console()
+    console.print(report.table())
+    for note in report.notes():
+        console.print(f"  {note}", highlight=False)
+    console.print(report.conclusion(bitwise))
 
 
 def duration(seconds: float) -> str:
