@@ -65,10 +65,10 @@ def calculate(expression: str) -> str:
     Args:
         expression: Two factors, such as 37*48.
     """
-    found = re.fullmatch(r"(\d+)\*(\d+)", expression)
-    if found is None:
+    factors = re.fullmatch(r"(\d+)\*(\d+)", expression)
+    if factors is None:
         raise ValueError("no product")
-    return str(int(found[1]) * int(found[2]))
+    return str(int(factors[1]) * int(factors[2]))
 
 
 def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:

@@ -79,8 +79,8 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
     from .options import read_settings
 
     file = [] if config is None else ["--config", str(config)]
-    own = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
-    return read_settings([*file, *context.args], own)
+    options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
+    return read_settings([*file, *context.args], options)
 
 
 @app.command(**OF_A_RUN)
@@ -108,6 +108,7 @@ def plan(
         from .options import demo_defaults
 
         settings = {**demo_defaults(settings), **settings}
+    settings = {name: value for name, value in settings.items() if value is not None}
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
@@ -153,20 +154,17 @@ def check(
     if plot is not None:
         load_pyplot(plot)  # before the work, not after it
     load_libraries()
-    from .check import Split
-    from .check import check as run_check
+    from . import check as checks
     from .check.report import print_report, show_progress
-    from .check.splits import default_splits
     from .check.task import load_task
 
     counts = integers(processes, "processes")
-    sizes = [] if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
+    sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     task = load_task(settings_of(context, config))
-    named = [Split(size, n) for n in counts for size in sizes]
-    splits = named or default_splits(task.settings["global_batch_size"], counts)
+    splits = checks.splits_of(task.settings["global_batch_size"], counts, sizes)
     say(task.about)
     with Console().status("starting processes") as status:
-        report = run_check(
+        report = checks.check(
             task,
             splits=splits,
             steps=steps,

@@ -221,10 +221,10 @@ def plain_line(head: str, fields: Iterable[Field]) -> str:
 
 def fitting(head: str, fields: list[Field], width: int) -> list[Field]:
     """The fields in their order, without the least important ones that make a line wider than `width` columns."""
-    kept = list(fields)
-    while kept and len(plain_line(head, kept)) > width:
-        kept.remove(max(kept, key=lambda field: field[0]))
-    return kept
+    shown = list(fields)
+    while shown and len(plain_line(head, shown)) > width:
+        shown.remove(max(shown, key=lambda field: field[0]))
+    return shown
 
 
 def _fields(logs: Mapping[str, Any]) -> list[Field]:
@@ -253,5 +253,5 @@ def _columns(width: int) -> list[ProgressColumn]:
 
 def _stream_handlers() -> list[Any]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [handler for handler in found if isinstance(handler, logging.StreamHandler)]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

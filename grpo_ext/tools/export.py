@@ -92,7 +92,6 @@ def export(
         merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
         base: the adapter's base model, where it is not the one its configuration names.
         dtype: of the written weights; default: as they are (merged: as the base's).
-        max_shard_size: of a weight file, for example "5GB".
         check: load the result and compare it with the checkpoint's recorded completions; holds the model in memory.
         trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
@@ -371,8 +370,8 @@ def _verify(job: _Job) -> float | None:
 
 
 def _difference(model: Any, recorded: RecordedCompletions) -> float:
-    found = score_alone(model, recorded)
-    return float(torch.cat([(one - other).abs() for one, other in zip(found, recorded.logps)]).mean())
+    pairs = zip(score_alone(model, recorded), recorded.logps)
+    return float(torch.cat([(one - other).abs() for one, other in pairs]).mean())
 
 
 def _write_card(job: _Job, kind: str, difference: float | None) -> None:

@@ -97,12 +97,12 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
         if not demo_named(name).chat and settings.get("model_name_or_path") is not None:
             raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
         return True
-    given = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
-    if len(given) == 1:
+    named = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
+    if len(named) == 1:
         raise ConfigError(
-            f"Only --{given[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+            f"Only --{named[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
         )
-    return not given
+    return not named
 
 
 def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -319,8 +319,8 @@ def run_shape(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     micro = {who: _best_micro(shape, who, micros[who], model, dtype, say, options) for who in (STOCK, OURS)}
-    given = options or {}
-    computed = "float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else dtype
+    settings = options or {}
+    computed = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16") else dtype
     matmul = matmul_rate(device, computed)
     specs = {who: spec_of(shape, who, micro[who], model, dtype, options) for who in (STOCK, OURS)}
     steps, about = _alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))

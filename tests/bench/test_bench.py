@@ -28,7 +28,7 @@ from tests.bench.shapes import (
     parse_shape,
     run_shape,
 )
-from tests.bench.worker import _Given
+from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
 from tests.support.toy_recipe import CONFIGS, question_rows, toy_model
 
@@ -69,14 +69,16 @@ def test_the_reference_lengths_stay_in_their_range_and_never_change(shape):
 
 
 def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_variance():
-    half = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
-    whole = _Given(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
+    half = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
+    whole = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
     assert (half.tokens, whole.tokens) == (22, 44)
     assert whole.flops(8, 100, 10) == 2 * half.flops(8, 100, 10)
     assert half.flops(0, 1, 0) == 6 * 22
     assert half.flops(0, 0, 1) == 6 * 12
-    lora = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
-    again = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50)
+    lora = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
+    again = FixedRollouts(
+        Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50
+    )
     assert (lora.flops(0, 1, 0), again.flops(0, 1, 0)) == (4 * 22, 8 * 22)
     assert len({half.rewards[tuple(c)] for c in half.completions[0]}) == 1
     assert len({half.rewards[tuple(c)] for c in half.completions[1]}) == 3
@@ -124,7 +126,7 @@ def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
         assert result.peak_mib[who] > 0
         assert 0 < result.tokens[who] < 2 * 4 * (6 + 8)
     if what == "train":
-        assert result.tokens[OURS] == result.tokens[STOCK] == _Given(shape, 64).tokens
+        assert result.tokens[OURS] == result.tokens[STOCK] == FixedRollouts(shape, 64).tokens
     assert result.matmul > 0
     assert any("round 1 of 1" in text for text in said)
     assert record_of([result], {})["results"][0]["speed_up"] == result.speed_up

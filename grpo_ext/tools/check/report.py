@@ -111,8 +111,8 @@ class CheckReport:
             "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
             "rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n"
         )
-        said = rounding if any(r.verdict == "rounding" for r in self.results) else ""
-        return f"{said}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
+        reason = rounding if any(r.verdict == "rounding" for r in self.results) else ""
+        return f"{reason}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no NaN."""

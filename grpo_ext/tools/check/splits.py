@@ -37,6 +37,13 @@ _FLOAT64_COST = 2.0  # seconds of a run in float64 over float32, at the least: n
 Progress = Callable[[str, float | None], None]
 
 
+def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[int] | None) -> list[Split]:
+    """Each micro-batch size on each number of processes; the default splits where no sizes are named."""
+    if sizes is None:
+        return default_splits(global_batch_size, processes)
+    return [Split(size, n) for n in processes for size in sizes]
+
+
 def default_splits(global_batch_size: int, processes: Sequence[int]) -> list[Split]:
     """On the first number of processes the whole step in one forward, and a size that leaves a rest; on each further
     one two equal micro-batches on each process, where that can be, which stock TRL can train too."""

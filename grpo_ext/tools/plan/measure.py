@@ -73,9 +73,9 @@ class _Products(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(found)) if func in PRODUCTS else 0
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(result)) if func in PRODUCTS else 0
+        return result
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, int]:
@@ -105,6 +105,18 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, in
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half, _Products() as products:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values()), products.nbytes
+
+
+def _saved_per_token(config: Any, compute: str) -> list[float]:
+    """Bytes per token and layer that autograd keeps, and of products."""
+    long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
+    short = long // 3  # two lengths, so that what does not grow with tokens drops out
+
+    def per_token(layers: int) -> list[float]:
+        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
+        return [(more - less) / (long - short) for more, less in pairs]
+
+    return [two - one for one, two in zip(per_token(1), per_token(2))]
 
 
 def measure(
@@ -138,14 +150,7 @@ def measure(
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if lora_rank is not None:
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
-    long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
-    short = long // 3  # two lengths, so that what does not grow with tokens drops out
-
-    def per_token(layers: int) -> list[float]:
-        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
-        return [(more - less) / (long - short) for more, less in pairs]
-
-    saved, products = (two - one for one, two in zip(per_token(1), per_token(2)))
+    saved, products = _saved_per_token(config, compute)
     size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, True, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
@@ -185,13 +190,20 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
     return tokens, max(loads) / (sum(loads) / len(loads))
 
 
+def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
+    """Tokens of the largest micro-batch, with prompts and completions of the greatest lengths."""
+    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
+    groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
+    tokens = groups * prompt + rows * longest
+    return tokens if budget is None else min(tokens, max(budget, prompt + longest))
+
+
 def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
     """Memory per device, by part; what it is of stands above it."""
-    found = memory_of(model, layout)
     table = Table()
     table.add_column("part")
     table.add_column("memory", justify="right")
-    for name, size in found.items():
+    for name, size in memory_of(model, layout).items():
         total = name in ("training", "rollout")
         if size or total:
             table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
@@ -221,22 +233,16 @@ def expected_memory(
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
     check_recompute(settings, zero3=engine == "zero3")
-    lengths = "as given" if mean_completion_length else "assumed"
     longest = settings.get("max_completion_length") or 512
     mean = mean_completion_length or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
-    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
-    groups = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)
-    largest = groups * prompts.longest + rows * longest
-    if (budget := settings.get("micro_batch_tokens")) is not None:
-        largest = min(largest, max(budget, prompts.longest + longest))
     layout = MemoryLayout(
         engine,
         geometry.num_processes,
-        largest,
+        largest_micro_batch(geometry, prompts.longest, longest, sizes.form, settings.get("micro_batch_tokens")),
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompts.longest + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
@@ -246,6 +252,7 @@ def expected_memory(
         lag=settings.get("rollout_lag") or 0,
         beside=settings.get("rollout_device") is None,
     )
+    lengths = "as given" if mean_completion_length else "assumed"
     return (
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "
         f"{in_units(sizes.token_bytes)} per token and layer\n"
@@ -253,6 +260,6 @@ def expected_memory(
         f"Prompts: {prompts.described}\n"
         f"Completions: {mean} tokens on average ({lengths}), up to {longest}\n"
         f"Step: about {tokens:,.0f} tokens per device, slowest device {imbalance:.3f} x the mean; largest micro-batch "
-        f"{largest:,} tokens\n"
+        f"{layout.tokens:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"
     ), memory_table(sizes, layout)
