@@ -149,10 +149,10 @@ def check(
 
     In float32 unless the run's settings name bf16 or fp16; what it writes, logs and evaluates is left out.
     """
-    from .plots import load_pyplot, write_check_plot
+    from .plots import figure_class, write_check_plot
 
     if plot is not None:
-        load_pyplot(plot)  # before the work, not after it
+        figure_class(plot)  # before the work, not after it
     load_libraries()
     from . import check as checks
     from .check.report import print_report, show_progress

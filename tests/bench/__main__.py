@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_ext.tools.cli import CONFIG, OF_A_RUN, command_line, integers, load_libraries, run_app, say, settings_of
-from grpo_ext.tools.plots import load_pyplot
+from grpo_ext.tools.plots import figure_class
 from grpo_ext.tools.stock import OURS, STOCK
 
 app = command_line("bench")
@@ -74,7 +74,7 @@ def bench(
     weights).
     """
     if plot is not None:
-        load_pyplot(plot)  # before the work, not after it
+        figure_class(plot)  # before the work, not after it
     load_libraries()
     from .of_run import left_out, options_of, refuse_of_run, shape_of
     from .plot import write_bench_plot

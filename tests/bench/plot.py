@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_ext.tools.plots import load_pyplot
+from grpo_ext.tools.plots import figure_class
 
 from .shapes import Result
 
@@ -16,8 +16,8 @@ def write_bench_plot(results: Sequence[Result], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    pyplot = load_pyplot(path)
-    figure, axes = pyplot.subplots(1, len(results), figsize=(2.2 * len(results), 3.6), squeeze=False)
+    figure = figure_class(path)(figsize=(2.2 * len(results), 3.6))
+    axes = figure.subplots(1, len(results), squeeze=False)
     trainers = list(results[0].seconds)
     phases = [p for p in results[0].seconds[trainers[0]] if any(r.seconds[who][p] for r in results for who in trainers)]
     for axis, r in zip(axes[0], results):
@@ -35,4 +35,3 @@ def write_bench_plot(results: Sequence[Result], path: Path) -> None:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(phases), fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -16,7 +16,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ...errors import ConfigError
-from .plots import draw, panels, plotting
+from ..plots import figure_class
+from .plots import draw, panels
 from .runs import Run, batch_note, differences, flat_settings, headline, load_run, number, plan_of, value_table
 
 PAGE, FOLDER, COMPARISON = "index.html", "report", "report-comparison"
@@ -36,7 +37,7 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
     """
     if not runs:
         raise ConfigError("name the folder of a run, or of several to compare.")
-    plotting()
+    figure_class()  # before anything is read
     loaded = [load_run(path) for path in runs]
     names = distinct_names(loaded)
     starts = [flat_settings(entry) for entry in loaded[0].manifest]

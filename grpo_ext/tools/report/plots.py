@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...algorithms.pass_at_k import PASS
-from ...errors import ConfigError
+from ..plots import figure_class
 from .runs import HELD_OUT, MEMORY, Run, number
 
 COLOURS = ("#3566b8", "#d1622b", "#3f8f4f", "#a3417e", "#8a6d1d", "#4c9aa8", "#7a5cc0", "#777777")
@@ -188,8 +188,7 @@ def draw(panel: Panel) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure_class, locator = plotting()
-    figure = figure_class(figsize=(6.4, 3.0), dpi=110, layout="constrained")
+    figure = figure_class()(figsize=(6.4, 3.0), dpi=110, layout="constrained")
     axis = figure.subplots()
     for place, line in enumerate(panel.lines):
         _curve(axis, line, place)
@@ -198,7 +197,7 @@ def draw(panel: Panel) -> bytes:
     if not any(value for line in panel.lines for value in line.values):
         axis.set_ylim(0, 1)  # nothing but zeros: no negative share
     axis.set(xlabel="optimizer step", ylabel=panel.unit)
-    axis.xaxis.set_major_locator(locator(integer=True))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:
         axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.6)
@@ -219,17 +218,3 @@ def _curve(axis: Any, line: Line, place: int) -> None:
     if line.band is not None:  # one standard deviation
         low, high = zip(*((value - half, value + half) for value, half in zip(line.values, line.band)))
         axis.fill_between(line.steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
-
-
-def plotting() -> tuple[Any, Any]:
-    """matplotlib's Figure and MaxNLocator; no window, and the caller's own plots are left alone.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ConfigError("the report needs matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
-    return Figure, MaxNLocator
