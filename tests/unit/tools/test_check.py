@@ -456,7 +456,7 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from grpo_ext.tools import cli
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    task = Task("", None, [], {})
+    task = Task("", None, [], {"global_batch_size": 1})
     monkeypatch.setattr("grpo_ext.tools.check.task.load_task", lambda *args: task)
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])

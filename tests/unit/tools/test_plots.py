@@ -53,7 +53,7 @@ def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, figures):
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
         figure_class(Path("plot.svg"))
 
