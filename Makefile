@@ -118,7 +118,7 @@ check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--ag
 	@$(BIN)/grpo-ext check $(ARGS)
 
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
-	@$(BIN)/grpo-ext bench $(ARGS)
+	@$(BIN)/python -m tests.bench $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 import trl
@@ -34,11 +33,12 @@ from grpo_ext.demo.task import DemoTask, exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
+from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
+from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.options import (
     ScriptArguments,
     load_arguments,
-    load_data,
     load_demo_named,
     parse,
     stock_arguments,
@@ -229,7 +229,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
 def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
     with PartialState().main_process_first():
-        train, held_out = load_data(script, training.seed)
+        train, held_out = load_prompts(script, training.seed)
     training.model_init_kwargs = load_arguments(training, model)
     with naming(model.model_name_or_path):
         trainer = make_trainer(

@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
-from grpo_ext.tools.quiet import quiet_libraries  # isort: skip
 
 import torch
 from accelerate.state import PartialState
@@ -23,6 +22,7 @@ from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import demo_config_defaults
 from grpo_ext.demo.warm_start import EOS, build_model, build_tokenizer, built_once, fit
 from grpo_ext.errors import GrpoExtError
+from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.options import refuse_option, refuse_unknown
 from grpo_ext.tools.report.page import report_or_reason
 from grpo_ext.tools.report.runs import completions_of_last, load_run
@@ -65,10 +65,10 @@ def calculate(expression: str) -> str:
     Args:
         expression: Two factors, such as 37*48.
     """
-    found = re.fullmatch(r"(\d+)\*(\d+)", expression)
-    if found is None:
+    factors = re.fullmatch(r"(\d+)\*(\d+)", expression)
+    if factors is None:
         raise ValueError("no product")
-    return str(int(found[1]) * int(found[2]))
+    return str(int(factors[1]) * int(factors[2]))
 
 
 def product_reward(prompts: Any, completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 Differs from a blanket filter: each remark is named by who makes it and by its text, a user's filters of warnings come
 first, and everything is put back. Light to import, as it stands around the imports of those libraries too.
+`quiet_libraries` is the blanket filter, for commands and recipes; the trainer never calls it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _RECORDS = {
     # where it is installed, also where it is not used
     "DeepSpeed": r"Setting (ds_accelerator to|accelerator to CPU)|\[Rank -1\] \[TorchCheckpointEngine\]",
 }
+_NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "huggingface_hub", "bitsandbytes")
 _ENTRIES = [("ignore", re.compile(text, re.I), kind, re.compile(module), 0) for text, kind, module in _WARNINGS]
 
 
@@ -69,3 +71,22 @@ def quiet() -> Iterator[None]:
                         _extended[0].remove(entry)
                 for name, without in _FILTERS.items():
                     logging.getLogger(name).removeFilter(without)
+
+
+def quiet_libraries() -> None:
+    """Keep all remarks of the libraries off the console for the rest of the process; this project's own stay."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module=r"grpo_ext(\.|$)")
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_errors_alone)  # it sets its level itself, when it is imported
+    datasets.disable_progress_bars()
+
+
+def _errors_alone(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

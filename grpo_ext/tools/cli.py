@@ -1,13 +1,12 @@
 """The command line `grpo-ext`: what people run beside training.
 
-`check`, `plan` and `bench` take a run's file and options as recipes/grpo.py does; what a command does not know itself
-goes to the recipe's parser. Light until a command needs more: a `plan` of sizes alone loads no model and no trainer.
+`check` and `plan` take a run's file and options as recipes/grpo.py does; what a command does not know itself goes to
+the recipe's parser. Light until a command needs more: a `plan` of sizes alone loads no model and no trainer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +16,27 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
-from .quiet import quiet_libraries
 
-app = typer.Typer(
-    name="grpo-ext",
-    help="Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    # --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
-    context_settings={"token_normalize_func": lambda token: token.replace("_", "-")},
-)
+# --global_batch_size is --global-batch-size: the names of the settings are spelt with underscores everywhere else
+NAMES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
+
+
+def command_line(name: str, help_text: str | None = None) -> typer.Typer:
+    """A command line without commands yet."""
+    return typer.Typer(
+        name=name,
+        help=help_text,
+        no_args_is_help=help_text is not None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings=NAMES,
+    )
+
+
+app = command_line("grpo-ext", "Tools beside grpo_ext: the hardware split is not a hyperparameter, and this shows it.")
 
 OF_A_RUN: dict[str, Any] = {
-    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "context_settings": {**NAMES, "ignore_unknown_options": True, "allow_extra_args": True},
     "epilog": "Every option of recipes/grpo.py is taken too, as it is: --model_name_or_path, --dataset_name, "
     "--rewards, --use_peft and all that `python recipes/grpo.py --help` lists.",
 }
@@ -40,6 +46,14 @@ CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options 
 def say(text: str) -> None:
     """A sentence, in one line however long it is and with its figures as they are."""
     Console().print(text, highlight=False, soft_wrap=True)
+
+
+def load_libraries() -> None:
+    """Import the libraries without their remarks, and say that it takes a moment."""
+    from . import starting  # noqa: F401, isort: skip  (before they are imported)
+    from ..runtime.quiet import quiet_libraries
+
+    quiet_libraries()
 
 
 def integers(text: str, name: str) -> list[int]:
@@ -61,12 +75,12 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
     """The run's settings: what its file and the options that the command itself does not have say."""
     if config is None and not context.args:
         return {}  # without the libraries, which take seconds
-    quiet_libraries()
+    load_libraries()
     from .options import read_settings
 
     file = [] if config is None else ["--config", str(config)]
-    own = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
-    return read_settings([*file, *context.args], own)
+    options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
+    return read_settings([*file, *context.args], options)
 
 
 @app.command(**OF_A_RUN)
@@ -75,21 +89,6 @@ def plan(
     config: Annotated[Path | None, CONFIG] = None,
     processes: Annotated[int, typer.Option(help="Processes the run is laid onto.")] = 1,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
-    num_generations: Annotated[int | None, typer.Option(help="Completions per prompt (default: 8).")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Completions per optimizer step, global.")] = None,
-    rollout_batch_size: Annotated[int | None, typer.Option(help="Completions per generation phase, global.")] = None,
-    per_device_train_batch_size: Annotated[
-        int | None, typer.Option(help="Completions per forward on one device (default: 8).")
-    ] = None,
-    gradient_accumulation_steps: Annotated[
-        int | None, typer.Option(help="Only without global_batch_size; otherwise derived.")
-    ] = None,
-    generation_batch_size: Annotated[int | None, typer.Option(help="TRL's name for rollout_batch_size.")] = None,
-    steps_per_generation: Annotated[int | None, typer.Option(help="TRL: micro-batches per generation phase.")] = None,
-    num_iterations: Annotated[int | None, typer.Option(help="Times a rollout batch is trained on.")] = None,
-    rollout_chunk_size: Annotated[int | None, typer.Option(help="Completions per generate call.")] = None,
-    micro_batch_tokens: Annotated[int | None, typer.Option(help="Tokens per forward on one device.")] = None,
-    num_train_epochs: Annotated[float | None, typer.Option(help="Passes over the training set (default: 3).")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
         int | None, typer.Option(min=1, help="With a model: tokens of a prompt (default: measured where data are).")
@@ -105,30 +104,29 @@ def plan(
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import check_lag, geometry_of
 
-    given = settings_of(context, config)
-    parts = [given, context.params]
-    if given.get("demo") is not None:
+    settings = settings_of(context, config)
+    if settings.get("demo") is not None:
         from .options import demo_defaults
 
-        parts.insert(0, demo_defaults(given))
-    settings = {name: value for part in parts for name, value in part.items() if value is not None}
+        settings = {**demo_defaults(settings), **settings}
+    settings = {name: value for name, value in settings.items() if value is not None}
     geometry = geometry_of(settings, processes)
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
-    ahead = f"{lag} rollout batch(es)" if lag else None
     prompts = None
     if settings.keys() & {"model_name_or_path", "dataset_name"}:
         from .plan.prompts import known_prompts
 
-        prompts = known_prompts(settings)
+        prompts = known_prompts(settings, prompt_length)
         num_prompts = num_prompts or prompts.rows
+    ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
     if prompts is not None and (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
-        text, table = expected_memory(model, geometry, settings, prompts)
+        text, table = expected_memory(model, geometry, settings, prompts, engine, mean_completion_length)
         say(text)
         Console().print(table)
 
@@ -152,147 +150,37 @@ def check(
 
     In float32 unless the run's settings name bf16 or fp16; what it writes, logs and evaluates is left out.
     """
-    from .plots import load_pyplot, write_check_plot
+    from .plots import figure_class, write_check_plot
 
     if plot is not None:
-        load_pyplot(plot)  # before the work, not after it
-    quiet_libraries()
-    from .check import Split
-    from .check import check as run_check
-    from .check.report import show_progress
-    from .check.splits import default_splits
+        figure_class(plot)  # before the work, not after it
+    load_libraries()
+    from . import check as checks
+    from .check.report import print_report, show_progress
     from .check.task import load_task
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     task = load_task(settings_of(context, config))
-    named = [Split(size, n) for n in counts for size in sizes or ()]
-    splits = named or default_splits(task.settings["global_batch_size"], counts)
+    splits = checks.splits_of(task.settings["global_batch_size"], counts, sizes)
     say(task.about)
     with Console().status("starting processes") as status:
-        how: dict[str, Any] = {"against": against, "tolerance": tolerance, "bitwise": bitwise}
-        how |= {"peft": task.peft, "quantization": task.quantization, "progress": partial(show_progress, status)}
-        report = run_check(task.model, task.dataset, task.rewards, task.settings, splits=splits, steps=steps, **how)
-    Console().print(report.table())
-    for note in report.notes():
-        Console().print(f"  {note}", highlight=False)
+        report = checks.check(
+            task,
+            splits=splits,
+            steps=steps,
+            against=against,
+            tolerance=tolerance,
+            bitwise=bitwise,
+            progress=partial(show_progress, status),
+        )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
     if plot is not None:
         write_check_plot(report, tolerance, plot)
-    Console().print(report.conclusion(bitwise))
+    print_report(report, bitwise)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _say_dim(sentence: str) -> None:
-    Console().print(f"[dim]{sentence}[/dim]")
-
-
-@app.command(**OF_A_RUN)
-def bench(
-    context: typer.Context,
-    config: Annotated[Path | None, CONFIG] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A shape, instead of the reference shapes: their names, or text like "
-            "'prompt=512,completions=32-256,group=8,groups=4,lora,checkpointing,skewed,without_variance=0.5,sample,whole'."
-        ),
-    ] = None,
-    long: Annotated[
-        bool, typer.Option("--long", help="All reference shapes, micro-batches searched: an hour or more.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,
-    stock_micro: Annotated[
-        str | None, typer.Option(help="Micro-batch sizes to choose stock TRL's fastest of, for example 1,2,4.")
-    ] = None,
-    our_micro: Annotated[str | None, typer.Option(help="Micro-batch sizes to choose ours of.")] = None,
-    prompt_length: Annotated[int | None, typer.Option(min=1, help="Of a run: tokens (default: measured).")] = None,
-    mean_completion_length: Annotated[
-        int | None, typer.Option(min=1, help="Of a run: tokens (default: half of max_completion_length).")
-    ] = None,
-    compare: Annotated[Path | None, typer.Option(help="A file of --json: show it against this bench.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
-    parts: Annotated[
-        bool, typer.Option("--parts", help="Instead: ours with and without each of its parts, no stock TRL.")
-    ] = False,
-) -> None:
-    """Seconds, tokens/s, memory by phase against stock TRL, on the same rollouts, interleaved.
-
-    Without --config, a quarter of an hour on reference shapes; with it, one optimizer step of that run: its model,
-    sizes, LoRA and precision, on completions of random tokens. --model_name_or_path may be a config.json (random
-    weights).
-    """
-    from .plots import load_pyplot, write_bench_plot
-
-    if plot is not None:
-        load_pyplot(plot)
-    quiet_libraries()
-    from .bench.of_run import left_out, model_of, options_of, refuse_of_run, shape_of
-    from .bench.record import compared, read_record, record_of
-    from .bench.shapes import MICRO, MODELS, REFERENCE, SHORT, as_tables, parse_shape, run_shape
-    from .stock import OURS, STOCK
-
-    settings = settings_of(context, config)
-    others = {"--shape": shape, "--json": json_file, "--plot": plot, "--compare": compare}
-    if parts and (given := [option for option, value in others.items() if value]):
-        raise ConfigError(f"--parts has shapes and tables of its own; leave {', '.join(given)} out, or --parts.")
-    of_run = not (shape or parts) and (config is not None or settings.keys() & {"dataset_name", "demo"})
-    if not of_run:
-        refuse_of_run(settings)
-    options, dtype = options_of(settings)
-    source = settings.get("model_name_or_path")
-    known = {s.name: s for s in (*SHORT, *REFERENCE)}
-    if parts:
-        model = model_of(source) if source else MODELS["reference"]
-        _bench_parts({s.name: s for s in REFERENCE}, model, rounds, dtype)
-        return
-    fixed = {} if long else SHORT
-    if shape:
-        shapes = [known[text] if text in known else parse_shape(text) for text in shape]
-    elif of_run:
-        name = "the run" if config is None else config.stem
-        one, micro, source, options = shape_of(settings, name, prompt_length, mean_completion_length)
-        shapes, fixed = [one], {one: micro}
-    else:
-        shapes = list(REFERENCE if long else SHORT)
-    without = left_out(settings)
-    if without:
-        _say_dim(f"without {', '.join(without)}")
-    asked = {STOCK: stock_micro, OURS: our_micro}
-    searched = {who: integers(text, "micro-batches") for who, text in asked.items() if text is not None}
-    how = {"model": source, "dtype": dtype, "rounds": rounds, "options": options, "searched": searched}
-    old = None if compare is None else read_record(compare, shapes)
-    results = []
-    for one in shapes:
-        named = {who: [size] for who, size in zip((STOCK, OURS), fixed.get(one, ()))}
-        sizes = {STOCK: MICRO, OURS: MICRO, **named, **searched}
-        model = model_of(source) if source else MODELS[one.model]
-        results.append(run_shape(one, model, rounds, sizes, dtype, _say_dim, options))
-        record = record_of(results, how)
-        if json_file is not None:
-            json_file.write_text(json.dumps(record, indent=1) + "\n")
-    for table in as_tables(results):
-        Console().print(table)
-    if old is not None:
-        table, notes = compared(old, record)
-        Console().print(table)
-        for note in notes:
-            say(f"  {escape(note)}")
-    if plot is not None:
-        write_bench_plot(results, plot)
-
-
-def _bench_parts(shapes: Mapping[str, Any], model: Any, rounds: int, dtype: str) -> None:
-    from .bench.shapes import PARTS, parts_tables, run_part
-    from .bench.worker import cost_of
-
-    results = [run_part(part, shapes[part.shape], model, rounds, 8, dtype, _say_dim) for part in PARTS]
-    skewed = [shape for shape in shapes.values() if not shape.samples]
-    for table in parts_tables(results, skewed, cost_of(model)):
-        Console().print(table)
 
 
 @app.command()
@@ -309,7 +197,7 @@ def export(
     trust_shards: Annotated[bool, typer.Option(help="Read an engine's shards, pickles that can run code.")] = False,
 ) -> None:
     """Write the trained model of a checkpoint as a plain Hugging Face folder, and check that it is the same model."""
-    quiet_libraries()
+    load_libraries()
     from ..run.checkpoint import is_verified
     from .export import export as export_model
 
@@ -325,7 +213,7 @@ def export(
         check=check,
         trust_shards=trust_shards,
     )
-    say(f"{out}: {done.kind}, {done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB")
+    say(f"{out}: {done.kind}, {done.size / 1e6:.1f} MB")
     if done.difference is None:
         none = "the checkpoint holds no completions (models that take images record none)."
         say(f"Not checked: {none if check else 'as asked for.'}")
@@ -354,13 +242,18 @@ def report(
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 
 
-def main() -> None:
-    """Entry point; a deliberate error is one message and exit status 2, without a traceback."""
+def run_app(commands: typer.Typer) -> None:
+    """Run a command line; a deliberate error is one message and exit status 2, without a traceback."""
     try:
-        app()
+        commands()
     except GrpoExtError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def main() -> None:
+    """Entry point."""
+    run_app(app)
 
 
 if __name__ == "__main__":

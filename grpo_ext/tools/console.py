@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from ..algorithms.pass_at_k import first_and_last
 from ..run.interrupts import RunCallback
-from .quiet import quiet_libraries
+from ..runtime.quiet import quiet_libraries
 
 __all__ = ["Console", "fitting", "plain_line", "quiet_libraries"]
 
@@ -53,7 +52,6 @@ _FIELDS = (
 )
 _GAP = "  "
 _WIDE_ENOUGH = 80  # columns from which the bar shows the reward beside it
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Console(RunCallback):
@@ -82,7 +80,6 @@ class Console(RunCallback):
         self._out = rich_console.Console() if out is None else out
         self._logs: dict[str, Any] = {}  # of the last training step
         self._unsaid: int | None = None  # a measured step whose line waits for its log
-        self._rewards: deque[float] = deque(maxlen=20)
         self._bar: Progress | None = None
         self._task: Any = None
         self._handlers: list[tuple[Any, Any]] = []
@@ -106,7 +103,6 @@ class Console(RunCallback):
         """Show the bar, where there is a terminal."""
         self.close()
         self._logs, self._unsaid = {}, None
-        self._rewards.clear()
         if not (state.is_world_process_zero and self._is_terminal()):
             return
         self._bar = Progress(
@@ -140,7 +136,8 @@ class Console(RunCallback):
             return
         if "reward" in logs:
             self._logs = dict(logs)
-            self._show_reward(logs["reward"])
+            if self._bar is not None and logs["reward"] is not None:
+                self._bar.update(self._task, status=f"reward {logs['reward']:.2f}")
             if self._unsaid is not None:
                 self._say_measured(state)
             elif not self._measures or state.global_step == state.max_steps:  # the last one, measured or not
@@ -185,7 +182,7 @@ class Console(RunCallback):
     def _show(self) -> None:
         if self._bar is None or self._bar.live.is_started:
             return
-        real = {id(stream): name for name in ("stdout", "stderr") if (stream := getattr(sys, name)) is not None}
+        real = {id(getattr(sys, name)): name for name in ("stdout", "stderr")}
         self._bar.start()
         # rich stands in for sys.stderr, but loggers hold the stream they were made with and would write over the bar
         for handler in _stream_handlers():
@@ -194,18 +191,11 @@ class Console(RunCallback):
                 handler.setStream(getattr(sys, name))
 
     def _hide(self) -> None:
-        if self._bar is not None and self._bar.live.is_started:
+        if self._bar is not None:
             self._bar.stop()
         for handler, stream in self._handlers:
             handler.setStream(stream)
         self._handlers.clear()
-
-    def _show_reward(self, reward: float | None) -> None:
-        if reward is not None:
-            self._rewards.append(reward)
-        if self._bar is not None and self._rewards:
-            curve = "" if self._out.options.ascii_only else _sparkline(self._rewards)
-            self._bar.update(self._task, status=f"{curve} reward {self._rewards[-1]:.2f}")
 
     def _say_measured(self, state: Any) -> None:
         step, self._unsaid = self._unsaid, None
@@ -231,10 +221,10 @@ def plain_line(head: str, fields: Iterable[Field]) -> str:
 
 def fitting(head: str, fields: list[Field], width: int) -> list[Field]:
     """The fields in their order, without the least important ones that make a line wider than `width` columns."""
-    kept = list(fields)
-    while kept and len(plain_line(head, kept)) > width:
-        kept.remove(max(kept, key=lambda field: field[0]))
-    return kept
+    shown = list(fields)
+    while shown and len(plain_line(head, shown)) > width:
+        shown.remove(max(shown, key=lambda field: field[0]))
+    return shown
 
 
 def _fields(logs: Mapping[str, Any]) -> list[Field]:
@@ -261,14 +251,7 @@ def _columns(width: int) -> list[ProgressColumn]:
     return columns if width < _WIDE_ENOUGH else [*columns, TextColumn("[green]{task.fields[status]}")]
 
 
-def _sparkline(values: Iterable[float]) -> str:
-    shown = [value for value in values if value == value]  # a NaN has no height
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
-    steps = len(_SPARKS) - 1
-    return "".join(_SPARKS[round((value - low) / ((high - low) or 1.0) * steps)] for value in shown)
-
-
 def _stream_handlers() -> list[Any]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
-    return [handler for handler in found if isinstance(handler, logging.StreamHandler)]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

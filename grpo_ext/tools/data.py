@@ -5,6 +5,7 @@ The first step of the flow; recipes/grpo.py calls `load_prompts`."""
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +17,47 @@ from ..errors import ConfigError, DataError, shortened
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_prompts(
-    source: str | Path,
-    *,
-    name: str | None = None,
-    split: str = "train",
-    prompt_column: str = "prompt",
-    answer_column: str | None = None,
-    answer_after: str | None = None,
-    prompt_template: str | None = None,
-    system_prompt: str | None = None,
-    conversational: bool = False,
-    max_samples: int | None = None,
-    eval_fraction: float = 0.0,
-    seed: int = 0,
-) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) prompts for `GRPOTrainer`.
+@dataclass
+class DataArguments:
+    """The data of a run, and how a row becomes a prompt."""
 
-    Args:
-        source: id of a data set on the Hub, a file, or a folder made by `save_to_disk`.
-        name: configuration of a Hub set, such as "main".
-        split: split of a Hub set or of a saved `DatasetDict`.
-        prompt_column: becomes `prompt`; ignored where `prompt_template` is given.
-        answer_column: becomes `answer`; None leaves the columns alone.
-        answer_after: keep of the answer what follows this marker, such as "####" for GSM8K.
-        prompt_template: text with `{column}` placeholders; `{{` and `}}` stand for braces.
-        system_prompt: put before every prompt: as a message where the prompts are messages, else as a paragraph.
-        conversational: turn text prompts into a list of messages, so that the chat template is applied.
-        max_samples: rows to keep, the first ones, before the split.
-        eval_fraction: part of the rows to hold out, drawn by `seed`.
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
+    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
+    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
+    answer_after: str | None = field(
+        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
+    )
+    prompt_template: str | None = field(
+        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
+    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
+    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
+    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
+
+
+def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
+    """(train, held-out or None) prompts for `GRPOTrainer`; held-out rows are drawn by `seed`.
 
     Raises:
         DataError: no such file, folder, set, split or column; unknown kind; no rows; an empty prompt or answer.
         ConfigError: `max_samples` or `eval_fraction` out of range.
     """
-    if max_samples is not None and max_samples < 1:
-        raise ConfigError(f"max_samples={max_samples} keeps no row; use 1 or more, or leave it out.")
-    if not 0.0 <= eval_fraction < 1.0:
-        raise ConfigError(f"eval_fraction={eval_fraction} is no share of the rows; use 0 or more and less than 1.")
-    dataset = _read(source, name, split)
+    if data.max_samples is not None and data.max_samples < 1:
+        raise ConfigError(f"max_samples={data.max_samples} keeps no row; use 1 or more, or leave it out.")
+    if not 0.0 <= data.eval_fraction < 1.0:
+        raise ConfigError(f"eval_fraction={data.eval_fraction} is no share of the rows; use 0 or more and less than 1.")
+    dataset = _read(data)
     if len(dataset) == 0:
-        raise DataError(f"{source} has no rows; training needs at least one prompt.")
-    if max_samples is not None:
-        dataset = dataset.select(range(min(max_samples, len(dataset))))
+        raise DataError(f"{data.dataset_name} has no rows; training needs at least one prompt.")
+    if data.max_samples is not None:
+        dataset = dataset.select(range(min(data.max_samples, len(dataset))))
     # the prompt first: a template may name the answer's column, under the name it has in the source
-    dataset = _with_prompt(dataset, source, prompt_column, prompt_template, system_prompt, conversational)
-    dataset = _with_answer(dataset, source, answer_column, answer_after)
-    return _hold_out(dataset, source, eval_fraction, seed)
+    return _hold_out(_with_answer(_with_prompt(dataset, data), data), data, seed)
 
 
 def final_answer(text: str, marker: str = "####") -> str | None:
@@ -89,20 +84,21 @@ def prompt_lengths(dataset: Dataset, tokenizer: Any, rows: int = 256) -> list[in
     return lengths
 
 
-def _read(source: str | Path, name: str | None, split: str) -> Dataset:
+def _read(data: DataArguments) -> Dataset:
+    source = str(data.dataset_name)
     path = Path(source).expanduser()
     if path.is_dir():
-        return _read_folder(path, split)
+        return _read_folder(path, data.dataset_split)
     if path.is_file():
         return _read_file(path)
     if is_local(source):
         raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
     try:
-        return load_dataset(str(source), name, split=split)
+        return load_dataset(source, data.dataset_config, split=data.dataset_split)
     except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
         raise DataError(
             f"The data '{source}' is no local file or folder and could not be loaded from the Hub (configuration "
-            f"{name!r}, split {split!r}): {error}"
+            f"{data.dataset_config!r}, split {data.dataset_split!r}): {error}"
         ) from error
 
 
@@ -152,10 +148,11 @@ def _rename(dataset: Dataset, column: str, wanted: str, source: Any) -> Dataset:
     return dataset.rename_column(column, wanted)
 
 
-def _with_answer(dataset: Dataset, source: Any, column: str | None, marker: str | None) -> Dataset:
-    if column is None and marker is None:
+def _with_answer(dataset: Dataset, data: DataArguments) -> Dataset:
+    marker, source = data.answer_after, data.dataset_name
+    if data.answer_column is None and marker is None:
         return dataset
-    column = column or "answer"
+    column = data.answer_column or "answer"
     _require(dataset, column, source, "answer_column")
     if marker is not None:
         golds = [_marked(str(text), marker, f"{source}, row {row}") for row, text in enumerate(dataset[column])]
@@ -177,21 +174,16 @@ def _marked(text: str, marker: str, where: str) -> str:
     return gold
 
 
-def _with_prompt(
-    dataset: Dataset, source: Any, column: str, template: str | None, system: str | None, conversational: bool
-) -> Dataset:
+def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
+    column, template, source = data.prompt_column, data.prompt_template, data.dataset_name
     if template is None:
         _require(dataset, column, source, "prompt_column")
-        prompts = list(dataset[column])
+        prompts, origin = list(dataset[column]), f"column '{column}'"
     else:
         for placeholder in _placeholders(template):
             _require(dataset, placeholder, source, f"prompt_template {template!r}")
-        prompts = [template.format(**row) for row in dataset]
-    made_from = f"column '{column}'" if template is None else "prompt_template"
-    prompts = [
-        _prompt(prompt, system, conversational, f"{source}, row {row}, {made_from}")
-        for row, prompt in enumerate(prompts)
-    ]
+        prompts, origin = [template.format(**row) for row in dataset], "prompt_template"
+    prompts = [_prompt(prompt, data, f"{source}, row {row}, {origin}") for row, prompt in enumerate(prompts)]
     if template is None:
         dataset = _rename(dataset, column, "prompt", source)
     # added before the old column goes: a data set without columns forgets how many rows it has
@@ -210,28 +202,30 @@ def _placeholders(template: str) -> list[str]:
         ) from error
 
 
-def _prompt(prompt: Any, system: str | None, conversational: bool, where: str) -> Any:
+def _prompt(prompt: Any, data: DataArguments, where: str) -> Any:
     """A prompt as the trainer wants it: text, or messages where it came as messages or `conversational` is set."""
+    system = data.system_prompt
     if isinstance(prompt, list):
         if not prompt:
             raise DataError(f"{where}: the prompt is empty; every prompt needs at least one message.")
         return [{"role": "system", "content": system}, *prompt] if system else prompt
     if prompt is None or not str(prompt).strip():
         raise DataError(f"{where}: the prompt is empty ({prompt!r}); remove the row or fill it.")
-    if conversational:
+    if data.conversational:
         start = [{"role": "system", "content": system}] if system else []
         return [*start, {"role": "user", "content": str(prompt)}]
     return f"{system}\n\n{prompt}" if system else str(prompt)
 
 
-def _hold_out(dataset: Dataset, source: Any, fraction: float, seed: int) -> tuple[Dataset, Dataset | None]:
+def _hold_out(dataset: Dataset, data: DataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
+    fraction = data.eval_fraction
     if fraction == 0.0:
         return dataset, None
     held_out = round(len(dataset) * fraction)
     if not 0 < held_out < len(dataset):
         raise DataError(
-            f"eval_fraction={fraction} of the {len(dataset)} rows of {source} leaves {held_out} to evaluate on and "
-            f"{len(dataset) - held_out} to train on; both need at least one."
+            f"eval_fraction={fraction} of the {len(dataset)} rows of {data.dataset_name} leaves {held_out} to evaluate "
+            f"on and {len(dataset) - held_out} to train on; both need at least one."
         )
     parts = dataset.train_test_split(test_size=held_out, seed=seed)
     return parts["train"], parts["test"]

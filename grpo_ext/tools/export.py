@@ -29,25 +29,35 @@ from ..run.checkpoint import checkpoints, why_broken
 from ..run.fingerprint import FINGERPRINT
 from ..run.manifest import read_manifest
 from ..run.recorded_completions import RecordedCompletions, score_alone
-from .dtypes import DTYPES
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # mean difference of a log-probability that the coarsest number format in play explains
 ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _INDEX, _PLAIN = "model.safetensors.index.json", "model.safetensors"
+# beginnings of the names of the files that go with the weights
 _BESIDE = (
-    "generation_config",
-    "tokenizer",
-    "special_tokens_map",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "preprocessor_config",
-    "processor_config",
-    "spiece",
-    "sentencepiece",
+    *("generation_config", "preprocessor_config", "processor_config", "chat_template", "tokenizer"),
+    *("special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece"),
 )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is exported where, and how; see `export`.
+
+    Attributes:
+        writing: the folder that becomes the model's, if all goes well.
+        merge: put the adapter into its base model.
+    """
+
+    source: Path
+    writing: Path
+    adapter: bool
+    merge: bool
+    base: str | None
+    dtype: str | None
+    max_shard_size: str
 
 
 @dataclass
@@ -56,19 +66,13 @@ class Exported:
 
     Attributes:
         kind: what the checkpoint held ("full", "adapter", "merged adapter", "FSDP shards", "ZeRO shards").
-        bytes_before, bytes_after: of the checkpoint and of the folder.
+        size: of the folder, in bytes.
         difference: mean difference of the recorded log-probabilities; None where the checkpoint holds none.
     """
 
     kind: str
-    bytes_before: int
-    bytes_after: int
+    size: int
     difference: float | None
-
-
-def folder_bytes(folder: Path) -> int:
-    """Size of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def export(
@@ -88,13 +92,12 @@ def export(
         merge_adapter: put an adapter into its base model; otherwise the adapter alone is written.
         base: the adapter's base model, where it is not the one its configuration names.
         dtype: of the written weights; default: as they are (merged: as the base's).
-        max_shard_size: of a weight file, for example "5GB".
         check: load the result and compare it with the checkpoint's recorded completions; holds the model in memory.
         trust_shards: weights in an engine's shards are Python pickles, which run code when they are read.
 
     Raises:
         ConfigError: arguments that contradict, or a folder that exists.
-        CheckpointError: the checkpoint is broken, of a newer version or of no known kind, the disk is too small, or the
+        CheckpointError: the checkpoint is broken, of a newer version or of no known kind, the disk is full, or the
             written model scores the recorded completions differently.
     """
     source, target = Path(checkpoint), Path(out)
@@ -111,19 +114,17 @@ def export(
         raise ConfigError(f"merge_adapter and base are for adapters, and {source} holds a whole model; leave them out.")
     try:
         with _beside(target) as writing:
-            if adapter:
-                kind = _write_adapter(source, writing, merge_adapter, base, dtype, max_shard_size)
-            else:
-                kind = _write_model(source, writing, dtype, max_shard_size)
-            _copy_beside(source, writing)
-            difference = _verify(source, writing, adapter and not merge_adapter, base, dtype) if check else None
-            _write_card(source, writing, kind, difference)
-            before, after = folder_bytes(source), folder_bytes(writing)
+            job = _Job(source, writing, adapter, merge_adapter, base, dtype, max_shard_size)
+            kind = _write_adapter(job) if adapter else _write_model(job)
+            _copy_beside(job)
+            difference = _verify(job) if check else None
+            _write_card(job, kind, difference)
+            size = sum(path.stat().st_size for path in writing.rglob("*") if path.is_file())
     except GrpoExtError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{source} could not be exported: {type(error).__name__}: {error}") from error
-    return Exported(kind, before, after, difference)
+    return Exported(kind, size, difference)
 
 
 def _holds_adapter(source: Path, trust_shards: bool) -> bool:
@@ -149,15 +150,6 @@ def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     return adapter
 
 
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(
-            f"the exported model needs about {needed / 2**20:.0f} MiB and {folder} has {free / 2**20:.0f} MiB free; "
-            "free some space, or name a folder on another disk."
-        )
-
-
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` if all went well, and is gone otherwise."""
@@ -172,28 +164,20 @@ def _beside(target: Path) -> Iterator[Path]:
 # ---- Weights --------------------------------------------------------------------------------------------------------
 
 
-def _write_model(source: Path, writing: Path, dtype: str | None, limit: str) -> str:
-    if (source / _PLAIN).is_file() or (source / _INDEX).is_file():
-        _copy_weights(source, writing, dtype, limit)
+def _write_model(job: _Job) -> str:
+    if (job.source / _PLAIN).is_file() or (job.source / _INDEX).is_file():
+        _copy_weights(job.source, job)
         kind = "full"
     else:
-        with tempfile.TemporaryDirectory(prefix="_joining-", dir=writing.parent) as name:
+        with tempfile.TemporaryDirectory(prefix="_joining-", dir=job.writing.parent) as name:
             joined = Path(name)
-            _check_space(joined, 2 * _shard_bytes(source))
-            kind = _join_shards(source, joined)
-            _copy_weights(joined, writing, dtype, limit)
-    config = json.loads((source / "config.json").read_text())
-    config["dtype"] = dtype or _main_dtype(writing)
+            kind = _join_shards(job.source, joined)
+            _copy_weights(joined, job)
+    config = json.loads((job.source / "config.json").read_text())
+    config["dtype"] = job.dtype or _main_dtype(job.writing)
     config.pop("torch_dtype", None)
-    (writing / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (job.writing / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return kind
-
-
-def _shard_bytes(source: Path) -> int:
-    """Weights in shards, about; ZeRO's files hold them in float32 beside the optimizer's two tensors."""
-    found = [path for folder in source.glob("pytorch_model_fsdp_*") for path in folder.rglob("*")]
-    states = [path for folder in source.glob("global_step*") for path in folder.glob("*optim_states*")]
-    return sum(p.stat().st_size for p in found if p.is_file()) + sum(p.stat().st_size for p in states) // 3
 
 
 def _join_shards(source: Path, joined: Path) -> str:
@@ -230,28 +214,27 @@ def _split(sizes: dict[str, int], limit: str) -> Any:
     )
 
 
-def _copy_weights(source: Path, writing: Path, dtype: str | None, limit: str) -> None:
-    files = _weight_files(source)
+def _copy_weights(weights: Path, job: _Job) -> None:
+    files = _weight_files(weights)
     sizes: dict[str, int] = {}
     for name, path in files.items():
         with safe_open(path, "pt") as file:
             view = file.get_slice(name)
         stored = view.get_dtype()
         width = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "U8": 1, "I8": 1, "BOOL": 1}.get(stored, 2)
-        if dtype is not None and stored.startswith(("F", "BF")):
-            width = DTYPES[dtype].itemsize
+        if job.dtype is not None and stored.startswith(("F", "BF")):
+            width = DTYPES[job.dtype].itemsize
         sizes[name] = math.prod(view.get_shape()) * width
-    _check_space(writing, sum(sizes.values()))
-    split = _split(sizes, limit)
+    split = _split(sizes, job.max_shard_size)
     for shard, names in split.filename_to_tensors.items():
         tensors = {}
         for name in names:
             with safe_open(files[name], "pt") as file:
-                tensors[name] = _converted(file.get_tensor(name), dtype)
-        save_file(tensors, writing / shard, metadata={"format": "pt"})
+                tensors[name] = _converted(file.get_tensor(name), job.dtype)
+        save_file(tensors, job.writing / shard, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (writing / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (job.writing / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _converted(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -278,25 +261,21 @@ def _adapter_tensors(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def _write_adapter(
-    source: Path, writing: Path, merge: bool, base: str | None, dtype: str | None, max_shard_size: str
-) -> str:
-    settings = json.loads((source / _ADAPTER_CONFIG).read_text())
-    tensors = _adapter_tensors(source, writing.parent)
-    _check_space(writing, sum(tensor.nbytes for tensor in tensors.values()))
-    settings["base_model_name_or_path"] = base or settings.get("base_model_name_or_path")
-    alone = writing if not merge else writing.parent / "adapter"
+def _write_adapter(job: _Job) -> str:
+    settings = json.loads((job.source / _ADAPTER_CONFIG).read_text())
+    tensors = _adapter_tensors(job.source, job.writing.parent)
+    settings["base_model_name_or_path"] = job.base or settings.get("base_model_name_or_path")
+    alone = job.writing.parent / "adapter" if job.merge else job.writing
     alone.mkdir(exist_ok=True)
-    chosen = {n: _converted(t, None if merge else dtype).contiguous() for n, t in tensors.items()}
-    save_file(chosen, alone / _ADAPTER, metadata={"format": "pt"})
+    written = {n: _converted(t, None if job.merge else job.dtype).contiguous() for n, t in tensors.items()}
+    save_file(written, alone / _ADAPTER, metadata={"format": "pt"})
     (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-    if not merge:
+    if not job.merge:
         return "adapter"
-    model, stored = _with_adapter(alone, base, merging=True)
+    model, stored = _with_adapter(alone, job.base, merging=True)
     merged = model.merge_and_unload()  # in float32: small updates vanish in a half precision
-    merged = merged.to(stored if dtype is None else DTYPES[dtype])
-    _check_space(writing, sum(p.nbytes for p in merged.parameters()))
-    merged.save_pretrained(writing, max_shard_size=max_shard_size)
+    merged = merged.to(stored if job.dtype is None else DTYPES[job.dtype])
+    merged.save_pretrained(job.writing, max_shard_size=job.max_shard_size)
     return "merged adapter"
 
 
@@ -342,36 +321,39 @@ def _with_adapter(
 # ---- What goes with them --------------------------------------------------------------------------------------------
 
 
-def _copy_beside(source: Path, writing: Path) -> None:
-    for path in sorted(source.iterdir()):
+def _copy_beside(job: _Job) -> None:
+    for path in sorted(job.source.iterdir()):
         own_code = path.suffix == ".py" and not path.name.startswith("zero_to_")  # of models with code of their own
         wanted = path.is_file() and (path.name.startswith(_BESIDE) or own_code)
-        if wanted and not (writing / path.name).exists():
-            shutil.copyfile(path, writing / path.name)
-    if (source / "chat_templates").is_dir():
-        shutil.copytree(source / "chat_templates", writing / "chat_templates")
+        if wanted and not (job.writing / path.name).exists():
+            shutil.copyfile(path, job.writing / path.name)
+    if (job.source / "chat_templates").is_dir():
+        shutil.copytree(job.source / "chat_templates", job.writing / "chat_templates")
 
 
-def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype: str | None) -> float | None:
+def _verify(job: _Job) -> float | None:
     """Load what was written and score the recorded completions with it; None where there is nothing to compare with.
 
     Raises:
         CheckpointError: the log-probabilities differ by more than rounding.
     """
-    recorded = RecordedCompletions.load(source)
+    adapter = job.adapter and not job.merge
+    recorded = RecordedCompletions.load(job.source)
     if recorded is None or (recorded.quantised and not adapter) or recorded.quantised is True:
         return None  # a merged model has the weights of the base as they were before they were rounded
     if adapter:
         try:
-            model = _with_adapter(writing, base, merging=False, quantised=recorded.quantised or None)[0]
+            model = _with_adapter(job.writing, job.base, merging=False, quantised=recorded.quantised or None)[0]
         except ImportError:  # of what reads quantised weights
             return None
-        written = dtype or ("bfloat16" if recorded.quantised else "float32")  # a device multiplies them in its own way
+        written = job.dtype or (
+            "bfloat16" if recorded.quantised else "float32"
+        )  # a device multiplies them in its own way
     else:
         from transformers import AutoConfig
 
-        kind = _class_of(AutoConfig.from_pretrained(writing))
-        model, written = kind.from_pretrained(writing, dtype="auto"), _main_dtype(writing)
+        kind = _class_of(AutoConfig.from_pretrained(job.writing))
+        model, written = kind.from_pretrained(job.writing, dtype="auto"), _main_dtype(job.writing)
     model.eval()
     difference = _difference(model, recorded)
     limit = max(ROUNDING[recorded.dtype], ROUNDING[written])
@@ -388,33 +370,30 @@ def _verify(source: Path, writing: Path, adapter: bool, base: str | None, dtype:
 
 
 def _difference(model: Any, recorded: RecordedCompletions) -> float:
-    found = score_alone(model, recorded)
-    return float(torch.cat([(one - other).abs() for one, other in zip(found, recorded.logps)]).mean())
+    pairs = zip(score_alone(model, recorded), recorded.logps)
+    return float(torch.cat([(one - other).abs() for one, other in pairs]).mean())
 
 
-def _write_card(source: Path, writing: Path, kind: str, difference: float | None) -> None:
-    fingerprint = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
-    settings = fingerprint.get("settings", {})
-    adapter = (writing / _ADAPTER_CONFIG).is_file()
-    entries = read_manifest(source.parent)
+def _write_card(job: _Job, kind: str, difference: float | None) -> None:
+    fingerprint = json.loads(path.read_text()) if (path := job.source / FINGERPRINT).is_file() else {}
+    entries = read_manifest(job.source.parent)
     versions = entries[-1]["versions"] if entries else {}
-    state = source / "trainer_state.json"
+    state = job.source / "trainer_state.json"
     step = json.loads(state.read_text()).get("global_step") if state.is_file() else "?"
-    data = ModelCardData(library_name="peft" if adapter else "transformers", tags=["grpo", "trl", "grpo_ext"])
-    told = {n: v for n, v in sorted(settings.items()) if v is not None and not isinstance(v, (dict, list))}
-    lines = [f"| {name} | {value} |" for name, value in told.items()]
-    checked = (
-        "not checked"
-        if difference is None
-        else f"checked: log-probabilities of saved samples differ by {difference:.1e} on average"
-    )
+    library = "peft" if (job.writing / _ADAPTER_CONFIG).is_file() else "transformers"
+    data = ModelCardData(library_name=library, tags=["grpo", "trl", "grpo_ext"])
+    checked = "not checked"
+    if difference is not None:
+        checked = f"checked: log-probabilities of saved samples differ by {difference:.1e} on average"
+    settings = sorted(fingerprint.get("settings", {}).items())
+    rows = [f"| {n} | {v} |" for n, v in settings if v is not None and not isinstance(v, (dict, list))]
     text = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {writing.name}",
+        f"# {job.writing.name}",
         f"Trained with GRPO (TRL, grpo_ext), exported after step {step} ({kind}; {checked}).",
         "Rewards: " + (", ".join(fingerprint.get("rewards", [])) or "unknown"),
         "Versions: " + (", ".join(f"{name} {value}" for name, value in versions.items() if value) or "unknown"),
         "## Settings\n",
-        "| setting | value |\n|---|---|\n" + "\n".join(lines),
+        "| setting | value |\n|---|---|\n" + "\n".join(rows),
     ]
-    ModelCard("\n\n".join(text) + "\n").save(writing / "README.md")
+    ModelCard("\n\n".join(text) + "\n").save(job.writing / "README.md")

@@ -1,5 +1,5 @@
 """What a run may be told, by options or in the YAML file of `--config`: the data and rewards below, GRPOConfig, trl's
-ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check`, `plan` and `bench`.
+ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check` and `plan`.
 Unlike in TRL's script, a run that names neither model nor data is the embedded demo."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import trl
 import yaml
-from datasets import Dataset
 from trl import ModelConfig, TrlParser
 
 from ..config import REMOVED_SETTINGS, GRPOConfig
@@ -20,7 +19,7 @@ from ..demo.catalog import demo_named
 from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
-from .data import load_prompts
+from .data import DataArguments
 from .stock import OURS, SIZES, STOCK, stock_config
 
 # beginnings of names that say what a run writes, evaluates, or goes on from
@@ -28,26 +27,9 @@ _WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "pus
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(DataArguments):
     """What is trained on: the data, how a row becomes a prompt, and the rewards by name."""
 
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set, or a .jsonl/.json/.parquet/.csv file, or a save_to_disk folder."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub set, such as main."})
-    dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
-    prompt_column: str = field(default="prompt", metadata={"help": "Column that holds the prompt."})
-    answer_column: str | None = field(default=None, metadata={"help": "Column of the gold answers; becomes `answer`."})
-    answer_after: str | None = field(
-        default=None, metadata={"help": "Keep of the gold what follows this marker; '####' for GSM8K."}
-    )
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "Prompt text with {column} placeholders, in place of prompt_column."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "Put before every prompt."})
-    conversational: bool = field(default=False, metadata={"help": "Make messages, so that the chat template applies."})
-    max_samples: int | None = field(default=None, metadata={"help": "Rows to use, the first ones."})
-    eval_fraction: float = field(default=0.0, metadata={"help": "Part of the rows to hold out for evaluation."})
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
         metadata={"help": f"{', '.join(reward_names())}, package.module.function, or path/to/file.py:function."},
@@ -115,12 +97,12 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
         if not demo_named(name).chat and settings.get("model_name_or_path") is not None:
             raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
         return True
-    given = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
-    if len(given) == 1:
+    named = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
+    if len(named) == 1:
         raise ConfigError(
-            f"Only --{given[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
+            f"Only --{named[0]} is given; name both --model_name_or_path and --dataset_name, or neither (demo)."
         )
-    return not given
+    return not named
 
 
 def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +155,7 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def written(settings: Mapping[str, Any]) -> set[str]:
-    """The settings that say what a run writes, evaluates, or goes on from; a check or a bench leaves them out."""
+    """The settings that say what a run writes, evaluates, or goes on from; a check leaves them out."""
     return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
 
 
@@ -195,24 +177,6 @@ def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> Non
         raise ConfigError(f"{name} is no option; {hint}")
     file = argv[argv.index("--config") + 1]
     raise ConfigError(f"{file}: {name[2:]!r} is no setting; {hint.replace('you mean --', 'you mean ')}")
-
-
-def load_data(script: ScriptArguments, seed: int) -> tuple[Dataset, Dataset | None]:
-    """(train, held-out or None) prompts, as the script's options say."""
-    return load_prompts(
-        str(script.dataset_name),
-        name=script.dataset_config,
-        split=script.dataset_split,
-        prompt_column=script.prompt_column,
-        answer_column=script.answer_column,
-        answer_after=script.answer_after,
-        prompt_template=script.prompt_template,
-        system_prompt=script.system_prompt,
-        conversational=script.conversational,
-        max_samples=script.max_samples,
-        eval_fraction=script.eval_fraction,
-        seed=seed,
-    )
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

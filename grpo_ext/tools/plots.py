@@ -1,6 +1,6 @@
-"""Plots of what `grpo-ext check`, `bench` and the demos measured, as files (png, svg or pdf).
+"""Plots of what `grpo-ext check` and the demos measured, as files (png, svg or pdf).
 
-The figures of the README are made with them. matplotlib is imported here only, and only when a plot is asked for.
+The figures of the README are made with them. matplotlib is imported when a plot is asked for.
 """
 
 from __future__ import annotations
@@ -15,58 +15,35 @@ from ..errors import ConfigError
 from .stock import OURS, STOCK
 
 if TYPE_CHECKING:
-    from .bench.shapes import Result
     from .check import CheckReport
 
 _COLOURS = {STOCK: "tab:orange", OURS: "tab:blue"}
 _NOTHING = 1e-8  # where an error of zero is drawn
 
 
-def load_pyplot(path: Path) -> Any:
-    """matplotlib's pyplot, drawing into this file.
+def figure_class(path: Path | None = None) -> Any:
+    """matplotlib's Figure: it opens no window, and leaves the caller's own plots alone.
+
+    Args:
+        path: a file that a figure is to be written to.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write such a file.
     """
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
         from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("plots need matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
-    if path.suffix[1:] not in FigureCanvasBase.filetypes:
+    if path is not None and path.suffix[1:] not in FigureCanvasBase.filetypes:
         raise ConfigError(f"{path} is no plot that can be written; end its name in .png, .svg or .pdf.")
-    return pyplot
+    return Figure
 
 
-def write_bench_plot(results: Sequence[Result], path: Path) -> None:
-    """Seconds per step of both trainers on every shape, stacked by phase.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    pyplot = load_pyplot(path)
-    figure, axes = pyplot.subplots(1, len(results), figsize=(2.2 * len(results), 3.6), squeeze=False)
-    trainers = list(results[0].seconds)
-    phases = [p for p in results[0].seconds[trainers[0]] if any(r.seconds[who][p] for r in results for who in trainers)]
-    for axis, r in zip(axes[0], results):
-        for bar, who in enumerate(trainers):
-            bottom = 0.0
-            for number, phase in enumerate(phases):
-                seconds = r.seconds[who][phase]
-                axis.bar(bar, seconds, bottom=bottom, color=f"C{number}", label=phase if bar == 0 else None)
-                bottom += seconds
-        axis.set_xticks(range(len(trainers)), trainers, fontsize=8)
-        axis.set_title(f"{r.shape.name}\n{r.speed_up:.1f}x", fontsize=8)
-        axis.tick_params(axis="y", labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("seconds per step", fontsize=8)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(phases), fontsize=8)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+def _save(figure: Any, axis: Any, path: Path) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
@@ -75,8 +52,8 @@ def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or a run is no demo that has ended.
     """
-    pyplot = load_pyplot(path)
-    figure, axis = pyplot.subplots(figsize=(5.0, 3.0))
+    figure = figure_class(path)(figsize=(5.0, 3.0))
+    axis = figure.subplots()
     for run in runs:
         try:
             metrics = json.loads((run / "metrics.json").read_text())
@@ -88,11 +65,8 @@ def write_held_out_plot(runs: Sequence[Path], path: Path) -> None:
     axis.set_ylabel("held-out exact match", fontsize=8)
     axis.set_ylim(0, 1.02)
     axis.tick_params(labelsize=7)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    _save(figure, axis, path)
 
 
 def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
@@ -101,9 +75,9 @@ def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    pyplot = load_pyplot(path)
     splits = list(dict.fromkeys(r.split for r in report.results if r.verdict != "reference"))
-    figure, axis = pyplot.subplots(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
+    figure = figure_class(path)(figsize=(max(5.0, 0.55 * len(splits) + 1.5), 3.6))
+    axis = figure.subplots()
     for trainer in (STOCK, OURS):
         label = "stock TRL" if trainer == STOCK else trainer
         compared = [r for r in report.of(trainer) if r.split in splits]
@@ -123,8 +97,5 @@ def write_check_plot(report: CheckReport, tolerance: float, path: Path) -> None:
     )
     axis.set_xlabel("processes x micro-batch size", fontsize=8)
     axis.set_ylabel(f"relative update error, {report.steps} steps", fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=7, loc="center", bbox_to_anchor=(0.5, 0.6), ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    _save(figure, axis, path)

@@ -1,6 +1,6 @@
 """`make test-gpu`: the tests that need a GPU, then seconds and memory of a step; one JSON, whatever did not finish.
 
-Differs from `grpo-ext bench`: half precision, one trainer on the device at a time, each with the largest micro-batch
+Differs from `make bench`: half precision, one trainer on the device at a time, each with the largest micro-batch
 that fits, and a time budget. `--toy` rehearses all of it at toy size on the CPU.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.tools.bench.shapes import Shape, Worker, spec_of
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.bench.shapes import Shape, Worker, spec_of
 
 HALF_B: dict[str, Any] = {  # Qwen2.5 0.5B
     "model_type": "qwen2",

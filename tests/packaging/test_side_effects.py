@@ -59,7 +59,7 @@ def test_importing_the_trainer_says_nothing():
     [
         ("import grpo_ext.tools.starting", "Loading torch, transformers and TRL ...\n"),
         (
-            "from grpo_ext.tools.quiet import quiet_libraries as f; f(); f()",
+            "from grpo_ext.tools.cli import load_libraries as f; f(); f()",
             "Loading torch, transformers and TRL ...\n",
         ),
         ("os.environ['RANK'] = '1'; import grpo_ext.tools.starting", ""),

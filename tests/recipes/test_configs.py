@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.tools.cli import app
+from tests.bench.__main__ import app as bench
 from tests.support import launches
 from tests.support.toy_recipe import (
     CONFIGS,
@@ -137,8 +138,8 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     assert "LoRA of rank 16, in float32" in result.output
     assert "learns the same" in result.output
     benched = []
-    monkeypatch.setattr("grpo_ext.tools.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)
-    CliRunner().invoke(app, ["bench", *words])
+    monkeypatch.setattr("tests.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)
+    CliRunner().invoke(bench, words)
     ((shape, model, rounds, sizes, dtype, _, options),) = benched
     assert (shape.name, shape.groups, shape.group, shape.longest, shape.lora) == ("gsm8k_lora", 4, 4, 16, True)
     assert (model, rounds, dtype, shape.checkpointing) == (str(tmp_path / "model"), 3, "float32", True)

@@ -26,19 +26,13 @@ ERRORS = """
 CheckpointError ConfigError ContractError DataError GrpoExtError MemoryShortageError ModelError PrecisionError
 ProcessError RewardError RolloutError SplitDependentError
 """
-# beside these, `plan`, `check` and `bench` take every option of recipes/grpo.py
+# beside these, `plan` and `check` take every option of recipes/grpo.py
 COMMANDS = {
     "plan": """
---config --engine --generation-batch-size --global-batch-size --gradient-accumulation-steps --mean-completion-length
---micro-batch-tokens --num-generations --num-iterations --num-prompts --num-train-epochs --per-device-train-batch-size
---processes --prompt-length --rollout-batch-size --rollout-chunk-size --steps-per-generation
+--config --engine --mean-completion-length --num-prompts --processes --prompt-length
 """,
     "check": """
 --against --bitwise --config --json --micro-batch-sizes --plot --processes --steps --tolerance
-""",
-    "bench": """
---compare --config --json --long --mean-completion-length --our-micro --parts --plot --prompt-length --rounds --shape
---stock-micro
 """,
     "export": """
 --base --check --dtype --max-shard-size --merge-adapter --trust-shards

@@ -116,9 +116,9 @@ def compare_bits(split: Split, trainer: str, reference: RunResult, other: RunRes
     result = compare(split, trainer, reference, other, math.inf)
     if result.verdict not in ("same", "differs"):
         return result
-    found = first_difference(reference.trace, other.trace)
-    if found is not None:
-        result.verdict, result.reason = "differs", f"the first difference is in {found[1]} after step {found[0]}"
+    if (difference := first_difference(reference.trace, other.trace)) is not None:
+        step, tensor = difference
+        result.verdict, result.reason = "differs", f"the first difference is in {tensor} after step {step}"
     elif result.metric_error > 0.0:
         result.verdict, result.reason = "differs", f"only the log differs, most in {result.metric_name}"
     else:

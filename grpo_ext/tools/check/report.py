@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
 from ..stock import OURS
-from ..words import duration
 
 IN_16_BITS = "16-bit rounding, or more: float32 would tell (docs/precision.md has what to expect)"
 _GOOD = ("reference", "same", "same bits", "rounding")
@@ -67,7 +67,6 @@ class CheckReport:
 
     results: list[SplitResult]
     steps: int
-    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -112,14 +111,30 @@ class CheckReport:
             "rounding: beyond the tolerance in float32, within it in float64. Adam moves an element whose gradient is "
             "rounding noise by a whole learning rate; a larger adam_epsilon damps it.\n"
         )
-        said = rounding if any(r.verdict == "rounding" for r in self.results) else ""
-        return f"{said}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
+        reason = rounding if any(r.verdict == "rounding" for r in self.results) else ""
+        return f"{reason}Every split of grpo_ext learns the same{', to the bit' if bitwise else ''}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no NaN."""
         results = [dataclasses.asdict(r) for r in self.results]
         plain = [{n: None if isinstance(v, float) and math.isnan(v) else v for n, v in r.items()} for r in results]
         return {"ok": self.ok, "steps": self.steps, "results": plain}
+
+
+def print_report(report: CheckReport, bitwise: bool) -> None:
+    """Print the table, the reasons and the conclusion."""
+    console = Console()
+    console.print(report.table())
+    for note in report.notes():
+        console.print(f"  {note}", highlight=False)
+    console.print(report.conclusion(bitwise))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: "12 s", "3 min", "2.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def show_progress(status: Status, sentence: str, seconds_left: float | None) -> None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig
-
 from ...batching.sizes import EpochLayout, check_lag_of_run, geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
@@ -30,12 +28,20 @@ from .comparison import (
 )
 from .report import CheckReport, Split, SplitResult
 from .runs import Launch, Run, RunResult, is_local, launch
+from .task import Task
 
 PADDING = 64  # `pad_to_multiple_of` of the stock run that differs in nothing else
 _FLOAT64_COST = 2.0  # seconds of a run in float64 over float32, at the least: numbers of twice the size
 
 # a sentence, and the seconds that are left where they are known
 Progress = Callable[[str, float | None], None]
+
+
+def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[int] | None) -> list[Split]:
+    """Each micro-batch size on each number of processes; the default splits where no sizes are named."""
+    if sizes is None:
+        return default_splits(global_batch_size, processes)
+    return [Split(size, n) for n in processes for size in sizes]
 
 
 def default_splits(global_batch_size: int, processes: Sequence[int]) -> list[Split]:
@@ -49,20 +55,14 @@ def default_splits(global_batch_size: int, processes: Sequence[int]) -> list[Spl
 
 
 def check(
-    model: Any,
-    train_dataset: Any,
-    reward_funcs: Any,
-    config: dict[str, Any],
+    task: Task,
     *,
-    processing_class: Any = None,
     splits: Iterable[Split] | None = None,
     steps: int = 3,
     against: str | None = None,
-    peft: PeftConfig | None = None,
-    quantization: Any = None,
     tolerance: float = TOLERANCE,
     bitwise: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda sentence, seconds_left: None,
 ) -> CheckReport:
     """Train a few steps under every split and compare the updates with those of the first split.
 
@@ -73,57 +73,47 @@ def check(
     trained again: they would be other runs.
 
     Args:
-        model: folder or id of a model with its tokenizer, or a model object.
-        train_dataset: a `datasets.Dataset` with a `prompt` column.
-        reward_funcs: one reward function or several.
-        config: keyword arguments of `GRPOConfig`; sizes of the split in it are replaced by the splits'.
-        processing_class: the tokenizer, for a model object.
+        task: sizes of a split among its settings are replaced by the splits'.
         splits: default: two micro-batch sizes on one process, one on two.
-        against: "trl" runs stock TRL beside, under the same splits.
         steps: optimizer steps to train.
-        peft: the adapter; None for full training.
-        quantization: a `transformers.BitsAndBytesConfig`.
+        against: "trl" runs stock TRL beside, under the same splits.
         tolerance: the largest relative update error that counts as the same.
         bitwise: train with `bitwise_invariant=True` and compare hashes of every tensor after every step.
         progress: called with a sentence and the seconds that are left, as measured so far (None where nothing is
             yet): as each split is trained, and before a repetition in float64.
-
-    Returns:
-        A `CheckReport`; `report.ok` is false when a split differs.
 
     Raises:
         ConfigError: sizes that break a rule, or no split that could be trained. LaunchError: the processes died.
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
-    base = _settings(config, steps, bitwise)
-    chosen = list(splits) if splits is not None else default_splits(base["global_batch_size"], (1, 2))
-    if not chosen:
-        raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
-    for split in chosen:
-        geometry = geometry_of({**base, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-        layout = EpochLayout(geometry, len(train_dataset), base.get("dataloader_drop_last", False))
-        check_lag_of_run(base.get("rollout_lag", 0), layout, steps)
-    functions = tuple(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else (reward_funcs,)
+    settings = _settings(task.settings, steps, bitwise)
+    chosen = list(splits) if splits is not None else default_splits(settings["global_batch_size"], (1, 2))
+    _check_sizes(settings, chosen, len(task.dataset), steps)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name, ExitStack() as stack:
         data_path = str(Path(name) / "data")
-        train_dataset.save_to_disk(data_path)
-        start = _model_folder(model, processing_class, Path(name))
-        ours = Run("", start, data_path, functions, base, peft=peft, quantization=quantization, trace=bitwise)
-        trial = _Trial(Path(name), _Launches(stack, is_local([ours])), tolerance, progress or (lambda *_: None))
-        again = (
-            ""
-            if bitwise or not ours.in_float32 or quantization is not None
-            else "; float64 follows for those beyond the tolerance"
-        )
+        task.dataset.save_to_disk(data_path)
+        rewards = tuple(task.rewards)
+        ours = Run("", task.model, data_path, rewards, settings, OURS, task.peft, task.quantization, trace=bitwise)
+        trial = _Trial(Path(name), _Launches(stack, is_local([ours])), tolerance, progress)
+        repeated = not bitwise and ours.has_float64
+        again = "; float64 follows for those beyond the tolerance" if repeated else ""
         precision = ours.half or "float32"
-        about = f"{len(chosen)} splits in {precision}, written as processes x completions in a forward{again}"
-        trial.progress(about, None)
+        progress(f"{len(chosen)} splits in {precision}, written as processes x completions in a forward{again}", None)
         results = trial.compare(ours, chosen, later=(len(chosen) + 1) if against else 0)
         if against:
-            stock = dataclasses.replace(ours, trainer=STOCK)
-            results += trial.compare(stock, chosen, later=1)
-        return CheckReport(results, steps, base)
+            results += trial.compare(dataclasses.replace(ours, trainer=STOCK), chosen, later=1)
+        return CheckReport(results, steps)
+
+
+def _check_sizes(settings: Mapping[str, Any], splits: Sequence[Split], rows: int, steps: int) -> None:
+    """Refuse sizes that break a rule under one of the splits, before anything is started."""
+    if not splits:
+        raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
+    for split in splits:
+        geometry = geometry_of({**settings, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+        layout = EpochLayout(geometry, rows, settings.get("dataloader_drop_last", False))
+        check_lag_of_run(settings.get("rollout_lag", 0), layout, steps)
 
 
 def _settings(config: Mapping[str, Any], steps: int, bitwise: bool) -> dict[str, Any]:
@@ -136,16 +126,6 @@ def _settings(config: Mapping[str, Any], steps: int, bitwise: bool) -> dict[str,
             "example global_batch_size=16."
         )
     return {**shared, "max_steps": steps, "logging_steps": 1, **({"bitwise_invariant": True} if bitwise else {})}
-
-
-def _model_folder(model: Any, processing_class: Any, folder: Path) -> str:
-    if isinstance(model, (str, Path)):
-        return str(model)
-    if processing_class is None:
-        raise ConfigError("a model object needs its tokenizer; pass processing_class.")
-    model.save_pretrained(folder / "model")
-    processing_class.save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 class _Launches:

@@ -3,7 +3,7 @@ it writes and evaluates, and in float32 where the settings do not name another p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from ...batching.sizes import geometry_of
 from ...checks import find_model
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
+from ..data import load_prompts
 from ..options import (
     as_dataclasses,
     demo_defaults,
     fields_of,
     is_demo,
     load_arguments,
-    load_data,
     load_demo_named,
     written,
 )
@@ -35,20 +35,22 @@ class Task:
     """What a check trains.
 
     Attributes:
-        model: folder or id.
+        model: folder or id of a model with its tokenizer.
+        dataset: a `datasets.Dataset` with a `prompt` column.
+        rewards: reward functions.
         settings: of GRPOConfig.
-        peft: None for full training.
+        peft: the adapter; None for full training.
         quantization: a BitsAndBytesConfig, or None.
         about: the task in words, with what of the settings a check leaves out.
     """
 
-    model: Any
+    model: str
     dataset: Any
-    rewards: Any
+    rewards: Sequence[Any]
     settings: dict[str, Any]
-    peft: PeftConfig | None
-    quantization: Any
-    about: str
+    peft: PeftConfig | None = None
+    quantization: Any = None
+    about: str = ""
 
 
 def load_task(given: Mapping[str, Any]) -> Task:
@@ -77,7 +79,7 @@ def load_task(given: Mapping[str, Any]) -> Task:
     else:
         source = str(model.model_name_or_path)
         find_model(source, load_arguments(training, model))
-        dataset = load_data(script, training.seed)[0]
+        dataset = load_prompts(script, training.seed)[0]
         about = f"{source} on {script.dataset_name}"
     settings["model_init_kwargs"] = {n: v for n, v in load_arguments(training, model).items() if n != "dtype"}
     adapter: Any = get_peft_config(model)
@@ -95,12 +97,4 @@ def load_task(given: Mapping[str, Any]) -> Task:
     about += f"; without {', '.join(ignored)}" if ignored else ""
     if not half and not demo and given.get("bf16") is None:
         about += ". The run itself trains in bfloat16, TRL's default: --bf16 True checks that"
-    return Task(
-        model=source,
-        dataset=dataset,
-        rewards=rewards,
-        settings=settings,
-        peft=adapter,
-        quantization=quantized,
-        about=f"Checking {about}",
-    )
+    return Task(source, dataset, rewards, settings, adapter, quantized, f"Checking {about}")

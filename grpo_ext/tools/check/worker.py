@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from accelerate.utils.memory import clear_device_cache
+from datasets import load_from_disk
+from safetensors.torch import save_file
+from transformers import PrinterCallback, TrainerCallback
 
 from ...rewards.worker import unpack
-from .runs import POLL_S, write_whole
+from ...run.fingerprint import state_hashes
+from ..stock import STOCK, stock_config
+from .runs import POLL_S, Run, write_whole
 
 
 class _Refused(Exception):
     """A run that was refused before training."""
 
 
-def _build(run: Any, folder: Path, processes: int) -> Any:
-    import torch
-    from datasets import load_from_disk
-
+def _build(run: Run, folder: Path, processes: int) -> Any:
     from ...compat import create_model_from_path, processing_class_of
-    from ..stock import STOCK, stock_config
 
     config: dict[str, Any] = {
         "output_dir": str(folder / run.name / "out"),
@@ -70,38 +73,32 @@ def _build(run: Any, folder: Path, processes: int) -> Any:
     )
 
 
-def _tracer(trainer: Any, trace: list[dict[str, str]]) -> Any:
-    """A callback that hashes what the trainer holds after every step."""
-    from transformers import TrainerCallback
+class _Recorder(TrainerCallback):
+    """Records what the optimizer is given and makes, as far as the run asks for it.
 
-    from ...run.fingerprint import state_hashes
+    Attributes:
+        gradients: of every step, as "step/parameter", on the main process.
+        trace: for each step, the hash of every parameter and optimizer tensor.
+    """
 
-    class Tracer(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            trace.append(state_hashes(trainer.accelerator.unwrap_model(trainer.model), trainer.optimizer))
+    def __init__(self, run: Run, trainer: Any) -> None:
+        self.run, self.trainer = run, trainer
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.trace: list[dict[str, str]] = []
 
-    return Tracer()
-
-
-def _keeper(trainer: Any, gradients: dict[str, Any]) -> Any:
-    """A callback that keeps the gradients of every step, as "step/parameter", on the main process."""
-    from transformers import TrainerCallback
-
-    class Keeper(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            if not trainer.accelerator.is_main_process:
-                return
-            for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if self.run.gradients and self.trainer.accelerator.is_main_process:
+            for name, p in self.trainer.accelerator.unwrap_model(self.trainer.model).named_parameters():
                 if p.grad is not None:
-                    gradients[f"{state.global_step}/{name}"] = p.grad.detach().to("cpu", copy=True)
+                    self.gradients[f"{state.global_step}/{name}"] = p.grad.detach().to("cpu", copy=True)
 
-    return Keeper()
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.run.trace:
+            model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+            self.trace.append(state_hashes(model, self.trainer.optimizer))
 
 
-def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    from safetensors.torch import save_file
-    from transformers import PrinterCallback
-
+def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     from ...compat import float64_throughout
 
     if trainer.accelerator.num_processes != processes:
@@ -109,12 +106,8 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
     trainer.remove_callback(PrinterCallback)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
-    trace: list[dict[str, str]] = []
-    if run.trace:
-        trainer.add_callback(_tracer(trainer, trace))
-    gradients: dict[str, Any] = {}
-    if run.gradients:
-        trainer.add_callback(_keeper(trainer, gradients))
+    recorder = _Recorder(run, trainer)
+    trainer.add_callback(recorder)
     start = time.perf_counter()
     model = trainer.accelerator.unwrap_model(trainer.model)
     precision = float64_throughout(model) if run.dtype == "float64" else contextlib.nullcontext()
@@ -124,9 +117,9 @@ def _train(run: Any, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
         if run.eval_path:
             trainer.evaluate()
     if run.gradients and trainer.accelerator.is_main_process:
-        save_file(gradients, run.gradients)
+        save_file(recorder.gradients, run.gradients)
     delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
-    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": trace}
+    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": recorder.trace}
 
 
 def main(folder: Path) -> None:
@@ -148,9 +141,6 @@ def main(folder: Path) -> None:
 def train_batch(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    from accelerate.utils.memory import clear_device_cache
-    from safetensors.torch import save_file
-
     for run in unpack((folder / "runs.dill").read_bytes()):
         (folder / run.name).mkdir(exist_ok=True)
         delta, meta = _outcome(run, folder, processes)
@@ -161,7 +151,7 @@ def train_batch(folder: Path) -> None:
     clear_device_cache(garbage_collection=True)  # what waits beside other launches leaves the accelerator's memory
 
 
-def _outcome(run: Any, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _outcome(run: Run, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(parameters after minus before, the rest) of a run."""
     # refusals at construction reach every process alike; an error in training on one of several would leave the
     # others waiting in a collective, so there the launcher ends them all

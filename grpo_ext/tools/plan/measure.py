@@ -26,10 +26,7 @@ from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
 from ...runtime.recompute import PRODUCTS, check_recompute
-from ..dtypes import DTYPES
-from ..words import count
-from ..words import memory as in_units
-from .memory import MemoryLayout, ModelSizes, memory_of
+from .memory import MemoryLayout, ModelSizes, count, in_units, memory_of
 from .prompts import Prompts
 
 HUB = "https://huggingface.co"
@@ -76,9 +73,9 @@ class _Products(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(found)) if func in PRODUCTS else 0
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(result)) if func in PRODUCTS else 0
+        return result
 
 
 def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, int]:
@@ -104,10 +101,22 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, in
             kept[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
         return tensor
 
-    half = torch.autocast("cpu", DTYPES[compute], enabled=compute != "float32")
+    half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half, _Products() as products:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values()), products.nbytes
+
+
+def _saved_per_token(config: Any, compute: str) -> list[float]:
+    """Bytes per token and layer that autograd keeps, and of products."""
+    long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
+    short = long // 3  # two lengths, so that what does not grow with tokens drops out
+
+    def per_token(layers: int) -> list[float]:
+        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
+        return [(more - less) / (long - short) for more, less in pairs]
+
+    return [two - one for one, two in zip(per_token(1), per_token(2))]
 
 
 def measure(
@@ -141,15 +150,8 @@ def measure(
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if lora_rank is not None:
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
-    long = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
-    short = long // 3  # two lengths, so that what does not grow with tokens drops out
-
-    def per_token(layers: int) -> list[float]:
-        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
-        return [(more - less) / (long - short) for more, less in pairs]
-
-    saved, products = (two - one for one, two in zip(per_token(1), per_token(2)))
-    size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, True, torch.device("cpu"))
+    saved, products = _saved_per_token(config, compute)
+    size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, True, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -157,10 +159,10 @@ def measure(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        weight_bytes=DTYPES[weights].itemsize,
+        weight_bytes=getattr(torch, weights).itemsize,
         compute_bytes=size,
         token_bytes=saved,
-        kept_bytes=text.hidden_size * DTYPES[weights].itemsize,
+        kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
         product_bytes=products,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
@@ -188,13 +190,20 @@ def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tup
     return tokens, max(loads) / (sum(loads) / len(loads))
 
 
+def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
+    """Tokens of the largest micro-batch, with prompts and completions of the greatest lengths."""
+    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
+    groups = rows if form == "padded" else ceil_div(rows, geometry.num_generations)
+    tokens = groups * prompt + rows * longest
+    return tokens if budget is None else min(tokens, max(budget, prompt + longest))
+
+
 def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
     """Memory per device, by part; what it is of stands above it."""
-    found = memory_of(model, layout)
     table = Table()
     table.add_column("part")
     table.add_column("memory", justify="right")
-    for name, size in found.items():
+    for name, size in memory_of(model, layout).items():
         total = name in ("training", "rollout")
         if size or total:
             table.add_row(f"[bold]{name}[/bold]" if total else name, in_units(size))
@@ -202,15 +211,20 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
 
 
 def expected_memory(
-    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], prompts: Prompts
+    model: str,
+    geometry: BatchGeometry,
+    settings: Mapping[str, Any],
+    prompts: Prompts,
+    engine: str = "ddp",
+    mean_completion_length: int | None = None,
 ) -> tuple[str, Table]:
     """The step in words, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
-        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig; with `engine`, and
-            `mean_completion_length` (tokens) where it is known.
+        settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
         prompts: how long they are.
+        mean_completion_length: tokens; None assumes half of `max_completion_length`.
 
     Raises:
         ConfigError: a configuration that cannot be read, an unknown engine, a way to recompute that is refused.
@@ -218,22 +232,17 @@ def expected_memory(
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
-    check_recompute(settings, zero3=settings["engine"] == "zero3")
-    longest, stated = settings.get("max_completion_length") or 512, settings.get("mean_completion_length")
-    mean = stated or max(longest // 2, 1)
+    check_recompute(settings, zero3=engine == "zero3")
+    longest = settings.get("max_completion_length") or 512
+    mean = mean_completion_length or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
-    rows = min(geometry.micro_batch_size, ceil_div(geometry.global_batch_size, geometry.num_processes))
-    groups = rows if sizes.form == "padded" else ceil_div(rows, geometry.num_generations)
-    largest = groups * prompts.longest + rows * longest
-    if (budget := settings.get("micro_batch_tokens")) is not None:
-        largest = min(largest, max(budget, prompts.longest + longest))
     layout = MemoryLayout(
-        settings["engine"],
+        engine,
         geometry.num_processes,
-        largest,
+        largest_micro_batch(geometry, prompts.longest, longest, sizes.form, settings.get("micro_batch_tokens")),
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         prompts.longest + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
@@ -243,13 +252,14 @@ def expected_memory(
         lag=settings.get("rollout_lag") or 0,
         beside=settings.get("rollout_device") is None,
     )
+    lengths = "as given" if mean_completion_length else "assumed"
     return (
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "
         f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
         f"Prompts: {prompts.described}\n"
-        f"Completions: {mean} tokens on average ({'as given' if stated else 'assumed'}), up to {longest}\n"
+        f"Completions: {mean} tokens on average ({lengths}), up to {longest}\n"
         f"Step: about {tokens:,.0f} tokens per device, slowest device {imbalance:.3f} x the mean; largest micro-batch "
-        f"{largest:,} tokens\n"
+        f"{layout.tokens:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"
     ), memory_table(sizes, layout)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data import is_local, prompt_lengths
-from ..options import ScriptArguments, fields_of, load_data
+from ..data import is_local, load_prompts, prompt_lengths
+from ..options import ScriptArguments, fields_of
 
 ASSUMED_LENGTH = 512  # tokens
 
@@ -36,19 +36,19 @@ class Prompts:
         return f"{self.mean} tokens{spread} ({self.basis})"
 
 
-def known_prompts(settings: Mapping[str, Any]) -> Prompts:
-    """The prompts of these settings: measured, of `prompt_length`, or of an assumed length.
+def known_prompts(settings: Mapping[str, Any], length: int | None = None) -> Prompts:
+    """The prompts of these settings: measured, of the given length in tokens, or of an assumed one.
 
     Raises:
         DataError: the data are on this machine, and cannot be trained on.
     """
-    source, model, length = (settings.get(name) for name in ("dataset_name", "model_name_or_path", "prompt_length"))
+    source, model = settings.get("dataset_name"), settings.get("model_name_or_path")
     rows, basis = None, "assumed"
     if source is not None and not is_local(source):
         basis = f"assumed: {source} is on the Hub and is not read"
     elif source is not None:
         script = ScriptArguments(**fields_of(settings, ScriptArguments))
-        dataset, _ = load_data(script, settings.get("seed", 42))
+        dataset, _ = load_prompts(script, settings.get("seed", 42))
         rows = len(dataset)
         if length is None and model is not None:
             return _measured(dataset, str(model))

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...algorithms.pass_at_k import PASS
-from ...errors import ConfigError
-from .runs import HELD_OUT, Run, number
+from ..plots import figure_class
+from .runs import HELD_OUT, MEMORY, Run, number
 
-MEMORY = "peak_memory_mib"  # of a log line, beside its values
-_COLOURS = ("#3566b8", "#d1622b", "#3f8f4f", "#a3417e", "#8a6d1d", "#4c9aa8", "#7a5cc0", "#777777")
+COLOURS = ("#3566b8", "#d1622b", "#3f8f4f", "#a3417e", "#8a6d1d", "#4c9aa8", "#7a5cc0", "#777777")
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,18 @@ class Panel:
     """One plot.
 
     Attributes:
-        name: of the file, without its ending.
+        name: of the figure on the page.
         unit: of the values.
-        kind: "line", "area" (stacked) or "log" (logarithmic values).
+        runs: how many runs have a curve in it.
+        log: a logarithmic axis of values.
     """
 
     name: str
     title: str
     unit: str
     lines: list[Line]
-    kind: str = "line"
+    runs: int = 1
+    log: bool = False
 
     @property
     def still(self) -> bool:
@@ -73,19 +74,17 @@ class Panel:
 
     @property
     def identical(self) -> bool:
-        """Whether several curves have the same steps and values."""
-        return self.difference == 0.0 and len({tuple(line.steps) for line in self.lines}) == 1
+        """Whether several runs have the same steps and values."""
+        return self.runs > 1 and self.difference == 0.0 and len({tuple(line.steps) for line in self.lines}) == 1
 
     @property
     def caption(self) -> str:
-        """The numbers of every curve in words, and once of curves that are identical."""
-        equal: dict[tuple[float, ...], list[Line]] = {}
-        for line in self.lines:
-            equal.setdefault((*line.steps, *line.values), []).append(line)
-        return "; ".join(
-            f"{', '.join(line.label for line in same)}: {'identical, ' if len(same) > 1 else ''}{same[0].words}"
-            for same in equal.values()
-        )
+        """The numbers of every curve in words, after how much those of several runs differ."""
+        curves = "; ".join(f"{line.label}: {line.words}" for line in self.lines)
+        if self.runs == 1 or self.difference == math.inf:
+            return curves
+        agree = f"differ by at most {number(self.difference)}" if self.difference else "are identical"
+        return f"At the steps that the runs share they {agree}. {curves}"
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,17 @@ class Spec:
     title: str
     unit: str
     curves: Mapping[str, str] = field(default_factory=dict)
-    kind: str = "line"
     main: str = ""
+    log: bool = False
 
     def names(self, run: Run) -> dict[str, str]:
         """The values of a run that belong to this plot, with their labels."""
-        found: dict[str, str] = {}
+        labels: dict[str, str] = {}
         for pattern, label in self.curves.items():
             for name in run.names():
                 if match := re.fullmatch(pattern, name):
-                    found.setdefault(name, match.expand(label))
-        return found
+                    labels.setdefault(name, match.expand(label))
+        return labels
 
 
 _LENGTHS = {
@@ -126,7 +125,7 @@ _EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_
 _SAMPLING = "dynamic_sampling/replaced_groups"
 SPECS = (
     Spec("pass_at_k", "Evaluation: pass@k", "share of prompts", {f"eval_({PASS})": r"\1"}),
-    Spec("reward", "Reward (band: one standard deviation)", "reward", _REWARD),
+    Spec("reward", "Reward", "reward", _REWARD),
     Spec("evaluation", "Evaluation", "reward", _EVALUATION, main="eval_reward"),
     Spec("accuracy", "Accuracy", "share", _ACCURACY),
     Spec("length", "Completion length", "tokens", _LENGTHS),
@@ -138,10 +137,10 @@ SPECS = (
     Spec("kl", "KL to the reference", "nats per token", {"kl": "kl"}),
     Spec("no_variance", "Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
     Spec("dynamic_sampling", "Dynamic sampling", "groups", {"dynamic_sampling/(.+)": r"\1"}, main=_SAMPLING),
-    Spec("time", "Time per phase", "seconds per step", {"time/(.+)": r"\1"}, kind="area", main="step_time"),
+    Spec("time", "Time per phase", "seconds per step", {"time/(.+)": r"\1"}, main="step_time"),
     Spec("tokens_per_second", "Useful tokens per second of the optimizer step", "tokens/s", _SPEED),
-    Spec("memory", "Peak memory of the main process", "MiB", main=MEMORY),
-    Spec("loss_scale", "Loss scale (fp16)", "scale", {"fp16/loss_scale": "loss scale"}, kind="log"),
+    Spec("memory", "Peak memory of the main process", "MiB", {MEMORY: "peak"}),
+    Spec("loss_scale", "Loss scale (fp16)", "scale", {"fp16/loss_scale": "loss scale"}, log=True),
     Spec("overflows", "Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),
     Spec("grad_norm", "Gradient norm", "norm", {"grad_norm": "before clipping"}),
     Spec("learning_rate", "Learning rate", "learning rate", {"learning_rate": "learning rate"}),
@@ -149,15 +148,14 @@ SPECS = (
 )
 
 
-def panels(run: Run) -> list[Panel]:
-    """The plots of one run, of what it logged."""
-    found = []
+def panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
+    """The plots of a run, of all that it logged; of several runs, one curve each."""
+    plots = []
     for spec in SPECS:
-        lines = [_memory(run)] if spec.main == MEMORY else _lines(run, spec)
-        lines = [line for line in lines if line.values]
+        title, lines = (spec.title, _lines(runs[0], spec)) if len(runs) == 1 else _compared(runs, names, spec)
         if lines:
-            found.append(Panel(spec.name, spec.title, spec.unit, lines, spec.kind))
-    return found
+            plots.append(Panel(spec.name, title, spec.unit, lines, len(runs), spec.log))
+    return plots
 
 
 def _lines(run: Run, spec: Spec) -> list[Line]:
@@ -175,34 +173,13 @@ def _band(run: Run, name: str) -> list[float] | None:
     return values if steps == run.series(name)[0] else None
 
 
-def _memory(run: Run, label: str | None = None) -> Line:
-    rows = [(e["step"], e[MEMORY], e.get("memory_of")) for e in run.entries if isinstance(e.get(MEMORY), (int, float))]
-    of = {"accelerator": "allocated on the accelerator"}.get(str(rows[-1][2]) if rows else "", "resident")
-    return Line(label or of, [row[0] for row in rows], [float(row[1]) for row in rows])
-
-
-def comparison_panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
-    """The plots of several runs, one curve each; a plot needs only one run that logged it."""
-    found = []
-    for spec in SPECS:
-        lines = [_main(run, spec, name) for run, name in zip(runs, names)]
-        lines = [line for line in lines if line.values]
-        if lines:
-            title = spec.title.removesuffix(" (band: one standard deviation)").replace("@k", "@1")
-            named = [label for label in spec.curves.values() if "\\" not in label]
-            detail = f", {named[0]}" if len(named) > 1 else ""
-            title = "Time per step" if spec.name == "time" else title + detail
-            found.append(Panel(spec.name, title, spec.unit, lines, "log" if spec.kind == "log" else "line"))
-    return found
-
-
-def _main(run: Run, spec: Spec, label: str) -> Line:
-    if spec.main == MEMORY:
-        return _memory(run, label)
-    candidates = [spec.main] if spec.main else []
-    candidates += [] if spec.kind == "area" else spec.names(run)  # a part of a stack does not stand for it
-    found = (run.series(name) for name in candidates)
-    return Line(label, *next((series for series in found if series[1]), ([], [])))
+def _compared(runs: Sequence[Run], names: Sequence[str], spec: Spec) -> tuple[str, list[Line]]:
+    """The title with the value that is compared, and its curve in each run that logged it."""
+    logged = {spec.main: spec.main} if spec.main else {n: label for run in runs for n, label in spec.names(run).items()}
+    value, label = next(iter(logged.items()), ("", ""))
+    lines = [Line(name, *run.series(value)) for run, name in zip(runs, names)]
+    title = spec.title if len(logged) == 1 and not spec.main else f"{spec.title}: {label}"
+    return title, [line for line in lines if line.values]
 
 
 def draw(panel: Panel) -> bytes:
@@ -211,23 +188,16 @@ def draw(panel: Panel) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure_class, locator = plotting()
-    figure = figure_class(figsize=(6.4, 3.0), dpi=110, layout="constrained")
+    figure = figure_class()(figsize=(6.4, 3.0), dpi=110, layout="constrained")
     axis = figure.subplots()
-    values = [value for line in panel.lines for value in line.values]
-    near = 0.01 * (max(values) - min(values))
-    if panel.kind == "area":
-        _stack(axis, panel.lines)
-    else:
-        for i, line in enumerate(panel.lines):
-            # curves within a hundredth of the plot's height would hide each other
-            _curve(axis, line, _COLOURS[i % len(_COLOURS)], sum(line.gap(e) <= near for e in panel.lines[:i]))
-    if panel.kind == "log":
+    for place, line in enumerate(panel.lines):
+        _curve(axis, line, place)
+    if panel.log:
         axis.set_yscale("log", base=2)
-    if not any(values):
+    if not any(value for line in panel.lines for value in line.values):
         axis.set_ylim(0, 1)  # nothing but zeros: no negative share
     axis.set(xlabel="optimizer step", ylabel=panel.unit)
-    axis.xaxis.set_major_locator(locator(integer=True))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.25)
     if len(panel.lines) > 1:
         axis.legend(fontsize=8, framealpha=0.7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.6)
@@ -236,39 +206,15 @@ def draw(panel: Panel) -> bytes:
     return out.getvalue()
 
 
-def _curve(axis: Any, line: Line, colour: str, beneath: int) -> None:
-    marker = "o" if len(line.steps) <= 12 and not beneath else None
+def _curve(axis: Any, line: Line, place: int) -> None:
     label = line.label.lstrip("_") or line.label  # a leading underscore hides a curve from the legend
-    # dashes, shorter the more lies beneath, through whose gaps every one of them is seen
-    dashes = {"linestyle": (0, (4 / beneath, 8 - 4 / beneath))} if beneath else {}
-    look = {"color": colour, "marker": marker, "markersize": 3, "linewidth": 2.0 if beneath else 1.4, **dashes}
-    axis.plot(line.steps, line.values, label=_plain(label), **look)
-    if line.band is not None:
-        low = [value - half for value, half in zip(line.values, line.band)]
-        high = [value + half for value, half in zip(line.values, line.band)]
-        axis.fill_between(line.steps, low, high, color=colour, alpha=0.15, linewidth=0)
-
-
-def _stack(axis: Any, lines: Sequence[Line]) -> None:
-    steps = sorted({step for line in lines for step in line.steps})
-    values = [[dict(zip(line.steps, line.values)).get(step, 0.0) for step in steps] for line in lines]
-    axis.stackplot(steps, values, labels=[_plain(line.label) for line in lines], colors=_COLOURS, alpha=0.85)
-
-
-def _plain(label: str) -> str:
-    """Without matplotlib's formulas, which an unfinished one would fail in."""
-    return label.replace("$", r"\$")
-
-
-def plotting() -> tuple[Any, Any]:
-    """matplotlib's Figure and MaxNLocator; no window, and the caller's own plots are left alone.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise ConfigError("the report needs matplotlib; install it with `pip install 'grpo-ext[plot]'`.") from None
-    return Figure, MaxNLocator
+    look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.4, "markersize": 3}
+    if place:  # dashes, shorter with each curve: those beneath are seen through the gaps
+        look |= {"linestyle": (0, (4 / place, 8 - 4 / place)), "linewidth": 2.0}
+    if len(line.steps) == 1 or (len(line.steps) <= 12 and not place):
+        look["marker"] = "o"
+    # without matplotlib's formulas, which an unfinished one would fail in
+    axis.plot(line.steps, line.values, label=label.replace("$", r"\$"), **look)
+    if line.band is not None:  # one standard deviation
+        low, high = zip(*((value - half, value + half) for value, half in zip(line.values, line.band)))
+        axis.fill_between(line.steps, low, high, color=look["color"], alpha=0.15, linewidth=0)

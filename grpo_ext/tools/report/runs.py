@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from ...errors import ConfigError, GrpoExtError
 from ...run.checkpoint import checkpoints
 from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict
 from ...run.manifest import read_manifest
-from ..words import duration
 
 METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
+MEMORY = "peak_memory_mib"  # of a log line, beside its values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
 HEADLINE = (  # settings
     *("loss_type", "loss_aggregation", "advantage_estimator", "dynamic_sampling", "num_generations"),
     *("global_batch_size", "learning_rate", "beta", "epsilon", "temperature", "scale_rewards"),
-    *("max_completion_length", "seed"),
+    *("max_completion_length", "seed", "bitwise_invariant"),
 )
 
 
@@ -68,11 +69,13 @@ class Run:
 
     def names(self) -> list[str]:
         """Every value that was logged as a number, in the order of its first appearance."""
-        return list(dict.fromkeys(name for e in self.entries for name, v in e["values"].items() if _is_number(v)))
+        logged = (e["values"] | {MEMORY: e.get(MEMORY)} for e in self.entries)
+        return list(dict.fromkeys(name for values in logged for name, v in values.items() if _is_number(v)))
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of what was logged under a name; lines without a number are left out."""
-        rows = [(e["step"], e["values"][name]) for e in self.entries if _is_number(e["values"].get(name))]
+        values = [(e["step"], (e if name == MEMORY else e["values"]).get(name)) for e in self.entries]
+        rows: list[tuple[int, Any]] = [(step, value) for step, value in values if _is_number(value)]
         return [step for step, _ in rows], [float(value) for _, value in rows]
 
     @property
@@ -88,6 +91,14 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """Of the last start, by name with what they belong to: settings, geometry, versions, machine, data, model."""
         return flat_settings(self.manifest[-1]) if self.manifest else {}
+
+    def completions(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """The best and the worst that were recorded: over the run, of the last rollouts and of the last evaluation."""
+        rows = list(zip(("Best over the run", "Worst over the run"), completions_over_run(self)))
+        for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
+            step, *extremes = completions_of_last(self, evaluation)
+            rows += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
+        return rows
 
 
 def load_run(path: str | Path) -> Run:
@@ -173,51 +184,33 @@ def _is_number(value: Any) -> bool:
 
 # ---- What the manifest says ---------------------------------------------------------------------------------------
 
-
-def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> value of everything in a manifest entry that two runs may be compared by."""
-    flat: dict[str, Any] = {}
-    for group in ("settings", "geometry", "versions", "machine", "data", "model"):
-        part = entry.get(group)
-        flat |= {f"{group}.{name}": value for name, value in part.items()} if isinstance(part, Mapping) else {}
-    flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
-    for name in list(flat):  # a size that is among the settings too is listed once
-        group, _, rest = name.partition(".")
-        if group == "geometry" and f"settings.{rest}" in flat:
-            del flat[name]
-    return flat
-
-
 GLOBAL_BATCH = "settings.global_batch_size"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting that is not the same everywhere: its values in order, and what there is to say about it."""
+def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value of everything in a manifest entry that two runs may be compared by."""
+    groups = {name: entry.get(name) for name in ("settings", "geometry", "versions", "machine", "data", "model")}
+    known = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
+    flat = {f"{group}.{name}": value for group, values in known.items() for name, value in values.items()}
+    flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
+    twice = {f"geometry.{name}" for name in known.get("settings", {})}
+    return {name: value for name, value in flat.items() if name not in twice}
 
-    name: str
-    values: list[str]
-    note: str = ""
 
-
-def differences(all_settings: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """The settings that differ between runs, or between the starts of one.
+def differences(all_settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The settings that differ between runs, or between the starts of one, each with its values.
 
     Args:
         all_settings: what `flat_settings` gives, one for each.
     """
     names = dict.fromkeys(name for settings in all_settings for name in settings)
-    found = []
-    for name in names:
-        values = [_shown(settings[name]) if name in settings else "not recorded" for settings in all_settings]
-        if len(set(values)) > 1:
-            found.append(Difference(name, values, batch_note(all_settings) if name == GLOBAL_BATCH else ""))
-    return found
+    rows = [(name, [_shown(s[name]) if name in s else "not recorded" for s in all_settings]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
 def batch_note(all_settings: Sequence[Mapping[str, Any]]) -> str:
     """What the global batches of the others mean for the learning rate, as seen from the first."""
-    first, *others = all_settings
+    first, *others = all_settings or [{}]
     batch, rate = first.get(GLOBAL_BATCH), first.get("settings.learning_rate")
     if not isinstance(batch, int) or not isinstance(rate, (int, float)):
         return ""
@@ -242,33 +235,38 @@ def plan_of(entry: Mapping[str, Any]) -> str:
         return ""
 
 
-def headline(run: Run) -> list[tuple[str, str]]:
-    """What is read first: (name, value) for the top of the page."""
-    rows = []
+def headline(run: Run) -> dict[str, str]:
+    """What is read first, by name."""
     last = run.manifest[-1] if run.manifest else {}
-    model = last.get("model") or {}
+    model, settings = last.get("model") or {}, last.get("settings") or {}
+    rows: dict[str, str] = {}
     if model:
-        rows.append(("model", str(last.get("model_name") or model.get("class"))))
         adapters = ", with adapters" if model.get("adapters") else ""
-        rows.append(("parameters", f"{model.get('parameters', 0):,}{adapters}"))
-    steps = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
-    rows += [("steps", steps), ("state", run.status)]
-    _, reward = run.series("reward")
-    if reward:
-        rows.append(("reward, first -> last", f"{number(reward[0])} -> {number(reward[-1])}"))
-    passes = [(name, name.removeprefix("eval_")) for name in first_and_last(run.names())]
-    for name, label in (*passes, (HELD_OUT, "held-out exact match"), ("eval_reward", "evaluation reward")):
+        rows["model"] = str(last.get("model_name") or model.get("class"))
+        rows["parameters"] = f"{model.get('parameters', 0):,}{adapters}"
+    rows["steps"] = f"{run.last_step}" + (f" of {run.max_steps}" if run.max_steps else "")
+    rows["state"] = run.status
+    passes = {name: name.removeprefix("eval_") for name in first_and_last(run.names())}
+    for name, label in {"reward": "reward", **passes, HELD_OUT: "held-out exact match", "eval_reward": "eval"}.items():
         _, values = run.series(name)
         if values:
-            rows.append((f"{label}, first -> last", f"{number(values[0])} -> {number(values[-1])}"))
-    rows.append(("training time", "not recorded" if run.seconds is None else f"{duration(run.seconds)} in train()"))
-    settings = last.get("settings") or {}
-    said = [(name, settings[name]) for name in HEADLINE if settings.get(name) is not None]
-    rows += [(name, _shown(value)) for name, value in said if value is not False]
+            rows[f"{label}, first -> last"] = f"{number(values[0])} -> {number(values[-1])}"
+    seconds = run.seconds
+    rows["training time"] = "not recorded" if seconds is None else f"{timedelta(seconds=round(seconds))} in train()"
+    rows |= {name: _shown(settings[name]) for name in HEADLINE if settings.get(name) not in (None, False)}
     if settings:
-        rows.append(("precision", next((kind for kind in ("bf16", "fp16") if settings.get(kind)), "float32")))
-        rows += [("same bits", "bitwise_invariant")] if settings.get("bitwise_invariant") else []
+        rows["precision"] = next((kind for kind in ("bf16", "fp16") if settings.get(kind)), "float32")
     return rows
+
+
+def value_table(run: Run) -> dict[str, str]:
+    """First and last, least and most of every logged value."""
+    table = {}
+    for name in run.names():
+        _, values = run.series(name)
+        first, last, least, most = (number(v) for v in (values[0], values[-1], min(values), max(values)))
+        table[name] = f"{first} -> {last} ({least} to {most})"
+    return table
 
 
 # ---- Completions --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import tempfile
 from accelerate.logging import get_logger
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
-from grpo_ext.tools.quiet import quiet_libraries
+from grpo_ext.runtime.quiet import quiet_libraries
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 

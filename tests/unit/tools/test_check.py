@@ -32,6 +32,7 @@ from grpo_ext.tools.check.comparison import (
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult, _environment
 from grpo_ext.tools.check.splits import check, default_splits
+from grpo_ext.tools.check.task import Task
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.forks import forked
 from tests.support.launches import launch as launch_forked
@@ -116,6 +117,16 @@ def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     assert (result.verdict, "most in loss" in result.reason) == ("differs", True)
 
 
+def task_of(config: dict[str, Any], **others: Any) -> Task:
+    return Task("model", prompts(), (letter_reward,), config, **others)
+
+
+def saved_task(folder: Path, model: Any, config: dict[str, Any], rows: Any = None, rewards: Any = None) -> Task:
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return Task(str(folder / "model"), rows or prompts(), rewards or (letter_reward,), config)
+
+
 @pytest.fixture
 def fork_launches(monkeypatch):
     """The launches of `check` come from the tests' server: the comparison is what is looked at."""
@@ -148,13 +159,10 @@ def pretend(monkeypatch):
     return install
 
 
-def test_check_bitwise_trains_under_several_splits(fork_launches):
+def test_check_bitwise_trains_under_several_splits(fork_launches, tmp_path):
+    config = {"global_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "gradient_checkpointing": False}
     report = check(
-        tiny_model(),
-        prompts(8),
-        letter_reward,
-        {"global_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "gradient_checkpointing": False},
-        processing_class=tiny_tokenizer(),
+        saved_task(tmp_path, tiny_model(), config, prompts(8)),
         splits=[Split(8), Split(3)],
         steps=2,
         bitwise=True,
@@ -182,7 +190,7 @@ def test_a_wrong_gradient_that_the_update_hides_differs(pretend, wrong, settings
 
     happened = pretend(train)
     config = {"global_batch_size": 8, "num_generations": 4, **settings}
-    report = check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3)])
+    report = check(task_of(config), splits=[Split(8), Split(3)])
     assert [r.verdict for r in report.results] == verdicts
     assert list(dict.fromkeys(event[2] for event in happened if isinstance(event, tuple))) == types
     assert ("the gradient differs" in " ".join(report.notes())) == ("differs" in verdicts)
@@ -206,7 +214,7 @@ def test_only_a_run_in_float32_is_repeated_in_float64(pretend, settings, quantiz
     happened = pretend(lambda run, _: RunResult(run.name, delta(off(run)), [{"loss": 1.0}]))
     config = {"global_batch_size": 8, "num_generations": 4, **settings}
     splits = [Split(8), Split(3)]
-    report = check("model", prompts(), letter_reward, config, splits=splits, quantization=quantization)
+    report = check(task_of(config, quantization=quantization), splits=splits)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     types = {event[2] for event in happened if isinstance(event, tuple)}
     assert types == {"float32", *(["float64"] if repeated else [])}
@@ -229,7 +237,7 @@ def test_every_split_is_told_as_it_comes_and_float64_comes_last(pretend):
         happened.append(sentence)
 
     config = {"global_batch_size": 8, "num_generations": 4}
-    check("model", prompts(), letter_reward, config, splits=[Split(8), Split(3), Split(4, 2)], progress=progress)
+    check(task_of(config), splits=[Split(8), Split(3), Split(4, 2)], progress=progress)
     both = ["update", "gradient"]
     assert happened == [
         "3 splits in float32, written as processes x completions in a forward; float64 follows for those beyond the "
@@ -347,18 +355,18 @@ def command_lines() -> list[str]:
 
 def test_a_check_needs_a_global_batch_and_known_names(tmp_path):
     with pytest.raises(ConfigError, match="global_batch_size is not set"):
-        check("model", prompts(), letter_reward, {})
+        check(task_of({}))
     with pytest.raises(ConfigError, match="against='verl' is unknown"):
-        check("model", prompts(), letter_reward, {"global_batch_size": 16}, against="verl")
+        check(task_of({"global_batch_size": 16}), against="verl")
     with pytest.raises(ConfigError, match="global_batch_size=15"):
-        check("model", prompts(), letter_reward, {"global_batch_size": 15, "num_generations": 4})
+        check(task_of({"global_batch_size": 15, "num_generations": 4}))
     config = {"global_batch_size": 16, "rollout_batch_size": 32, "num_generations": 4, "rollout_lag": 2}
     with pytest.raises(ConfigError, match=r"a run of 3 step\(s\) has 2 rollout batch.* use rollout_lag=1 or less"):
-        check("model", prompts(), letter_reward, config, steps=3)
+        check(task_of(config), steps=3)
 
 
 @stock_scores
-def test_check_trains_and_compares_an_object_with_a_local_reward(fork_launches):
+def test_check_trains_and_compares_with_a_local_reward(fork_launches, tmp_path):
     factor = 2.0  # a closure reaches the processes too
 
     def scaled(prompts, completions, **kwargs):
@@ -373,9 +381,8 @@ def test_check_trains_and_compares_an_object_with_a_local_reward(fork_launches):
         "gradient_checkpointing": False,
     }
     splits = [Split(8), Split(3)]
-    report = check(
-        tiny_model(), prompts(), scaled, config, processing_class=tiny_tokenizer(), splits=splits, against="trl"
-    )
+    task = saved_task(tmp_path, tiny_model(), config, rewards=(scaled,))
+    report = check(task, splits=splits, against="trl")
     assert [r.verdict for r in report.of(OURS)] == ["reference", "same"]
     assert [r.verdict for r in report.of(STOCK)] == ["reference", "refused"]
     assert report.ok
@@ -384,15 +391,11 @@ def test_check_trains_and_compares_an_object_with_a_local_reward(fork_launches):
     assert 0.0 < padded.gradient_error < 1e-4  # rounding, and no other completions
 
 
-def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches):
+def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches, tmp_path):
     # a Llama computes its norms in float32 whatever its weights are: with those the update differs by 1e-5
     config = {"global_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "gradient_checkpointing": False}
     report = check(
-        tiny_model("llama"),
-        prompts(),
-        letter_reward,
-        config,
-        processing_class=tiny_tokenizer(),
+        saved_task(tmp_path, tiny_model("llama"), config),
         splits=[Split(8), Split(3)],
         tolerance=1e-9,
     )
@@ -415,10 +418,10 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
         run_forked([run], processes=2)
 
 
-def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches):
+def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
     config = {"global_batch_size": 8, "num_generations": 4, "reward_weights": [1.0, 2.0]}
     with pytest.raises(ConfigError, match=r"no split could be trained: .*reward weights \(2\)"):
-        check(tiny_model(), prompts(), letter_reward, config, processing_class=tiny_tokenizer(), splits=[Split(8)])
+        check(saved_task(tmp_path, tiny_model(), config), splits=[Split(8)])
 
 
 def test_json_holds_no_nan():
@@ -428,7 +431,7 @@ def test_json_holds_no_nan():
     assert plain["results"][0]["reason"] == "because"
 
 
-def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches):
+def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     # the negative control of the comparison: noise drawn per micro-batch
     config = {
         "global_batch_size": 8,
@@ -439,9 +442,7 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches):
         "allow_split_dependent": True,
     }
     noisy = tiny_model("gpt2", resid_pdrop=0.2)
-    report = check(
-        noisy, prompts(), letter_reward, config, processing_class=tiny_tokenizer(), splits=[Split(8), Split(4)], steps=2
-    )
+    report = check(saved_task(tmp_path, noisy, config), splits=[Split(8), Split(4)], steps=2)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert not report.ok
     assert "allow_split_dependent" in report.notes()[0]
@@ -453,10 +454,9 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     from typer.testing import CliRunner
 
     from grpo_ext.tools import cli
-    from grpo_ext.tools.check.task import Task
 
     result = SplitResult(Split(1), OURS, 0.0, 0.0, "", word)
-    task = Task(model="", dataset=None, rewards=[], settings={}, peft=None, quantization=None, about="Checking")
+    task = Task("", None, [], {"global_batch_size": 1})
     monkeypatch.setattr("grpo_ext.tools.check.task.load_task", lambda *args: task)
     monkeypatch.setattr("grpo_ext.tools.check.check", lambda *args, **kwargs: CheckReport([result], steps=1))
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])

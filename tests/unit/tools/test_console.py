@@ -20,8 +20,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 import grpo_ext
+from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console, fitting, plain_line
-from grpo_ext.tools.quiet import quiet_libraries
 from tests.support import forks
 from tests.support.terminal import on_terminal, screen
 

@@ -11,7 +11,12 @@ from datasets import Dataset, DatasetDict
 
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.tools import data
-from grpo_ext.tools.data import final_answer, load_prompts
+from grpo_ext.tools.data import DataArguments, final_answer, load_prompts
+
+
+def prompts_of(source, seed=0, **options):
+    return load_prompts(DataArguments(str(source), **options), seed)
+
 
 ROWS = [{"question": f"{n} + 1?", "solution": f"{n} + 1\n#### {n + 1}", "level": n} for n in range(10)]
 
@@ -40,21 +45,21 @@ def test_every_kind_of_file_and_folder_gives_the_same_rows(tmp_path, jsonl):
     DatasetDict(train=dataset, other=dataset.select([0])).save_to_disk(tmp_path / "saved_dict")
     expected = [{"solution": r["solution"], "level": r["level"], "prompt": r["question"]} for r in ROWS]
     for name in ("rows.jsonl", "rows.json", "rows.parquet", "rows.csv", "saved", "saved_dict"):
-        train, held_out = load_prompts(tmp_path / name, prompt_column="question")
+        train, held_out = prompts_of(tmp_path / name, prompt_column="question")
         assert train.to_list() == expected, name
         assert held_out is None
 
 
 def test_answers_are_renamed_and_cut_at_the_marker_and_other_columns_stay(jsonl):
-    train, _ = load_prompts(jsonl, prompt_column="question", answer_column="solution", answer_after="####")
+    train, _ = prompts_of(jsonl, prompt_column="question", answer_column="solution", answer_after="####")
     assert train["answer"][:2] == ["1", "2"]
     assert set(train.column_names) == {"prompt", "answer", "level"}
-    whole, _ = load_prompts(jsonl, prompt_column="question", answer_column="solution")
+    whole, _ = prompts_of(jsonl, prompt_column="question", answer_column="solution")
     assert whole["answer"][0] == ROWS[0]["solution"]
 
 
 def test_numeric_answers_can_be_renamed(jsonl):
-    train, _ = load_prompts(jsonl, prompt_column="question", answer_column="level")
+    train, _ = prompts_of(jsonl, prompt_column="question", answer_column="level")
     assert train["answer"][:3] == [0, 1, 2]
 
 
@@ -66,39 +71,39 @@ def test_final_answer_is_what_follows_the_last_marker(text, gold):
 
 
 def test_template_fills_columns_and_keeps_them(jsonl):
-    train, _ = load_prompts(jsonl, prompt_template="{{Q}} {question} ({level})", answer_column="solution")
+    train, _ = prompts_of(jsonl, prompt_template="{{Q}} {question} ({level})", answer_column="solution")
     assert train["prompt"][1] == "{Q} 1 + 1? (1)"
     assert "question" in train.column_names
 
 
 def test_prompts_become_messages_with_the_system_prompt_first(jsonl):
-    train, _ = load_prompts(jsonl, prompt_column="question", conversational=True, system_prompt="Be brief.")
+    train, _ = prompts_of(jsonl, prompt_column="question", conversational=True, system_prompt="Be brief.")
     assert train["prompt"][0] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "0 + 1?"},
     ]
-    plain, _ = load_prompts(jsonl, prompt_column="question", system_prompt="Be brief.")
+    plain, _ = prompts_of(jsonl, prompt_column="question", system_prompt="Be brief.")
     assert plain["prompt"][0] == "Be brief.\n\n0 + 1?"
 
 
 def test_prompts_that_are_messages_stay_messages(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
-    train, _ = load_prompts(write_jsonl(tmp_path / "chat.jsonl", rows), system_prompt="S")
+    train, _ = prompts_of(write_jsonl(tmp_path / "chat.jsonl", rows), system_prompt="S")
     assert [m["content"] for m in train["prompt"][0]] == ["S", "hi"]
 
 
 def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
     options = {"prompt_column": "question", "eval_fraction": 0.3}
-    train, held_out = load_prompts(jsonl, **options, seed=1)
+    train, held_out = prompts_of(jsonl, **options, seed=1)
     assert (len(train), len(held_out)) == (7, 3)
     assert sorted(train["level"][:] + held_out["level"][:]) == list(range(10))
-    assert load_prompts(jsonl, **options, seed=1)[1].to_list() == held_out.to_list()
-    others = {tuple(load_prompts(jsonl, **options, seed=seed)[1]["level"]) for seed in range(5)}
+    assert prompts_of(jsonl, **options, seed=1)[1].to_list() == held_out.to_list()
+    others = {tuple(prompts_of(jsonl, **options, seed=seed)[1]["level"]) for seed in range(5)}
     assert len(others) > 1
 
 
 def test_max_samples_keeps_the_first_rows(jsonl):
-    train, _ = load_prompts(jsonl, prompt_column="question", max_samples=4)
+    train, _ = prompts_of(jsonl, prompt_column="question", max_samples=4)
     assert train["level"][:] == [0, 1, 2, 3]
 
 
@@ -110,7 +115,7 @@ def test_hub_set_is_asked_for_by_configuration_and_split(monkeypatch):
         return Dataset.from_list(ROWS)
 
     monkeypatch.setattr(data, "load_dataset", load)
-    train, _ = load_prompts("someone/some_set", name="main", split="test", prompt_column="question")
+    train, _ = prompts_of("someone/some_set", dataset_config="main", dataset_split="test", prompt_column="question")
     assert asked == [(("someone/some_set", "main"), {"split": "test"})]
     assert len(train) == 10
 
@@ -130,36 +135,36 @@ def test_hub_set_is_asked_for_by_configuration_and_split(monkeypatch):
 )
 def test_refusals_show_the_values_and_what_there_is(jsonl, options, error, message):
     with pytest.raises(error, match=message):
-        load_prompts(jsonl, **options)
+        prompts_of(jsonl, **options)
 
 
 def test_empty_prompts_are_refused_by_row_number(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "  "}, {"prompt": None}]
     with pytest.raises(DataError, match=r"row 1, column 'prompt': the prompt is empty"):
-        load_prompts(write_jsonl(tmp_path / "rows.jsonl", rows))
+        prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows))
 
 
 def test_a_name_taken_by_another_column_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "gold": "c"}])
     with pytest.raises(DataError, match="column 'answer' beside 'gold'"):
-        load_prompts(path, answer_column="gold")
+        prompts_of(path, answer_column="gold")
 
 
 def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"missing.jsonl does not exist"):
-        load_prompts(tmp_path / "missing.jsonl")
+        prompts_of(tmp_path / "missing.jsonl")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(DataError, match=r"extension '.txt'.*\.jsonl"):
-        load_prompts(tmp_path / "notes.txt")
+        prompts_of(tmp_path / "notes.txt")
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="has no rows"):
-        load_prompts(tmp_path / "empty.jsonl")
+        prompts_of(tmp_path / "empty.jsonl")
     (tmp_path / "broken.jsonl").write_text("{not json")
     with pytest.raises(DataError, match="could not be read as json"):
-        load_prompts(tmp_path / "broken.jsonl")
+        prompts_of(tmp_path / "broken.jsonl")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="not made by save_to_disk"):
-        load_prompts(tmp_path / "folder")
+        prompts_of(tmp_path / "folder")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="no split 'train'; it has test"):
-        load_prompts(tmp_path / "saved")
+        prompts_of(tmp_path / "saved")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.tools.bench.shapes import Shape
 from grpo_ext.tools.stock import OURS, STOCK
+from tests.bench.shapes import Shape
 from tests.gpu import measure
 
 SHAPE = Shape("x", 16, 4, 8, groups=2, group=4)

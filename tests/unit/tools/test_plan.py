@@ -252,7 +252,7 @@ def test_data_on_this_machine_are_read(local_run):
     # a configuration with its tokenizer beside it
     config = f"{local_run['model_name_or_path']}/config.json"
     assert known_prompts({**local_run, "model_name_or_path": config}) == found
-    given = known_prompts({**local_run, "prompt_length": 99})
+    given = known_prompts(local_run, 99)
     assert (given.mean, given.longest, given.basis, given.rows) == (99, 99, "as given", 300)
     done = plan(*(word for name, value in local_run.items() for word in (f"--{name}", value)))
     assert done.returncode == 0, done.stderr
@@ -278,7 +278,7 @@ def test_what_is_assumed_of_prompts_is_said(local_run, changes, rows, basis):
 
 def test_the_longest_prompt_decides_the_memory_and_the_mean_the_tokens(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    settings = {"num_generations": 8, "engine": "ddp", "max_completion_length": 16}
+    settings = {"num_generations": 8, "max_completion_length": 16}
 
     def expected(mean: int, longest: int) -> list[str]:
         where = str(tmp_path / "config.json")
@@ -318,19 +318,23 @@ def geometry_of_64() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "engine", "says"),
     [
-        ({"recompute_granularity": "half"}, "recompute_granularity='half' is unknown"),
-        ({"recompute_granularity": "selective", "gradient_checkpointing": False}, "there is gradient_checkpointing"),
-        ({"recompute_granularity": "selective", "engine": "zero3"}, "under ZeRO-3"),
+        ({"recompute_granularity": "half"}, "ddp", "recompute_granularity='half' is unknown"),
+        (
+            {"recompute_granularity": "selective", "gradient_checkpointing": False},
+            "ddp",
+            "there is gradient_checkpointing",
+        ),
+        ({"recompute_granularity": "selective"}, "zero3", "under ZeRO-3"),
     ],
 )
-def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, says):
+def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, engine, says):
     model = tmp_path / "config.json"
     model.write_text(json.dumps(SMALL))
-    settings = {"num_generations": 8, "engine": "ddp", **changes}
+    settings = {"num_generations": 8, **changes}
     with pytest.raises(ConfigError, match=says):
-        expected_memory(str(model), geometry_of(settings, 1), settings, Prompts())
+        expected_memory(str(model), geometry_of(settings, 1), settings, Prompts(), engine)
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
-from grpo_ext.tools.plots import load_pyplot, write_check_plot, write_held_out_plot
+from grpo_ext.tools.plots import figure_class, write_check_plot, write_held_out_plot
 from grpo_ext.tools.stock import OURS, STOCK
 
 SPLITS = [Split(32, 1), Split(5, 1), Split(16, 2)]
@@ -30,9 +31,15 @@ def report() -> CheckReport:
     return CheckReport(results, steps=5)
 
 
-def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatch):
-    pyplot, figures = load_pyplot(tmp_path / "plot.svg"), []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were written."""
+    written, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *how, **more: written.append(self) or save(self, *how, **more))
+    return written
+
+
+def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, figures):
     write_check_plot(report, 1e-5, tmp_path / "check.svg")
     (axis,) = figures[0].axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.get_lines()}
@@ -46,19 +53,17 @@ def test_every_split_is_drawn_where_it_was_measured(report, tmp_path, monkeypatc
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
-        load_pyplot(Path("plot.svg"))
+        figure_class(Path("plot.svg"))
 
 
 def test_a_file_that_cannot_be_written_is_refused():
     with pytest.raises(ConfigError, match=r"plot.xyz is no plot .* \.png, \.svg or \.pdf"):
-        load_pyplot(Path("plot.xyz"))
+        figure_class(Path("plot.xyz"))
 
 
-def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, monkeypatch):
-    pyplot, figures = load_pyplot(tmp_path / "plot.svg"), []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+def test_held_out_scores_are_drawn_over_the_seconds_of_training(tmp_path, figures):
     for name in ("ours", "stock", "own"):
         (tmp_path / name).mkdir()
     scores = {"exact_match_by_step": {"0": 0.25, "5": 0.5}, "seconds_by_step": {"0": 0.0, "5": 60.0}}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_ext.tools.words import count, duration, memory
+from grpo_ext.tools.check.report import duration
+from grpo_ext.tools.plan.memory import count, in_units
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,7 @@ from grpo_ext.tools.words import count, duration, memory
     [(0, "0 B"), (1023, "1,023 B"), (3.2 * 2**20, "3.2 MiB"), (2**30, "1.0 GiB"), (2**41, "2,048.0 GiB")],
 )
 def test_memory_has_a_unit_that_fits(size, text):
-    assert memory(size) == text
+    assert in_units(size) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `reward_workers` gains: `python -m tests.bench_rewards`, a minute or two on two idle cores, one JSON.
+"""What `reward_workers` gains: `python -m tests.bench.rewards`, a minute or two on two idle cores, one JSON.
 
 Medians of interleaved runs, in seconds per step, from the end of the second step to the end of the last. A reward takes
 20 ms a completion, of computing (processor time) or of waiting (a service that answers); a step has 32 completions in

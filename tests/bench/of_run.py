@@ -1,4 +1,4 @@
-"""`grpo-ext bench` of a run: its model, sizes and precision from the settings that recipes/grpo.py takes."""
+"""`make bench` of a run: its model, sizes and precision from the settings that recipes/grpo.py takes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from trl import ModelConfig
 
-from ...batching.sizes import SETTINGS, ceil_div
-from ...checks import find_model
-from ...config import GRPOConfig
-from ...errors import ConfigError
-from ..data import prompt_lengths
-from ..options import (
+from grpo_ext.batching.sizes import SETTINGS, ceil_div
+from grpo_ext.checks import find_model
+from grpo_ext.config import GRPOConfig
+from grpo_ext.errors import ConfigError
+from grpo_ext.tools.data import load_prompts, prompt_lengths
+from grpo_ext.tools.options import (
     ScriptArguments,
     as_dataclasses,
     demo_defaults,
     fields_of,
     is_demo,
     load_arguments,
-    load_data,
     load_demo_named,
     written,
 )
-from ..stock import refuse_ours
+from grpo_ext.tools.stock import refuse_ours
+
 from .shapes import Shape
 
 # what the shape says, and with it how many micro-batches there are
@@ -53,7 +53,7 @@ def refuse_of_run(settings: Mapping[str, Any]) -> None:
     if given := sorted(settings.keys() & replaced):
         raise ConfigError(
             f"--{', --'.join(given)}: a bench of shapes has sizes and data of its own; name a --config, a --demo, or a "
-            "model and --dataset_name to bench that run (without --shape and --parts), or a --shape of these sizes."
+            "model and --dataset_name to bench that run (without --shape), or a --shape of these sizes."
         )
 
 
@@ -125,7 +125,7 @@ def shape_of(
     task = load_demo_named(script, model) if demo else None
     source = str(task.model_path if task else model.model_name_or_path)
     if prompt_length is None:
-        prompt_length = prompt_tokens(task.train_dataset if task else load_data(script, training.seed)[0], source)
+        prompt_length = prompt_tokens(task.train_dataset if task else load_prompts(script, training.seed)[0], source)
     longest, group = training.max_completion_length or 512, training.num_generations or 8
     groups = ceil_div(training.geometry.global_batch_size, group)
     rows, micro = groups * group, training.per_device_train_batch_size

@@ -1,4 +1,4 @@
-"""How far splits differ on weights in 4 and 8 bits: `python -m tests.bench_quantised [STEPS]`, a Markdown table.
+"""How far splits differ on weights in 4 and 8 bits: `python -m tests.bench.quantised [STEPS]`, a Markdown table.
 
 Update errors of a tiny model after 2 AdamW steps of 16 completions, of micro-batches of 5 against one of 16, for
 adapters in float32 (the default) and in bfloat16 (TRL's). The least and the largest of four seeds. Four minutes.

@@ -11,11 +11,13 @@ from datasets import Dataset
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, GrpoExtError
-from grpo_ext.tools.bench import shapes as bench
-from grpo_ext.tools.bench.of_run import prompt_tokens
-from grpo_ext.tools.bench.record import compared, read_record, record_of
-from grpo_ext.tools.bench.shapes import (
-    PARTS,
+from grpo_ext.tools.stock import OURS, STOCK
+from tests.bench import shapes as bench
+from tests.bench.__main__ import app
+from tests.bench.of_run import prompt_tokens
+from tests.bench.plot import write_bench_plot
+from tests.bench.record import compared, read_record, record_of
+from tests.bench.shapes import (
     PHASES,
     REFERENCE,
     SHORT,
@@ -23,16 +25,10 @@ from grpo_ext.tools.bench.shapes import (
     Shape,
     _best_micro,
     as_tables,
-    balance,
     parse_shape,
-    parts_tables,
-    run_part,
     run_shape,
 )
-from grpo_ext.tools.bench.worker import _Given, cost_of
-from grpo_ext.tools.cli import app
-from grpo_ext.tools.plots import write_bench_plot
-from grpo_ext.tools.stock import OURS, STOCK
+from tests.bench.worker import FixedRollouts
 from tests.support.tiny import stock_scores
 from tests.support.toy_recipe import CONFIGS, question_rows, toy_model
 
@@ -73,14 +69,16 @@ def test_the_reference_lengths_stay_in_their_range_and_never_change(shape):
 
 
 def test_flops_and_tokens_count_each_prompt_once_and_leave_out_groups_without_variance():
-    half = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
-    whole = _Given(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
+    half = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5), vocabulary=50)
+    whole = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3), vocabulary=50)
     assert (half.tokens, whole.tokens) == (22, 44)
     assert whole.flops(8, 100, 10) == 2 * half.flops(8, 100, 10)
     assert half.flops(0, 1, 0) == 6 * 22
     assert half.flops(0, 0, 1) == 6 * 12
-    lora = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
-    again = _Given(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50)
+    lora = FixedRollouts(Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, lora=True), vocabulary=50)
+    again = FixedRollouts(
+        Shape("a", 10, 4, 4, groups=2, group=3, without_variance=0.5, checkpointing=True), vocabulary=50
+    )
     assert (lora.flops(0, 1, 0), again.flops(0, 1, 0)) == (4 * 22, 8 * 22)
     assert len({half.rewards[tuple(c)] for c in half.completions[0]}) == 1
     assert len({half.rewards[tuple(c)] for c in half.completions[1]}) == 3
@@ -117,31 +115,6 @@ def test_the_smallest_micro_batch_that_is_as_good_as_the_fastest_is_chosen(monke
     assert _best_micro(long, STOCK, [2, 8], TINY, "float32", lambda text: None) == 2  # 8 of them are too many tokens
 
 
-def test_each_part_has_a_switch_and_a_shape():
-    from grpo_ext import GRPOConfig
-
-    names = {s.name for s in REFERENCE}
-    for part in PARTS:
-        assert part.shape in names
-        assert part.given != part.without
-        for options in (part.given, part.without):
-            assert all(hasattr(GRPOConfig, name) for name in options)
-
-
-@pytest.mark.full
-def test_each_part_is_measured_with_and_without_its_switch():
-    result = run_part(PARTS[0], Shape("small", 30, 2, 4, groups=2, group=4), TINY, 1, 4, "float32", lambda text: None)
-    assert result.speed_up == result.seconds[1] / result.seconds[0] > 0
-    cost = cost_of(TINY)
-    assert cost.attention > 0
-    assert [t.row_count for t in parts_tables([result], [REFERENCE[1]], cost)] == [1, 3]
-
-
-def test_dealing_by_cost_is_more_even_than_by_count():
-    by_cost, by_count = balance(REFERENCE[1], 3, cost_of(TINY))
-    assert 1.0 <= by_cost < 1.1 < by_count
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("what", [pytest.param("train", marks=stock_scores), "sample", "whole"])
 def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
@@ -153,7 +126,7 @@ def test_both_trainers_run_a_shape_end_to_end(tmp_path, what):
         assert result.peak_mib[who] > 0
         assert 0 < result.tokens[who] < 2 * 4 * (6 + 8)
     if what == "train":
-        assert result.tokens[OURS] == result.tokens[STOCK] == _Given(shape, 64).tokens
+        assert result.tokens[OURS] == result.tokens[STOCK] == FixedRollouts(shape, 64).tokens
     assert result.matmul > 0
     assert any("round 1 of 1" in text for text in said)
     assert record_of([result], {})["results"][0]["speed_up"] == result.speed_up
@@ -217,12 +190,12 @@ def test_a_file_that_cannot_be_compared_with_is_refused(tmp_path, content, says)
 
 @pytest.fixture
 def benched(monkeypatch):
-    """Runs `grpo-ext bench` without measuring: what would be measured, and what was said."""
+    """Runs `make bench` without measuring: what would be measured, and what was said."""
 
     def run(*words):
         seen = []
         monkeypatch.setattr(bench, "run_shape", lambda *what: seen.append(what) or 1 / 0)
-        return seen, CliRunner().invoke(app, ["bench", *map(str, words)])
+        return seen, CliRunner().invoke(app, [*map(str, words)])
 
     return run
 
@@ -266,7 +239,7 @@ def test_a_bench_of_a_run_takes_a_configuration_with_the_length_of_the_prompts(b
 
 def test_a_demo_is_a_run(benched, monkeypatch):
     task = SimpleNamespace(model_path="demo/model", train_dataset=None, about="sums")
-    monkeypatch.setattr("grpo_ext.tools.bench.of_run.load_demo_named", lambda script, model: task)
+    monkeypatch.setattr("tests.bench.of_run.load_demo_named", lambda script, model: task)
     seen, _ = benched("--demo", "sums", "--prompt_length", "9")
     assert (seen[0][0].name, seen[0][0].prompt, seen[0][1]) == ("the run", 9, "demo/model")
 
@@ -276,9 +249,7 @@ def test_a_demo_is_a_run(benched, monkeypatch):
     [
         (["--num_generations", "4"], "--num_generations: a bench of shapes has sizes and data of its own"),
         (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench of shapes"),
-        (["--parts", "--demo", "sums"], "--demo: a bench of shapes"),
-        (["--parts", "--shape", "short everything"], "leave --shape out, or --parts"),
-        (["--parts", "--json", "a.json", "--plot", "a.svg"], "leave --json, --plot out, or --parts"),
+        (["--shape", "short everything", "--demo", "sums"], "--demo: a bench of shapes"),
         (["--loss_aggregation", "prompt_mean"], "stock TRL has no such setting"),
         (["--dtype", "float16"], "use one of them"),
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),
@@ -305,7 +276,7 @@ def test_a_run_is_benched_end_to_end(tmp_path):
     model, rows = toy_model(tmp_path / "model"), question_rows(tmp_path / "rows.jsonl")
     of_run = f"--config {CONFIGS / 'gsm8k_lora.yaml'} --model_name_or_path {model} --dataset_name {rows} --fp16 False"
     sizes = "--num_generations 4 --global_batch_size 8 --max_completion_length 8 --prompt_length 20 --rounds 1"
-    words = ["bench", *of_run.split(), *sizes.split(), "--json", str(tmp_path / "new.json")]
+    words = [*of_run.split(), *sizes.split(), "--json", str(tmp_path / "new.json")]
     assert CliRunner().invoke(app, words).exit_code == 0
     written = json.loads((tmp_path / "new.json").read_text())
     assert written["results"][0]["shape"]["lora"]

@@ -1,4 +1,4 @@
-"""What sampling ahead of training gains (`rollout_lag`): `python -m tests.bench_ahead`, some minutes, one JSON.
+"""What sampling ahead of training gains (`rollout_lag`): `python -m tests.bench.ahead`, some minutes, one JSON.
 
 Medians of interleaved runs, in seconds per step, from the end of the second step to the end of the last. A device of
 its own is simulated: what runs there waits for as long as it is told and returns random tokens (sampling) or a constant

@@ -1,4 +1,4 @@
-"""The file that `grpo-ext bench --json` writes, and the comparison of a bench with an older one."""
+"""The file that `make bench --json` writes, and the comparison of a bench with an older one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ...errors import ConfigError
-from ...run.manifest import machine, versions
-from ..stock import OURS, STOCK
+from grpo_ext.errors import ConfigError
+from grpo_ext.run.manifest import machine, versions
+from grpo_ext.tools.stock import OURS, STOCK
+
 from .shapes import Result, Shape
 
 
@@ -45,7 +46,7 @@ def read_record(path: Path, shapes: Sequence[Shape]) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} holds no figures of a bench ({type(error).__name__}: {error}); name a file that "
-            "`grpo-ext bench --json` wrote."
+            "`make bench --json` wrote."
         ) from None
     if missing:
         raise ConfigError(f"{path} does not say its {', '.join(sorted(missing))}; write it again with `--json`.")

@@ -1,4 +1,4 @@
-"""`grpo-ext bench`: ours against stock TRL, phase by phase, on the same rollouts.
+"""`make bench`: ours against stock TRL, phase by phase, on the same rollouts.
 
 Each trainer lives in a process of its own (worker.py) and does one optimizer step when it is told to; the
 steps of the two alternate, so that a slow moment of the machine hits both, and only one of them is ever busy. Medians
@@ -14,17 +14,15 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich.table import Table
 
-from ...batching.micro_batches import StepSizes, TokenCost, assign_rows
-from ...batching.sizes import even_slice, group_numbers
-from ...errors import ConfigError, LaunchError
-from ..stock import OURS, STOCK
+from grpo_ext.errors import ConfigError, LaunchError
+from grpo_ext.tools.stock import OURS, STOCK
 
 MOST = 8192  # padded tokens of a micro-batch that is tried; larger ones of the reference model fill the memory
 MICRO = (1, 2, 4, 8, 16, 32)  # micro-batch sizes that are tried where none are named
@@ -170,7 +168,7 @@ class Worker:
 
     def __init__(self, spec: dict[str, Any], seconds: float | None = None, errors: IO[str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_ext.tools.bench.worker", json.dumps(spec)],
+            [sys.executable, "-m", "tests.bench.worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -321,8 +319,8 @@ def run_shape(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     micro = {who: _best_micro(shape, who, micros[who], model, dtype, say, options) for who in (STOCK, OURS)}
-    given = options or {}
-    computed = "float16" if given.get("fp16") else "bfloat16" if given.get("bf16") else dtype
+    settings = options or {}
+    computed = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16") else dtype
     matmul = matmul_rate(device, computed)
     specs = {who: spec_of(shape, who, micro[who], model, dtype, options) for who in (STOCK, OURS)}
     steps, about = _alternate(specs, rounds, lambda text: say(f"{shape.name}: {text}"))
@@ -337,96 +335,6 @@ def run_shape(
         matmul,
         rounds,
     )
-
-
-@dataclass(frozen=True)
-class Part:
-    """One optimisation: the shape that shows it, and the settings with and without it."""
-
-    name: str
-    shape: str
-    without: Mapping[str, Any]
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-
-PARTS = (
-    Part("packed_forward", "long prompt", {"packed_forward": False}),
-    Part(
-        "score_completions_only (padded)",
-        "long prompt",
-        {"packed_forward": False, "score_completions_only": False},
-        {"packed_forward": False},
-    ),
-    Part("skip_zero_contribution", "half without variance", {"skip_zero_contribution": False}),
-    Part("micro_batch_tokens=1024", "ragged answers", {}, {"micro_batch_tokens": 1024}),
-    Part("compact_rollouts", "rollout, ragged answers", {"compact_rollouts": False}),
-)
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """Medians with and without a part: seconds per token of its phases, peak memory beyond the loaded model."""
-
-    part: Part
-    seconds: tuple[float, float]
-    working_mib: tuple[float, float]
-
-    @property
-    def speed_up(self) -> float:
-        """Seconds without over seconds with it."""
-        return self.seconds[1] / self.seconds[0]
-
-
-def run_part(
-    part: Part, shape: Shape, model: Any, rounds: int, micro: int, dtype: str, say: Callable[[str], Any]
-) -> PartResult:
-    """Measure one part, with and without in turn, in processes of their own."""
-    specs = {
-        "with": spec_of(shape, OURS, micro, model, dtype, part.given),
-        "without": spec_of(shape, OURS, micro, model, dtype, part.without),
-    }
-    steps, _ = _alternate(specs, rounds, lambda text: say(f"{part.name}: {text}"))
-
-    def seconds(name: str) -> float:
-        tokens = statistics.fmean(s["tokens"] for s in steps[name])
-        return statistics.median(sum(s["seconds"][p] for p in shape.phases) for s in steps[name]) / tokens
-
-    def memory(name: str) -> float:
-        return statistics.median(s["working_mib"] for s in steps[name])
-
-    return PartResult(part, (seconds("with"), seconds("without")), (memory("with"), memory("without")))
-
-
-def balance(shape: Shape, processes: int, cost: TokenCost) -> tuple[float, float]:
-    """Largest load over the mean, when groups are assigned by cost and by count (planned, not run)."""
-    rows = range(shape.groups * shape.group)
-    lengths = [length for group in shape.lengths() for length in group]
-    sizes = StepSizes(group_numbers(len(rows), shape.group), [shape.prompt] * len(rows), lengths)
-    by_count = [even_slice(len(rows), processes, rank) for rank in range(processes)]
-
-    def spread(assigned: Iterable[Sequence[int]]) -> float:
-        loads = [sizes.load(mine, cost) for mine in assigned]
-        return max(loads) * processes / sum(loads)
-
-    return spread(assign_rows(sizes, rows, processes, cost)), spread(by_count)
-
-
-def parts_tables(results: Sequence[PartResult], shapes: Sequence[Shape], cost: TokenCost) -> list[Table]:
-    """What each part buys, for people."""
-    parts = Table(title="grpo_ext with and without one part (medians)")
-    for name in ("part", "shape", "ms per token", "without it", "speed-up", "working memory", "without it"):
-        parts.add_column(name, justify="left" if name in ("part", "shape") else "right")
-    for r in results:
-        seconds = [f"{1000 * s:.3f}" for s in r.seconds]
-        memory = [f"{m:.0f} MiB" for m in r.working_mib]
-        parts.add_row(r.part.name, r.part.shape, *seconds, f"{r.speed_up:.2f}x", *memory)
-    assigned = Table(title="Assignment by cost: the largest load over the mean, planned")
-    for name in ("shape", "processes", "by cost", "by count"):
-        assigned.add_column(name, justify="left" if name == "shape" else "right")
-    for shape in shapes:
-        for processes in (2, 3, 4):
-            assigned.add_row(shape.name, str(processes), *(f"{value:.3f}" for value in balance(shape, processes, cost)))
-    return [parts, assigned]
 
 
 def as_tables(results: Sequence[Result]) -> list[Table]:

@@ -1,6 +1,6 @@
-"""The process behind `grpo-ext bench`: one trainer, ours or stock TRL's, that runs a step for each line on its input.
+"""The process behind `make bench`: one trainer, ours or stock TRL's, that runs a step for each line on its input.
 
-Completions and rewards are given, so both trainers train on the same tokens; only the shapes about sampling sample.
+Completions and rewards are fixed, so both trainers train on the same tokens; only the shapes about sampling sample.
 Answers each line with one JSON line: seconds by phase, memory, tokens.
 """
 
@@ -15,10 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from .. import quiet  # noqa: F401  isort: skip  (before TRL)
+from grpo_ext.runtime.quiet import quiet_libraries
+from grpo_ext.tools.stock import OURS, stock_config
 
-from ...batching.micro_batches import TokenCost
-from ..stock import OURS, stock_config
 from .shapes import PHASES, Shape
 
 _END_SHARE = 3.0  # ragged answers end after a third of the longest on average: this many expected ends in the longest
@@ -53,19 +52,7 @@ def _model(spec: dict[str, Any], quantization: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
 
 
-def cost_of(model: Any) -> TokenCost:
-    """What a token costs in a model, from its configuration alone: a model id or path, or a configuration."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ...forward.architecture import token_cost
-
-    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else AutoConfig.for_model(**model)
-    with torch.device("meta"):
-        return token_cost(AutoModelForCausalLM.from_config(config))
-
-
-class _Given:
+class FixedRollouts:
     """The rollouts of a shape: prompts, completions and rewards, the same for every trainer."""
 
     def __init__(self, shape: Shape, vocabulary: int) -> None:
@@ -145,7 +132,7 @@ class _Memory:
         import psutil
         import torch
 
-        from ...run.log import peak_memory_mib
+        from grpo_ext.run.log import peak_memory_mib
 
         if self.cuda:
             return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
@@ -158,7 +145,7 @@ class _Memory:
 
 
 def _now() -> float:
-    """Seconds, when the device has done what it was given."""
+    """Seconds, when the device has done the work it has been given."""
     import torch
 
     if torch.cuda.is_available():
@@ -186,20 +173,19 @@ class _Clock:
         setattr(owner, method, timed)
 
 
-def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, _Given]:
+def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
     import torch
     import trl
     from datasets import Dataset
 
     import grpo_ext
-
-    from ..options import fields_of
+    from grpo_ext.tools.options import fields_of
 
     asked = {"use_peft": shape.lora, "lora_target_modules": "all-linear", "lora_dropout": 0.0, **spec["options"]}
     of_model = trl.ModelConfig(**fields_of(asked, trl.ModelConfig))
     model = _model(spec, trl.get_quantization_config(of_model))
     vocabulary = model.config.get_text_config().vocab_size
-    given = _Given(shape, vocabulary)
+    rollouts = FixedRollouts(shape, vocabulary)
     if shape.samples:  # a random model says each token alike; enough of them end an answer
         ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
         model.generation_config.eos_token_id = list(range(1, 1 + ends))
@@ -226,16 +212,16 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     args = grpo_ext.GRPOConfig(**settings) if ours else trl.GRPOConfig(**stock_config(settings, processes=1))
     trainer = (grpo_ext if ours else trl).GRPOTrainer(
         model=model,
-        reward_funcs=given.reward,
+        reward_funcs=rollouts.reward,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in p) for p in given.prompts]}),
+        train_dataset=Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in p) for p in rollouts.prompts]}),
         processing_class=_words(vocabulary),
         peft_config=trl.get_peft_config(of_model),
         callbacks=[callback],
     )
     if not shape.samples:
-        trainer._generate_single_turn = given.generate
-    return trainer, given
+        trainer._generate_single_turn = rollouts.generate
+    return trainer, rollouts
 
 
 class _Server:
@@ -297,21 +283,17 @@ def main() -> None:
     # standard output is for answers: the plan and what libraries print go nowhere
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-    import warnings
-
+    quiet_libraries()
     import torch
-    import transformers
 
-    from ...forward.architecture import attention_sizes, weight_sizes
-    from ...forward.reference import base_model_of
+    from grpo_ext.forward.architecture import attention_sizes, weight_sizes
+    from grpo_ext.forward.reference import base_model_of
 
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
     spec = json.loads(sys.argv[1])
     shape, callback = Shape(**spec["shape"]), server.callback()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, given = _trainer(spec, shape, folder, callback)
-        callback.tokens = _counting(trainer) if shape.whole else lambda: given.tokens
+        trainer, rollouts = _trainer(spec, shape, folder, callback)
+        callback.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
         clock = server.clock
         clock.wrap(trainer, "_generate_single_turn", lambda: "rollout")
         scoring = "_get_per_token_logps_and_entropies"
@@ -321,7 +303,7 @@ def main() -> None:
         model = base_model_of(trainer.model)
         weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
         width = attention_sizes(model.config).width
-        server.answer({"flops": given.flops(width, weights.body - adapters, weights.head)})
+        server.answer({"flops": rollouts.flops(width, weights.body - adapters, weights.head)})
         if spec["who"] == OURS:
             runner = trainer._step_runner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.scorer.form(model), "micro": runner.limits.rows}

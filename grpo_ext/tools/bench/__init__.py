@@ -1,1 +1,0 @@
-"""`grpo-ext bench`: seconds and memory of a step, beside stock TRL, on the reference shapes."""
