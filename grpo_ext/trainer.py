@@ -40,9 +40,8 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
-from .run.optimizer_settings import fill_missing_state, settings_kept
+from .run.loading import all_loaded, fill_missing_state, settings_kept
 from .run.output_folder import create_output_dir
-from .run.weights import all_loaded
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
@@ -515,7 +514,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: what is missing is loaded after all, or ends the run (`run.weights`)."""
+        """Nothing: what is missing is loaded after all, or ends the run (`run.loading`)."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""

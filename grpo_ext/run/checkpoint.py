@@ -236,14 +236,3 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
         doomed = path.with_name(f"{_REMOVING}{path.name}")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-
-
-def lack_of_space(run: str | Path, needed: int) -> str | None:
-    """The message for a disk with less than `needed` bytes free; None where there is enough."""
-    free = shutil.disk_usage(run).free
-    if free >= needed:
-        return None
-    return (
-        f"a checkpoint needs about {needed / 2**20:.0f} MiB and {run} has {free / 2**20:.0f} MiB free. The older "
-        "checkpoints are untouched. Free some space, or use save_total_limit, save_only_model or another output_dir."
-    )

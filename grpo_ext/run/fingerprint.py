@@ -25,7 +25,7 @@ import trl
 from transformers.utils import get_json_schema
 
 from ..algorithms.learning_rate import global_batch_advice
-from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
+from ..errors import CheckpointError, shortened
 from ..forward.reference import base_model_of
 from ..runtime.collectives import shards_parameters
 
@@ -67,7 +67,6 @@ _EXTENSIONS = (
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
 _PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
-COMPARED = ("data", "model", *_PARTS)  # compared as well as the settings
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -255,21 +254,6 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
-    """Check the names in `allow_changed_on_resume`.
-
-    Raises:
-        ConfigError: for a name that is not compared; it suggests the nearest one.
-    """
-    comparable = [*settings, *COMPARED]
-    if isinstance(allowed, str):
-        raise ConfigError(f"allow_changed_on_resume={allowed!r} is text; use a list of names, [{allowed!r}].")
-    for name in allowed or ():
-        if name.split(".")[0] not in comparable:
-            meant = did_you_mean(name, comparable, f"use names of settings, or of {', '.join(COMPARED)}.")
-            raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
-
-
 def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
     """Write into a checkpoint's folder."""
     (Path(folder) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
@@ -312,7 +296,8 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     Raises:
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
-    path, allowed = Path(folder) / FINGERPRINT, set(allowed)
+    path = Path(folder) / FINGERPRINT
+    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
@@ -324,7 +309,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             for name, values in refused.items()
             for part, old, new in differences(name, *values)
         )
-        names = sorted({*refused, *allowed})
+        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in changes})
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."

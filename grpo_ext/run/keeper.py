@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -27,7 +26,7 @@ from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..rollouts.build import described
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
-from .checkpoint import checkpoints, lack_of_space, publish, rotate, set_aside_later, write_listing, writing_folder
+from .checkpoint import checkpoints, publish, rotate, set_aside_later, write_listing, writing_folder
 from .fingerprint import fingerprint_of, save_fingerprint
 from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .log import RunLog
@@ -180,8 +179,7 @@ class RunKeeper(TrainerCallback):
                 ended = "interrupted" if self.watch.stopping else "finished"
                 model = None if self.sharded else self.accelerator.unwrap_model(self.trainer.model)
             finally:
-                optimizer = self.trainer.optimizer if self.args.bitwise_invariant else None
-                entry |= closing(self.trainer.state.global_step, ended, model, optimizer)
+                entry |= closing(self.trainer.state.global_step, ended, model)
                 try:
                     write_manifest(folder, [*earlier, entry])
                 except CheckpointError as error:  # what was trained matters more
@@ -220,20 +218,21 @@ class RunKeeper(TrainerCallback):
         run, folder = final.parent, writing_folder(final.parent, self.folder.writer)
         saves = self.args.should_save
         run_state = None if self.args.save_only_model else RunState.of(self.trainer)
-        needed = self._bytes(run_state)
 
         def explain(reason: str) -> str:
             if saves:
                 shutil.rmtree(folder, ignore_errors=True)
-            failed = f"{final.name} could not be written to {run} ({reason}). The older checkpoints are untouched."
-            return lack_of_space(run, needed) or failed
+            free = shutil.disk_usage(run).free / 2**20
+            return (
+                f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
+                "checkpoints are untouched. Where space is short, use save_total_limit, save_only_model or another "
+                "output_dir."
+            )
 
         with failing_together(explain):
             if saves:
                 run.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
-                if message := lack_of_space(run, needed):
-                    raise CheckpointError(message)
         recorded, best_step = record(self.trainer), state.best_global_step
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
         self.output_dir, self.push_due, state.best_global_step = str(folder), False, None
@@ -290,14 +289,3 @@ class RunKeeper(TrainerCallback):
         if (replaced := publish(written, final)) is not None:
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
         shutil.rmtree(written.parent, ignore_errors=True)
-
-    def _bytes(self, run_state: RunState | None) -> int:
-        """The estimated size of a checkpoint: the saved weights, the optimizer's tensors, the run's state."""
-        model, optimizer = self.accelerator.unwrap_model(self.trainer.model), self.trainer.optimizer
-        adapter = hasattr(model, "peft_config")
-        weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
-        if run_state is None:
-            return weights
-        states = optimizer.state.values() if optimizer is not None else ()
-        tensors = (v for values in states for v in values.values() if isinstance(v, torch.Tensor))
-        return weights + sum(v.nbytes for v in tensors) + run_state.nbytes + 2**20

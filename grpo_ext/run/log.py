@@ -215,28 +215,19 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def as_text(content: Any) -> str:
-    """A prompt or completion as text; messages become lines of `role: content`."""
+    """A prompt or completion as text; messages become lines of `role: content`, with tool calls as JSON."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return "\n".join(_message(part) if isinstance(part, Mapping) else str(part) for part in content)
     return str(content)
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
-        content = " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
-    texts = [str(content)] if content else []
-    name = f"{message.get('role', '')}{' ' + message['name'] if message.get('name') else ''}"
-    return f"{name}: {' '.join([*texts, *map(_tool_call, message.get('tool_calls') or ())])}"
-
-
-def _tool_call(call: Any) -> str:
-    """A tool call in Python's syntax."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
-        return str(call)
-    return f"{function.get('name')}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    content = message.get("content") or []
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [p.get("text") or f"[{p.get('type')}]" if isinstance(p, Mapping) else p for p in parts]
+    calls = [json.dumps(strict(call)) for call in message.get("tool_calls") or ()]
+    speaker = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
+    return f"{speaker}: {' '.join(map(str, [*texts, *calls]))}"
 
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:

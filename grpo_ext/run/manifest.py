@@ -81,19 +81,17 @@ def opening(trainer: Any, fingerprint: dict[str, Any], resumed_from: str | None)
     }
 
 
-def closing(step: int, ended: str, model: torch.nn.Module | None, optimizer: Any = None) -> dict[str, Any]:
+def closing(step: int, ended: str, model: torch.nn.Module | None) -> dict[str, Any]:
     """What the end of a training adds to its entry.
 
     Args:
         ended: "finished", "interrupted" or "failed".
         model: whose parameters are hashed; None where no process holds all of them.
-        optimizer: whose state is hashed, or None.
     """
     entry: dict[str, Any] = {"finished": _now(), "ended": ended, "step": step}
     if model is not None:
-        hashes = state_hashes(model, optimizer)
-        lines = sorted(f"{name} {value}" for name, value in hashes.items() if name.startswith("parameter/"))
-        entry |= {"parameters_sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(), "tensors": hashes}
+        lines = sorted(f"{name} {value}" for name, value in state_hashes(model, optimizer=None).items())
+        entry["parameters_sha256"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return entry
 
 

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..runtime.collectives import from_main_process
 from .checkpoint import checkpoints, newest_whole, read_listing, why_not_resumable
 from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, differences
-from .optimizer_settings import CHANGEABLE
+from .loading import CHANGEABLE
 from .state import RunState, load_reference
 
 logger = get_logger(__name__)

@@ -105,12 +105,6 @@ class RunState:
         """Drop the rollout batch and what is being sampled: they belong to other settings."""
         self.rollout, self.rollout_name, self.waiting = None, None, []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        weights = {weights.step: weights.nbytes for _, weights in self.waiting}
-        return sum(weights.values()) + (0 if self.rollout is None else self.rollout.nbytes)
-
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
         plain = {name: value for name, value in vars(self).items() if name != "rollout"}

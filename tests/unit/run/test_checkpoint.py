@@ -13,7 +13,6 @@ from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
-    lack_of_space,
     newest_whole,
     publish,
     remove_unfinished,
@@ -125,12 +124,3 @@ def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
     save_file({}, folder / "adapter_model.safetensors")
     assert why_broken(folder) is None
     assert not checkpoint.is_verified(folder)
-
-
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    assert lack_of_space(tmp_path, 1) is None
-    usage = checkpoint.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
-    message = lack_of_space(tmp_path, 7 * 2**20)
-    assert message is not None
-    assert re.search(r"needs about 7 MiB .* 5 MiB free.*untouched", message)

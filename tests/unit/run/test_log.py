@@ -151,8 +151,7 @@ def test_messages_become_text():
     assert as_text(messages) == "user: [image] what?\nassistant: a cat"
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
     turns = [{"role": "assistant", "content": "so", "tool_calls": [call, call]}, {"role": "tool", "name": "add"}]
-    assert as_text(turns) == "assistant: so add(a=1, b='x') add(a=1, b='x')\ntool add: "
-    assert as_text([{"role": "assistant", "tool_calls": ["odd"]}]) == "assistant: odd"
+    assert as_text(turns) == f"assistant: so {json.dumps(call)} {json.dumps(call)}\ntool add: "
 
 
 def test_a_lone_surrogate_can_be_written(tmp_path):
