@@ -40,7 +40,7 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
-from .run.loading import all_loaded, fill_missing_state, settings_kept
+from .run.loading import all_loaded, fill_missing_state, preserve_settings
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
@@ -518,7 +518,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""
-        with settings_kept(self.optimizer, self.lr_scheduler, self._keeper.resumed.changed):
+        with preserve_settings(self.optimizer, self.lr_scheduler, self._keeper.resumed.changed):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -102,7 +102,7 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def settings_kept(optimizer: Any, scheduler: Any, changed: Collection[str]) -> Iterator[None]:
+def preserve_settings(optimizer: Any, scheduler: Any, changed: Collection[str]) -> Iterator[None]:
     """Inside, a checkpoint is loaded; afterwards the `changed` settings among `CHANGEABLE` are the optimizer's again.
 
     A learning rate keeps its place in the schedule: the present rate moves by the same factor.

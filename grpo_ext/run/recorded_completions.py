@@ -76,17 +76,14 @@ class RecordedCompletions:
 
 
 def _rows_to_record(rollout: RolloutBatch) -> list[int]:
-    """The shortest completions, with their prompts, of at least the median length.
+    """The completions of median length and the next longer ones.
 
     Rows whose attention has gaps are left out: a plain forward does not reproduce them.
     """
-    prompts, gaps = rollout.prompt_lengths, rollout.gaps
-    lengths = {row: n for row, n in enumerate(rollout.completion_lengths) if n and not gaps[row]}
-    if not lengths:
-        return []
-    median = sorted(lengths.values())[len(lengths) // 2]
-    total = {row: n + prompts[row] for row, n in lengths.items() if n >= median}
-    return sorted(sorted(total, key=lambda row: (total[row], row))[:_COUNT])
+    lengths, gaps = rollout.completion_lengths, rollout.gaps
+    rows = [row for row, length in enumerate(lengths) if length and not gaps[row]]
+    rows.sort(key=lengths.__getitem__)
+    return sorted(rows[len(rows) // 2 :][:_COUNT])
 
 
 def record(trainer: Any) -> RecordedCompletions | None:
