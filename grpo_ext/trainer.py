@@ -40,10 +40,8 @@ from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
-from .run.live import LiveRun
-from .run.optimizer_settings import fill_missing_state, settings_kept
+from .run.loading import all_loaded, fill_missing_state, preserve_settings
 from .run.output_folder import create_output_dir
-from .run.weights import all_loaded
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
@@ -159,7 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.accelerator, self.args, self._scorer, pad, cost, self._clock,
             lambda columns: images.of_batch(columns, self.model.training),
         )  # fmt: skip
-        self._keeper = RunKeeper(LiveRun(self), user_args)
+        self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
         self._passes = PassAtK(self.args)
@@ -436,7 +434,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
             ending.enter_context(naming_failures())
-            checkpoint = self._keeper.begin(resume_from_checkpoint, self.num_generations)
+            checkpoint = self._keeper.begin(resume_from_checkpoint)
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()
             with (
@@ -478,7 +476,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers', which says where a resumed run goes on, and not that its micro-batches differ."""
-        size = self._keeper.micro_batch_of_checkpoint or self.args.per_device_train_batch_size
+        size = self._keeper.resumed.micro_batch_size or self.args.per_device_train_batch_size
         with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
         if self.state.global_step:
@@ -517,11 +515,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: what is missing is loaded after all, or ends the run (`run.weights`)."""
+        """Nothing: what is missing is loaded after all, or ends the run (`run.loading`)."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """transformers', after which settings of the optimizer that were changed on purpose hold again."""
-        with settings_kept(self.optimizer, self.lr_scheduler, self._keeper.changed):
+        with preserve_settings(self.optimizer, self.lr_scheduler, self._keeper.resumed.changed):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -27,7 +27,6 @@ from ..rollouts.decoding import own_generate
 from ..rollouts.environments import checked_environments
 from ..rollouts.source import why_equal
 from ..rollouts.tools import check_tools
-from ..run.fingerprint import check_names
 from ..runtime.collectives import shards_parameters
 from ..runtime.recompute import check_recompute
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
@@ -84,7 +83,6 @@ def check_arguments(
     check_model(model, config)
     if config.rollout_lag:
         refuse_own_forward(model)
-    check_names(config.allow_changed_on_resume, config.__dataclass_fields__)
     if factories is None:
         check_data_sets(*data_sets)
     factories = checked_environments(factories, config.tool_timeout, with_rows(*data_sets))

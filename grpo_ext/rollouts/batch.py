@@ -106,12 +106,6 @@ class RolloutBatch:
         known = {name: getattr(self, name) for name in NAMES}
         return {name: column for name, column in known.items() if column is not None} | self.fields
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        values = (column.values if isinstance(column, Ragged) else column for column in self.columns.values())
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The completions at `rows`."""
         chosen: Any = {name: _selected(column, rows) for name, column in self.columns.items()}

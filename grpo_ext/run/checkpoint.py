@@ -1,8 +1,7 @@
-"""Checkpoints that are whole or absent: written beside, synced, verified, then renamed.
+"""Checkpoints that are whole or absent: written under a temporary name, synced, listed, then renamed.
 
-Differs from transformers, which writes into the final folder file by file: a crash or a full disk while saving leaves
-an older checkpoint as the newest here, never a broken one. `checkpoint.json` lists every file with its size and
-SHA-256; it is written last, and read before anything else is. Used by the trainer and `grpo-ext`.
+Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
+size and SHA-256; it is written last and verified before anything is loaded. Used by the trainer and `grpo-ext`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError
@@ -33,16 +30,10 @@ _WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out w
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, as hexadecimal digits."""
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_by_hand(file)
-        )
-
-
-def _hash_by_hand(file: Any) -> str:  # Python 3.10
     digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -51,8 +42,8 @@ def checkpoints(folder: str | Path) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.match(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(found)]
+    steps = {path: int(match[1]) for path in root.iterdir() if (match := _STEP.match(path.name)) and path.is_dir()}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -88,10 +79,10 @@ def _sync(path: Path) -> None:
 
 
 def read_listing(folder: Path) -> dict[str, Any] | None:
-    """What `write_listing` wrote, or None where there is none (a checkpoint of another trainer).
+    """The listing of a checkpoint; None where there is none (a checkpoint of another trainer).
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the listing is broken or of a newer format.
     """
     path = folder / LISTING
     if not path.is_file():
@@ -115,8 +106,8 @@ def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> 
     """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
 
     Args:
-        deep: read every file and compare its checksum, not its size alone.
-        salvage: its weights are wanted also where its listing is lost.
+        deep: compare checksums as well as sizes.
+        salvage: accept a checkpoint that has lost its listing.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -142,30 +133,14 @@ def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> 
 
 
 def _why_broken_without_listing(root: Path, salvage: bool) -> str | None:
-    """The same for a checkpoint of transformers or TRL: whether its files are complete, not whether they changed."""
+    """As `why_broken`, for a checkpoint of transformers or TRL, whose files can only be counted."""
     if any(root.glob(OWN_FILES)) and not salvage:
         return f"{root} has lost its {LISTING}"
     if not (root / "trainer_state.json").is_file():
         return f"{root} has neither {LISTING} nor trainer_state.json"
     if not any(path for pattern in _WEIGHTS for path in root.glob(pattern)):
         return f"{root} holds no weights"
-    return next((f"{path} is cut short or broken" for path in _files(root) if not _opens(path)), None)
-
-
-def _opens(path: Path) -> bool:
-    """Whether a file is complete; True for formats that do not tell."""
-    try:
-        if path.suffix == ".json":
-            json.loads(path.read_bytes())
-        elif path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-        elif path.suffix in (".pt", ".pth", ".bin"):
-            with zipfile.ZipFile(path) as archive:
-                return archive.testzip() is None
-    except Exception:  # whatever the parsers raise
-        return False
-    return True
+    return None
 
 
 def why_not_resumable(folder: str | Path) -> str | None:
@@ -191,20 +166,10 @@ def is_verified(folder: str | Path) -> bool:
     return (Path(folder) / LISTING).is_file()
 
 
-def processes_of(folder: str | Path) -> int | None:
-    """How many processes wrote a checkpoint; None where it does not say."""
-    listing = read_listing(Path(folder))
-    return None if listing is None else listing.get("processes")
-
-
 def newest_whole(
     folder: str | Path, why_not: Callable[[Path], str | None] = why_broken
 ) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and why newer ones were skipped.
-
-    Args:
-        why_not: why a checkpoint is skipped; None: it is not.
-    """
+    """The newest checkpoint of a run for which `why_not` returns None, and the reasons against newer ones."""
     skipped: list[str] = []
     for path in reversed(checkpoints(folder)):
         reason = why_not(path)
@@ -215,95 +180,59 @@ def newest_whole(
 
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
-    """Where a checkpoint of a run is written before it gets its name; on the same file system.
-
-    Args:
-        owner: tells the training that writes from any other in the same folder.
-    """
+    """The folder in which `owner` writes a checkpoint before it is renamed; on the same file system."""
     return Path(run) / f"{_WRITING}{owner}"
 
 
 def remove_unfinished(run: str | Path) -> None:
-    """Remove what saves that did not finish left behind; for a run that has the folder to itself."""
+    """Remove what interrupted saves left behind; for a run that holds the folder's lock."""
     root = Path(run)
     if root.is_dir():
         for path in (*root.glob(f"{_WRITING}*"), *root.glob(f"{_REMOVING}*")):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """Under another name first, so that what is half removed is no checkpoint."""
-    doomed = path.with_name(f"{_REMOVING}{path.name}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
 def publish(written: Path, final: Path) -> Path | None:
-    """Give a finished checkpoint its name; a folder that has it already is kept under another, which is returned."""
-    kept = _keep_aside(final) if final.exists() else None
+    """Rename a finished checkpoint to its final name; returns the new name of a folder that had it already."""
+    replaced = _rename_aside(final) if final.exists() else None
     os.rename(written, final)
     _sync(final.parent)
-    return kept
+    return replaced
 
 
-def _keep_aside(folder: Path) -> Path:
+def _rename_aside(folder: Path) -> Path:
     names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
-    os.rename(folder, kept)
-    return kept
+    free = next(name for name in names if not name.exists())
+    os.rename(folder, free)
+    return free
 
 
 def set_aside_later(checkpoint: str | Path) -> list[Path]:
-    """When a run goes on from `checkpoint`: keep the later ones beside it under other names, which are returned.
-
-    They belong to what the run would have been; "latest" must not go back to them.
-    """
-    path = Path(checkpoint).resolve()
-    match = _STEP.match(path.name)
-    if match is None:
-        return []
-    step = int(match[1])
-    return [_keep_aside(p) for p in checkpoints(path.parent) if int(p.name.rsplit("-", 1)[1]) > step]
-
-
-def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> list[Path]:
-    """Delete old checkpoints beyond `save_total_limit`; never the newest whole one, nor those that are protected.
+    """Rename the checkpoints after the one that a run resumes from, so that "latest" is not one of them.
 
     Returns:
-        What was deleted.
+        Their new names.
+    """
+    path = Path(checkpoint).resolve()
+    siblings = checkpoints(path.parent)
+    later = siblings[siblings.index(path) + 1 :] if path in siblings else []
+    return [_rename_aside(sibling) for sibling in later]
+
+
+def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
+    """Delete the oldest checkpoints beyond `save_total_limit`; never the newest whole one, nor those `protected`.
+
+    Differs from transformers' `rotate_checkpoints`, which also deletes checkpoints that were renamed.
     """
     if limit is None or limit <= 0:
-        return []
-    found = checkpoints(run)
-    safe = {Path(path).resolve() for path in protected if path is not None}
-    keep = {path for path in found if path.resolve() in safe}
-    whole = next((path for path in reversed(found) if why_broken(path, deep=False) is None), None)
-    if whole is not None:
-        keep.add(whole)
-    removed: list[Path] = []
-    for path in found:
-        if len(found) - len(removed) <= max(limit, len(keep)):
-            break
-        if path not in keep:
-            _remove(path)
-            removed.append(path)
-    return removed
-
-
-def check_space(run: str | Path, needed: int) -> None:
-    """Refuse to start a checkpoint that will not fit.
-
-    Raises:
-        CheckpointError: with the space that is needed and free.
-    """
-    free = shutil.disk_usage(run).free
-    if free < needed:
-        raise CheckpointError(no_space(run, needed, free))
-
-
-def no_space(run: str | Path, needed: int, free: int) -> str:
-    """The message for a disk that is full."""
-    return (
-        f"a checkpoint needs about {needed / 2**20:.0f} MiB and {run} has {free / 2**20:.0f} MiB free. The older "
-        "checkpoints are untouched. Free some space, or use save_total_limit, save_only_model or another output_dir."
-    )
+        return
+    existing = checkpoints(run)
+    keep = {Path(path).resolve() for path in protected if path is not None}
+    if whole := next((path for path in reversed(existing) if why_broken(path, deep=False) is None), None):
+        keep.add(whole.resolve())
+    deletable = [path for path in existing if path.resolve() not in keep]
+    for path in deletable[: max(0, len(existing) - max(limit, len(existing) - len(deletable)))]:
+        # under another name first: what is half deleted is not a checkpoint
+        doomed = path.with_name(f"{_REMOVING}{path.name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -1,7 +1,7 @@
 """What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
 
-A run may go on with another number of processes, another micro-batch or another machine, and stays the run it was;
-with another seed, batch, loss, data set or model it would be another run, and that is said before it starts.
+A run may resume with another number of processes, another micro-batch or on another machine. With another seed, batch,
+loss, data set or model it would be another run, which is refused before training.
 """
 
 from __future__ import annotations
@@ -25,81 +25,67 @@ import trl
 from transformers.utils import get_json_schema
 
 from ..algorithms.learning_rate import global_batch_advice
-from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
+from ..errors import CheckpointError, shortened
 from ..forward.reference import base_model_of
+from ..runtime.collectives import shards_parameters
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 _LARGE_ROWS_READ = 2_000  # where rows are files
-# of a model's configuration: where it comes from, how it is stored and run; transformers sets the special tokens anew
+# fields of a model's configuration that say where it comes from, how it is stored and how it is run
 _NOT_COMPUTED = {
     *("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map"),
     *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "experts_implementation"),
     *("_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
-    *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),
+    *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),  # transformers sets them anew
 }
-
 # fields of transformers' TrainingArguments that decide what is learned
-_LOOP = [
-    "seed",
-    "data_seed",
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "num_train_epochs",
-    "max_steps",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "optim",
-    "optim_args",
-    "bf16",
-    "fp16",
-    "dataloader_drop_last",
-    "neftune_noise_alpha",
-    "full_determinism",
-]
+_LOOP = (
+    *("seed", "data_seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *("warmup_steps", "optim", "optim_args", "bf16", "fp16", "dataloader_drop_last", "neftune_noise_alpha"),
+    *("full_determinism",),
+)
 # fields of TRL's GRPOConfig that do not
-_TRL_LAYOUT = [
-    "generation_batch_size",
-    "steps_per_generation",
-    "num_generations_eval",
-    "ds3_gather_for_generation",
-    "log_completions",
-    "num_completions_to_print",
-    "log_unique_prompts",
-    "log_completions_hub_repo",
-    "remove_unused_columns",
-    "model_init_kwargs",
-    "use_transformers_continuous_batching",
-    "cache_implementation",
-    "pad_to_multiple_of",
-    "chat_template_path",
-    "trust_remote_code",
-    "log_multimodal",
-]
+_TRL_LAYOUT = (
+    *("generation_batch_size", "steps_per_generation", "num_generations_eval", "ds3_gather_for_generation"),
+    *("log_completions", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
+    *("remove_unused_columns", "model_init_kwargs", "use_transformers_continuous_batching"),
+    *("cache_implementation", "pad_to_multiple_of", "chat_template_path", "trust_remote_code"),
+    *("log_multimodal",),
+)
 # compared in bitwise mode alone: elsewhere they change the rounding at most
 _BITWISE = (
     *("canonical_unit_size", "bitwise_threads", "rollout_threads"),
     *("forward", "packed_forward", "score_completions_only", "skip_zero_contribution", "compact_rollouts"),
 )
-# fields of this package's GRPOConfig that do; its sizes are compared as they were resolved
-_OURS = (
-    "advantage_estimator",
-    "loss_aggregation",
-    "dynamic_sampling",
-    "dynamic_sampling_max_rounds",
-    "rollout_lag",
-    "bitwise_invariant",
-    *_BITWISE,
+# fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
+_EXTENSIONS = (
+    *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "dynamic_sampling_max_rounds", "rollout_lag"),
+    *("bitwise_invariant", *_BITWISE),
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-COMPARED = ("data", "model", "tokenizer", "end_tokens", "rewards", "tools")  # compared as well as the settings
+_PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
+
+
+def fingerprint_of(trainer: Any) -> dict[str, Any]:
+    """Everything about a trainer's run that is compared on resume, in plain JSON types."""
+    accelerator, reference = trainer.accelerator, trainer.ref_model
+    return {
+        "data": data_fingerprint(trainer.train_dataset),
+        "model": model_fingerprint(
+            accelerator.unwrap_model(trainer.model),
+            None if reference is None else accelerator.unwrap_model(reference),
+            whole=not shards_parameters(accelerator),
+        ),
+        "tokenizer": tokenizer_fingerprint(trainer._tokenizer),
+        "end_tokens": sorted(trainer.eos_token_ids),
+        "rewards": list(trainer.reward_func_names),
+        "tools": tools_fingerprint(trainer.tools or ()),
+        "settings": settings_of(trainer.args, trainer.geometry),
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -116,32 +102,28 @@ def _in_json(value: Any) -> Any:
 def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
     """The settings that decide what is learned."""
     inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
-    own = [f.name for f in dataclasses.fields(trl.GRPOConfig) if f.name not in inherited and f.name not in _TRL_LAYOUT]
-    own = [n for n in own if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
-    names = [n for n in (*_LOOP, *own, *_OURS) if hasattr(args, n)]
-    values = {name: _plain(getattr(args, name)) for name in names}
-    if not args.bitwise_invariant:
-        values = {name: value for name, value in values.items() if name not in _BITWISE}
+    left_out = {*inherited, *_TRL_LAYOUT, *(() if args.bitwise_invariant else _BITWISE)}
+    of_trl = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
+    of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
+    names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
+    values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
     return dict(sorted({**values, **{name: getattr(geometry, name) for name in SIZES}}.items()))
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     """Length, columns and a hash of the rows of a data set; None for a stream.
 
-    Of 100,000 rows at most; of 2,000 where they hold images, audio, video or bytes.
-
-    Images of a `datasets.Dataset` that lie in files of their own are known by the files' names.
+    At most 100,000 rows are read, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     rows, columns = len(dataset), sorted(getattr(dataset, "column_names", None) or [])
-    most = (
-        _LARGE_ROWS_READ if re.search("Image|Audio|Video|binary", str(getattr(dataset, "features", ""))) else _ROWS_READ
-    )
+    large = re.search("Image|Audio|Video|binary", str(getattr(dataset, "features", "")))
+    most = _LARGE_ROWS_READ if large else _ROWS_READ
     step = max(rows / most, 1.0)
     digest = hashlib.sha256()
     for row in _rows(dataset, [int(number * step) for number in range(min(rows, most))]):
-        digest.update(json.dumps(row, sort_keys=True, default=_in_words).encode())
+        digest.update(json.dumps(row, sort_keys=True, default=_as_text).encode())
     return {"rows": rows, "columns": columns, "rows_sha256": digest.hexdigest()}
 
 
@@ -155,7 +137,7 @@ def _rows(dataset: Any, numbers: Sequence[int]) -> Iterator[Any]:
 
 
 def _without_folders(value: Any) -> Any:
-    """A row in which files are known by their names: another machine has them elsewhere."""
+    """A row with the names of files instead of their paths, which differ between machines."""
     if isinstance(value, list):
         return [_without_folders(part) for part in value]
     if not isinstance(value, dict):
@@ -165,8 +147,8 @@ def _without_folders(value: Any) -> Any:
     return {name: _without_folders(part) for name, part in value.items()}
 
 
-def _in_words(value: Any) -> str:
-    """What stands for something that JSON has not: an image by its pixels, bytes by their hash, a date by its text."""
+def _as_text(value: Any) -> str:
+    """Text for a value that JSON cannot hold: dates and decimals as written, bytes and pixels by their hash."""
     if isinstance(value, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
         return str(value)
     content = value if isinstance(value, bytes) else value.tobytes() if hasattr(value, "tobytes") else None
@@ -188,13 +170,13 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 def model_fingerprint(
     model: torch.nn.Module, reference: torch.nn.Module | None = None, whole: bool = True
 ) -> dict[str, Any]:
-    """Class, configuration, adapter, and hashes of the weights.
+    """Class, configuration, adapters, and hashes of the weights.
 
-    One hash is of their names, shapes and types, one of the values of those that no checkpoint holds.
+    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that no checkpoint holds.
 
     Args:
-        reference: the reference model, where it is one of its own.
-        whole: whether this process holds all weights.
+        reference: the reference model, where it is a model of its own.
+        whole: whether this process holds all weights; without them "frozen" is None.
     """
     adapters = {name: _plain(vars(c)) for name, c in getattr(model, "peft_config", {}).items()}
     for adapter in adapters.values():
@@ -224,10 +206,7 @@ def model_fingerprint(
 
 
 def config_fingerprint(config: Any) -> dict[str, Any] | None:
-    """What a model's configuration says about what is computed; None where it has none.
-
-    Left out are version, path, dtype, attention implementation, cache and special tokens (`_NOT_COMPUTED`).
-    """
+    """A model's configuration without `_NOT_COMPUTED`; None where it has none."""
     if not hasattr(config, "to_dict"):
         return None
 
@@ -240,7 +219,7 @@ def config_fingerprint(config: Any) -> dict[str, Any] | None:
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
-    """The schema of every tool, by its name, and their order; a tool of an environment is `Environment.name`."""
+    """The schema of every tool by name, and their order; a tool of an environment is named `Environment.name`."""
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
     schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
@@ -275,21 +254,6 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def check_names(allowed: Collection[str] | None, settings: Collection[str]) -> None:
-    """Refuse names in `allow_changed_on_resume` that nothing is compared by.
-
-    Raises:
-        ConfigError: names the nearest one.
-    """
-    comparable = [*settings, *COMPARED]
-    if isinstance(allowed, str):
-        raise ConfigError(f"allow_changed_on_resume={allowed!r} is text; use a list of names, [{allowed!r}].")
-    for name in allowed or ():
-        if name.split(".")[0] not in comparable:
-            meant = did_you_mean(name, comparable, f"use names of settings, or of {', '.join(COMPARED)}.")
-            raise ConfigError(f"allow_changed_on_resume holds {name!r}, which is no setting; {meant}")
-
-
 def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
     """Write into a checkpoint's folder."""
     (Path(folder) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
@@ -298,23 +262,18 @@ def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs, as `name: (saved, current)`; of the model as `model.part`.
 
-    What only one of the two versions knows is not compared. `model.frozen` are the weights that are not trained, those
-    of the reference model among them.
+    Names that only one of the two fingerprints has are not compared: another version wrote it.
     """
 
-    def differing(old: dict[str, Any], new: dict[str, Any], names: Collection[str]) -> dict[str, tuple[Any, Any]]:
-        return {n: (old[n], new[n]) for n in names if n in old and n in new and old[n] != new[n]}
+    def flat(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        data, of_other = one.get("data"), other.get("data")
+        if data is not None and of_other is not None:
+            data = {name: value for name, value in data.items() if name in of_other}
+        parts = {name: one[name] for name in _PARTS if name in one}
+        return parts | {"data": data} | {f"model.{part}": v for part, v in one["model"].items()} | one["settings"]
 
-    result = differing(saved, current, ("tokenizer", "end_tokens", "rewards", "tools"))
-    old, new = saved.get("data"), current.get("data")
-    if old is not None and new is not None:
-        known = sorted(old.keys() & new.keys())
-        old, new = ({part: data[part] for part in known} for data in (old, new))
-    if old != new:
-        result["data"] = (old, new)
-    model = differing(saved["model"], current["model"], saved["model"].keys())
-    result |= {f"model.{part}": values for part, values in model.items()}
-    return result | differing(saved["settings"], current["settings"], saved["settings"].keys())
+    old, new = flat(saved, current), flat(current, saved)
+    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
@@ -326,46 +285,40 @@ def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
 
 
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Refuse to go on with what would be another run.
+    """Compare a checkpoint's fingerprint with that of the run that resumes it.
 
     Args:
         allowed: names that may differ; "model" stands for all its parts.
 
     Returns:
-        What differs and is allowed.
+        The differences, all of them allowed.
 
     Raises:
-        CheckpointError: names each field that changed, with both values.
+        CheckpointError: names each field that changed and is not allowed to, with both values.
     """
-    path, allowed = Path(folder) / FINGERPRINT, set(allowed)
+    path = Path(folder) / FINGERPRINT
+    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
-    found = changed(saved, current)
-    refused = {name: values for name, values in found.items() if allowed.isdisjoint((name, name.split(".")[0]))}
+    changes = changed(saved, current)
+    refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
-        advice = batch_advice(found, saved["settings"].get("learning_rate", 0.0))
         lines = "\n".join(
             f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
             for name, values in refused.items()
             for part, old, new in differences(name, *values)
         )
-        names = sorted({*refused, *allowed})
+        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in changes})
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
-            f"{advice and f' {advice}'}"
+            f" {batch_advice(changes, saved['settings'].get('learning_rate', 0.0))}".rstrip()
         )
-    return found
+    return changes
 
 
-def batch_advice(found: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
-    """What a changed global batch means for the learning rate; empty where it did not change.
-
-    Args:
-        found: what differs, as from `check_same_run`.
-        learning_rate: that of the saved run.
-    """
-    if "global_batch_size" not in found:
-        return ""
-    return global_batch_advice(learning_rate, *found["global_batch_size"])
+def batch_advice(changes: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
+    """What a changed global batch means for the learning rate of the saved run; empty where it did not change."""
+    sizes = changes.get("global_batch_size")
+    return "" if sizes is None else global_batch_advice(learning_rate, *sizes)

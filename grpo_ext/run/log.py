@@ -1,7 +1,7 @@
-"""`log.jsonl` in a run's folder: every log line of a run as it is written, with the best and worst completions.
+"""`log.jsonl` in a run's folder: every log line as it is made, with the best and worst completions.
 
-Differs from transformers' `log_history`, which only checkpoints hold: a run that was killed, or that saves nothing, has
-one too. Written by the trainer after each of its log lines on the main process; read by `grpo-ext report`.
+Differs from transformers' `log_history`, which only checkpoints hold. Written on the main process; read by
+`grpo-ext report`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 LOG = "log.jsonl"
 LONGEST_TEXT = 4000  # characters
@@ -30,44 +31,44 @@ logger = get_logger(__name__)
 
 
 class RunLog:
-    """Appends to a run's log; does nothing before `begin`, so it is harmless on the other processes."""
+    """Appends to a run's log. Before `begin`, and on the other processes, nothing is written."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self._start = 0.0
-        self._last: Any = None  # the newest row that was looked at, by identity
-        self._waiting: list[dict[str, Any]] = []  # of training, for its next line
+        self._last: Any = None  # the newest row that was read, by identity
+        self._of_training: list[dict[str, Any]] = []  # for the next line of training
 
     def begin(self, folder: str | Path, checkpoint: str | None) -> None:
         """Start the log of a training call.
 
-        A new run sets an earlier log of the folder aside (`log-1.jsonl`). One that goes on from a checkpoint of another
-        folder starts with a copy of the log there.
+        A log that another run left in the folder is renamed (`log-1.jsonl`). A run that resumes from a checkpoint of
+        another folder starts with a copy of the log there.
 
         Args:
-            checkpoint: the checkpoint that is gone on from, or None.
+            checkpoint: the checkpoint that the run resumes from, or None.
         """
         root = Path(folder)
-        self.path, self._start, self._waiting = root / LOG, time.perf_counter(), []
+        self.path, self._start, self._of_training = root / LOG, time.perf_counter(), []
+        earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / LOG
         try:
             root.mkdir(parents=True, exist_ok=True)
-            here = checkpoint is not None and Path(checkpoint).resolve().parent == root.resolve()
-            if self.path.exists() and not here:
+            if self.path.exists() and self.path.resolve() != earlier:
                 os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
-            if checkpoint is None:
-                self.path.touch()
-                return
-            if not here and (Path(checkpoint).parent / LOG).is_file():
-                shutil.copy(Path(checkpoint).parent / LOG, self.path)
-            self._append({"resumed_from": step_of(checkpoint)})
+            if earlier is not None and earlier.is_file() and not self.path.exists():
+                shutil.copy(earlier, self.path)
+            self.path.touch()
         except OSError as error:
             self._give_up(error)
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+            self._append({"resumed_from": state.global_step})
 
     def collect(self, rows: Mapping[str, Any], weights: Sequence[float]) -> None:
-        """Take over what training has sampled; called before an evaluation adds its own to the same rows."""
-        found = self._new(rows, weights)
+        """Read the completions of a training step, before an evaluation adds its own to the same rows."""
+        new = self._new(rows, weights)
         if self.path is not None:
-            self._waiting = extremes([*self._waiting, *found])
+            self._of_training = extremes([*self._of_training, *new])
 
     def write(
         self,
@@ -89,30 +90,25 @@ class RunLog:
             weights: of the reward functions.
             device: of the model; memory is that of the accelerator, or of the process on a CPU.
         """
-        found = self._new(rows, weights)
-        if self.path is None:
-            return
+        shown = self._new(rows, weights)
         if not is_evaluation(values) and "train_runtime" not in values:
-            found, self._waiting = [*self._waiting, *found], []
-        shown = extremes(found)
+            shown, self._of_training = extremes([*self._of_training, *shown]), []
         best = shown[: min(SHOWN, (len(shown) + 1) // 2)]
-        line = {
-            "step": step,
-            "epoch": epoch,
-            "time": round(time.perf_counter() - self._start, 3),
-            "peak_memory_mib": peak_memory_mib(device),
-            "memory_of": "process" if device.type == "cpu" else "accelerator",
-            "values": {name: value for name, value in values.items() if name != "epoch"},
-            "best": best,
-            "worst": shown[len(best) :][::-1],
-        }
-        try:
-            self._append(line)
-        except OSError as error:
-            self._give_up(error)
+        self._append(
+            {
+                "step": step,
+                "epoch": epoch,
+                "time": round(time.perf_counter() - self._start, 3),
+                "peak_memory_mib": peak_memory_mib(device),
+                "memory_of": "process" if device.type == "cpu" else "accelerator",
+                "values": {name: value for name, value in values.items() if name != "epoch"},
+                "best": best,
+                "worst": shown[len(best) :][::-1],
+            }
+        )
 
     def _new(self, rows: Mapping[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:
-        """Rows added since the last look; none right after a resume, or while a rollout batch is trained on again."""
+        """The extremes of the rows since the last call; none while a rollout batch is trained on again."""
         marks = list(rows["advantages"])  # every row has a float object of its own
         first = 1 + max((i for i, mark in enumerate(marks) if mark is self._last), default=-1)
         self._last = marks[-1] if marks else self._last
@@ -121,39 +117,43 @@ class RunLog:
         if len(golds) != len(marks):  # rows that were scored outside a rollout batch are among them
             golds = [None] * len(marks)
         texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:], golds[first:])
-        found = []
+        new = []
         for i, (prompt, completion, gold) in enumerate(texts):
-            own = {name: strict(values[i]) for name, values in rewards.items()}
-            scored = [weight * value for weight, value in zip(weights, own.values()) if value is not None]
-            if scored:
+            by_name = {name: strict(values[i]) for name, values in rewards.items()}
+            weighted = [weight * value for weight, value in zip(weights, by_name.values()) if value is not None]
+            if weighted:
                 text = {"prompt": cut(as_text(prompt)), "completion": cut(as_text(completion))}
                 text |= {} if gold is None else {"gold": cut(as_text(gold))}
-                found.append({**text, "reward": math.fsum(scored), "rewards": own})
-        return extremes(found)
+                new.append({**text, "reward": math.fsum(weighted), "rewards": by_name})
+        return extremes(new)
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        assert self.path is not None
+        if self.path is None:
+            return
         text = json.dumps(strict(line), allow_nan=False)
-        with open(self.path, "a+b") as file:  # writes at the end, wherever it reads
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                text = text if file.read(1) == b"\n" else f"\n{text}"  # a kill may have cut the last line
-            file.write(f"{text}\n".encode())
+        try:
+            with open(self.path, "a+b") as file:  # writes at the end, wherever it reads
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    text = text if file.read(1) == b"\n" else f"\n{text}"  # a kill may have cut the last line
+                file.write(f"{text}\n".encode())
+        except OSError as error:
+            self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning(f"{self.path} cannot be written ({error}); the training goes on without a run log.")
+        logger.warning(f"{self.path} cannot be written ({error}); the training continues without a run log.")
         self.path = None
 
 
 @dataclass
 class LoggedRun:
-    """A log as it counts: without what a resume has superseded.
+    """A log without the lines that a resume has superseded.
 
     Attributes:
         entries: log lines, oldest first; each has step, epoch, time, values, best and worst.
-        resumed_from: the steps gone on from.
+        resumed_from: the steps that were resumed from.
         seconds: spent in training calls, superseded steps included.
-        unreadable: lines that are no JSON, as a kill in the middle of a write leaves one.
+        unreadable: lines that are not JSON; a kill in the middle of a write leaves one.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -163,7 +163,7 @@ class LoggedRun:
 
 
 def read_log(path: str | Path) -> LoggedRun:
-    """Read a log, of a run that ended or not.
+    """Read the log of a run, which may still be running.
 
     Raises:
         OSError: the file cannot be read.
@@ -203,64 +203,35 @@ def extremes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered if len(ordered) <= 2 * SHOWN else [*ordered[:SHOWN], *ordered[-SHOWN:]]
 
 
-def step_of(checkpoint: str | Path) -> int:
-    """Optimizer steps a checkpoint has behind it.
-
-    Raises:
-        OSError: neither its trainer state nor its name tells.
-    """
-    try:
-        return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        found = re.search(r"checkpoint-(\d+)", Path(checkpoint).name)
-        if found is None:
-            raise OSError(f"{checkpoint} names no step") from None
-        return int(found[1])
-
-
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Peak memory in MiB: allocated on the accelerator, or resident of this process; None where it is not told."""
-    if device.type != "cpu":
-        try:
-            return torch.accelerator.max_memory_allocated(device) / 2**20
-        except (RuntimeError, AttributeError, ValueError):
-            return None
+    """Peak memory in MiB: allocated on the accelerator, or resident in this process; None where it is unknown."""
     try:
+        if device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(device) / 2**20
         import resource
-    except ImportError:  # Windows
+    except (RuntimeError, ValueError, ImportError):  # an accelerator that does not count; Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def as_text(content: Any) -> str:
-    """A prompt or completion as text; messages become lines of `role: content`."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
+    """A prompt or completion as text; messages become lines of `role: content`, with tool calls as JSON."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
         return "\n".join(_message(part) if isinstance(part, Mapping) else str(part) for part in content)
     return str(content)
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [part if isinstance(part, Mapping) else {"text": str(part)} for part in content]
-        content = " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
-    said = [str(content)] if content else []
-    name = f"{message.get('role', '')}{' ' + message['name'] if message.get('name') else ''}"
-    return f"{name}: {' '.join([*said, *map(_call, message.get('tool_calls') or ())])}"
-
-
-def _call(call: Any) -> str:
-    """A tool call as one writes it in Python."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(arguments := function.get("arguments"), Mapping):
-        return str(call)
-    return f"{function.get('name')}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    content = message.get("content") or []
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [p.get("text") or f"[{p.get('type')}]" if isinstance(p, Mapping) else p for p in parts]
+    calls = [json.dumps(strict(call)) for call in message.get("tool_calls") or ()]
+    speaker = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
+    return f"{speaker}: {' '.join(map(str, [*texts, *calls]))}"
 
 
 def cut(text: str, longest: int = LONGEST_TEXT) -> str:
-    """At most about `longest` characters: the first three quarters and the end, with a mark between."""
+    """Shorten a text to about `longest` characters: the first three quarters and the end, with a mark between."""
     if len(text) <= longest:
         return text
     end = longest // 4
@@ -268,7 +239,7 @@ def cut(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 def strict(value: Any) -> Any:
-    """What JSON has a spelling for: NaN and infinities become null, unknown objects their text."""
+    """A value as strict JSON: NaN and infinities become None, unknown objects their text."""
     if isinstance(value, Mapping):
         return {str(name): strict(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

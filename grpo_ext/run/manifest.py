@@ -1,7 +1,7 @@
-"""`manifest.json` in a run's folder: with what, on what and from where a run was trained, and what came out.
+"""`manifest.json` in a run's folder: settings, versions, machine and data of a run, and hashes of its result.
 
-One entry for each time `train()` was called on the run, so a resumed run has several. Written by the main process when
-training starts and again when it ends; for people, and for `grpo-ext`.
+One entry for each call of `train()`, so a resumed run has several. Written by the main process when training starts
+and when it ends; read by people and by `grpo-ext`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "
 @functools.cache
 def versions() -> dict[str, str | None]:
     """Installed versions of what a run depends on."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -62,28 +62,27 @@ def _cpu() -> str:
         return platform.processor()
 
 
-def opening(
-    geometry: Any, fingerprint: dict[str, Any], device: torch.device, resumed_from: str | None, model: Any = None
-) -> dict[str, Any]:
-    """The entry of a training that starts; of `model`, its name: a Hub id, or a folder's without the path to it."""
-    name = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
+def opening(trainer: Any, fingerprint: dict[str, Any], resumed_from: str | None) -> dict[str, Any]:
+    """The entry of a training that starts."""
+    config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+    name = str(getattr(config, "_name_or_path", None) or "")
     return {
         "started": _now(),
         "process": os.getpid(),
         "finished": None,
         "ended": None,
         "resumed_from": resumed_from,
-        "model_name": Path(name).name if Path(name).is_dir() else name,
+        "model_name": Path(name).name if Path(name).is_dir() else name,  # without paths of this machine
         "versions": versions(),
-        "machine": machine(device),
+        "machine": machine(trainer.accelerator.device),
         "environment": environment(),
-        "geometry": dataclasses.asdict(geometry),
+        "geometry": dataclasses.asdict(trainer.geometry),
         **fingerprint,
     }
 
 
-def closing(step: int, ended: str, model: torch.nn.Module | None, optimizer: Any = None) -> dict[str, Any]:
-    """What is added when it ends.
+def closing(step: int, ended: str, model: torch.nn.Module | None) -> dict[str, Any]:
+    """What the end of a training adds to its entry.
 
     Args:
         ended: "finished", "interrupted" or "failed".
@@ -91,10 +90,8 @@ def closing(step: int, ended: str, model: torch.nn.Module | None, optimizer: Any
     """
     entry: dict[str, Any] = {"finished": _now(), "ended": ended, "step": step}
     if model is not None:
-        hashes = state_hashes(model, optimizer)
-        own = {name: value for name, value in hashes.items() if name.startswith("parameter/")}
-        digest = hashlib.sha256("\n".join(f"{name} {value}" for name, value in sorted(own.items())).encode())
-        entry |= {"parameters_sha256": digest.hexdigest(), "tensors": hashes}
+        lines = sorted(f"{name} {value}" for name, value in state_hashes(model, optimizer=None).items())
+        entry["parameters_sha256"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return entry
 
 
@@ -107,20 +104,19 @@ def read_manifest(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def write_manifest(folder: str | Path, entries: list[dict[str, Any]]) -> None:
-    """Write all entries; the file is whole or the old one.
+    """Replace the manifest of a run.
 
     Raises:
-        CheckpointError: it cannot be written; nothing is left behind.
+        CheckpointError: it cannot be written; the old one stays.
     """
     path = Path(folder) / MANIFEST
-    beside = path.with_name(f".{MANIFEST}")
+    temporary = path.with_name(f".{MANIFEST}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": 1, "trainings": entries}, indent=1, default=str) + "\n")
-        os.replace(beside, path)
+        temporary.write_text(json.dumps({"format": 1, "trainings": entries}, indent=1, default=str) + "\n")
+        os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{path} could not be written ({error.strerror}), so it does not say how this run ended or goes on; free "
             "some space, or name another output_dir."

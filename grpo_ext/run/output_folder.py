@@ -1,7 +1,7 @@
-"""Output folders: what an earlier run saved is never mixed with, or overwritten by, another run.
+"""Output folders: the files of an earlier run are never mixed with, or overwritten by, those of another.
 
-A run holds a lock on its folder while it trains, so two runs that start at once do not choose the same one. Used by the
-trainer; the recipe refuses a folder with checkpoints before anything is loaded.
+A run holds a lock on its folder while it trains, so that two runs which start at once take different folders. Used by
+the trainer; the recipe refuses a folder with checkpoints before anything is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed 
 
 
 def create_output_dir(folder: str | Path) -> None:
-    """Make a run's folder.
+    """Make a run's folder, if it does not exist.
 
     Raises:
         ConfigError: it cannot be made.
@@ -43,8 +43,8 @@ def _not_writable(folder: str | Path, error: OSError) -> ConfigError:
     )
 
 
-def _lock(folder: str | Path, patience: float = 0.0) -> FileLock | None:
-    """A lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
+def _acquire(folder: str | Path, patience: float = 0.0) -> FileLock | None:
+    """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
     create_output_dir(folder)
     lock = FileLock(Path(folder) / LOCK)
     try:
@@ -60,18 +60,18 @@ def _lock(folder: str | Path, patience: float = 0.0) -> FileLock | None:
 
 
 def _holder(folder: str | Path) -> str:
-    """The run that holds a folder, in words."""
-    newest = next(iter(read_manifest(folder)[-1:]), None)
-    if newest is None or newest.get("finished") is not None:
+    """A description of the run that holds a folder."""
+    entries = read_manifest(folder)
+    if not entries or entries[-1].get("finished") is not None:
         return "another run that has just begun"
-    return f"another run (process {newest.get('process')}, started {newest['started']})"
+    return f"another run (process {entries[-1].get('process')}, started {entries[-1]['started']})"
 
 
 class HeldFolder:
-    """The folder that a run writes to, which no other run takes before it is released.
+    """The folder that a run writes to; no other run takes it before it is released.
 
     Attributes:
-        writer: names this training's place to write checkpoints, see `checkpoint.writing_folder`.
+        writer: a unique name for this training's temporary folder, see `checkpoint.writing_folder`.
     """
 
     def __init__(self) -> None:
@@ -80,58 +80,54 @@ class HeldFolder:
         self._lock: FileLock | None = None
 
     def take(self, folder: str, in_place: bool) -> tuple[str, str]:
-        """Hold a folder; on the main process.
+        """Lock a folder; on the main process.
 
         Args:
-            in_place: a run of the folder goes on in it; otherwise a run begins, and writes beside what is there.
+            in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
+                checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
 
         Returns:
-            The folder that is held, and `writer`.
+            The folder, and `writer`.
 
         Raises:
-            CheckpointError: another run holds the folder that a run is to go on in.
-            ConfigError: it cannot be written to.
+            CheckpointError: another run holds the folder to resume in.
+            ConfigError: the folder cannot be written to.
         """
         self.release()
         self._process = os.getpid()
         if in_place:
-            self._lock = _folder_of_run(folder)
+            self._lock = _acquire(folder, _PATIENCE)
+            if self._lock is None:
+                raise CheckpointError(
+                    f"{folder} belongs to {_holder(folder)}, and two runs would overwrite each other's checkpoints; "
+                    "wait until that one has ended, end it, or name another output_dir."
+                )
         else:
-            folder, self._lock = _free_folder(folder)
+            folder = self._take_free(folder)
         return folder, f"{os.getpid()}-{secrets.token_hex(4)}"
 
+    def _take_free(self, folder: str) -> str:
+        reasons = list[str]()
+        names = (f"{folder.rstrip('/')}-{number}" if number > 1 else folder for number in itertools.count(1))
+        for name in names:
+            lock = None if checkpoints(name) else _acquire(name)
+            count = len(checkpoints(name))  # a run may have saved and ended in between
+            if lock is not None and not count:
+                break
+            if lock is not None:
+                lock.release()
+            earlier = f"holds {count} checkpoint(s) of an earlier run, which are left alone"
+            reasons.append(f"{name} {earlier if count else f'belongs to {_holder(name)}'}")
+        if reasons:
+            logger.warning(
+                f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
+                "resume_from_checkpoint the path of one of its checkpoints."
+            )
+        self._lock = lock
+        return name
+
     def release(self) -> None:
-        """Let other runs have the folder."""
+        """Let other runs take the folder."""
         if self._lock is not None and os.getpid() == self._process:  # a forked child's release would be its parent's
             self._lock.release()
             self._lock = None
-
-
-def _free_folder(folder: str) -> tuple[str, FileLock]:
-    """`folder`, or the first of `folder-2`, `folder-3`, ... without checkpoints that no run holds, and its lock."""
-    reasons, earlier = list[str](), False
-    for name in itertools.chain([folder], (f"{folder.rstrip('/')}-{number}" for number in itertools.count(2))):
-        lock = None if checkpoints(name) else _lock(name)
-        if lock is not None and not checkpoints(name):
-            if reasons:
-                hint = "To go on with an earlier run, pass resume_from_checkpoint the path of one of its checkpoints."
-                logger.warning(f"{'; '.join(reasons)}. This run saves to {name}. {hint if earlier else ''}".rstrip())
-            return name, lock
-        if lock is not None:
-            lock.release()  # a run saved and ended in between
-        if count := len(checkpoints(name)):
-            earlier = True
-            reasons.append(f"{name} holds {count} checkpoint(s) of an earlier run, which are left alone")
-        else:
-            reasons.append(f"{name} belongs to {_holder(name)}")
-    raise AssertionError("numbers do not end")
-
-
-def _folder_of_run(folder: str) -> FileLock:
-    lock = _lock(folder, _PATIENCE)
-    if lock is None:
-        raise CheckpointError(
-            f"{folder} belongs to {_holder(folder)}, and two runs would overwrite each other's checkpoints; wait until "
-            "that one has ended, end it, or name another output_dir."
-        )
-    return lock

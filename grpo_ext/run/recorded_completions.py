@@ -1,24 +1,20 @@
-"""A few completions with their log-probabilities, kept in every checkpoint: what an exported model has to reproduce.
+"""A few completions with their log-probabilities, in every checkpoint: an exported model has to reproduce them.
 
-Written by the trainer under any engine, read by `grpo-ext export`, which scores the same tokens with the model it
-wrote.
+Written by the trainer under any engine; read by `grpo-ext export`, which scores them with the model it wrote.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ..config import GRPOConfig
 from ..errors import CheckpointError
 from ..forward.reference import base_model_of
 from ..rollouts.batch import RolloutBatch
@@ -38,8 +34,7 @@ class RecordedCompletions:
         logps: log-probability of every token of each completion.
         dtype: in which the recording model computed ("float32", "bfloat16", "float16").
         temperature: the logits were divided by it.
-        quantised: how the weights were, as transformers' quantization_config, or only whether they were; a plain copy
-            of them scores differently.
+        quantised: transformers' quantization_config of 4-bit weights, True for other quantised weights, else False.
     """
 
     prompts: list[torch.Tensor]
@@ -51,20 +46,18 @@ class RecordedCompletions:
 
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
-        tensors: dict[str, torch.Tensor] = {}
-        for i, (prompt, completion, logps) in enumerate(zip(self.prompts, self.completions, self.logps)):
-            tensors |= {f"{i}/prompt": prompt, f"{i}/completion": completion, f"{i}/logps": logps}
+        columns = {"prompt": self.prompts, "completion": self.completions, "logps": self.logps}
+        tensors = {f"{i}/{name}": row for name, rows in columns.items() for i, row in enumerate(rows)}
         plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         about = {"count": str(len(self.prompts)), "dtype": self.dtype, "temperature": json.dumps(self.temperature)}
-        about["quantised"] = json.dumps(self.quantised)
-        save_file(plain, Path(folder) / RECORDED, metadata=about)
+        save_file(plain, Path(folder) / RECORDED, metadata=about | {"quantised": json.dumps(self.quantised)})
 
     @classmethod
     def load(cls, folder: str | Path) -> RecordedCompletions | None:
         """Read from a checkpoint's folder; None if it holds none.
 
         Raises:
-            CheckpointError: they are there and cannot be read.
+            CheckpointError: the file cannot be read.
         """
         path = Path(folder) / RECORDED
         if not path.is_file():
@@ -74,7 +67,7 @@ class RecordedCompletions:
                 about = file.metadata()
 
                 def read(name: str) -> list[torch.Tensor]:
-                    return [file.get_tensor(f"{i}/{name}") for i in range(int(about["count"]))]
+                    return [file.get_tensor(f"{row}/{name}") for row in range(int(about["count"]))]
 
                 tokens, logps = (read("prompt"), read("completion")), read("logps")
             return cls(*tokens, logps, about["dtype"], json.loads(about["temperature"]), json.loads(about["quantised"]))
@@ -82,65 +75,55 @@ class RecordedCompletions:
             raise CheckpointError(f"{path} is broken: {error}.") from None
 
 
-def rows_to_record(rollout: RolloutBatch) -> list[int]:
-    """A few completions of at least the median length, the shortest such with their prompts.
+def _rows_to_record(rollout: RolloutBatch) -> list[int]:
+    """The completions of median length and the next longer ones.
 
-    None that attention sees with gaps, which a plain forward does not reproduce.
+    Rows whose attention has gaps are left out: a plain forward does not reproduce them.
     """
-    prompts, gaps = rollout.prompt_lengths, rollout.gaps
-    lengths = {row: n for row, n in enumerate(rollout.completion_lengths) if n and not gaps[row]}
-    if not lengths:
-        return []
-    median = sorted(lengths.values())[len(lengths) // 2]
-    total = {row: n + prompts[row] for row, n in lengths.items() if n >= median}
-    return sorted(sorted(total, key=lambda row: (total[row], row))[:_COUNT])
+    lengths, gaps = rollout.completion_lengths, rollout.gaps
+    rows = [row for row, length in enumerate(lengths) if length and not gaps[row]]
+    rows.sort(key=lengths.__getitem__)
+    return sorted(rows[len(rows) // 2 :][:_COUNT])
 
 
-def record(
-    rollout: RolloutBatch,
-    score: Callable[[int], torch.Tensor],
-    model: Any,
-    args: GRPOConfig,
-    temperature: float,
-    accelerator: Accelerator,
-) -> RecordedCompletions | None:
-    """A few completions of a rollout batch; None where there are none, or memory is short on a process.
+def record(trainer: Any) -> RecordedCompletions | None:
+    """A few completions of a trainer's rollout batch, scored by its policy; called on all processes together.
 
-    Args:
-        score: from a row to its log-probabilities, (T,), padded on the right.
-        model: the policy, in evaluation mode meanwhile.
-        temperature: the logits were divided by it.
+    Returns:
+        None where there are none, where the model takes images, and where a process runs out of memory.
     """
-    rows = rows_to_record(rollout)
-    if not rows:
+    rollout, model, accelerator = trainer._rollouts.batch, trainer.model, trainer.accelerator
+    if rollout is None or trainer._rollouts.images.prepare is not None or not (rows := _rows_to_record(rollout)):
         return None
     tokens = [rollout.select([row]).token_rows(torch.device("cpu")) for row in rows]
-    half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    sharded = shards_parameters(accelerator)
-    training, logps, failed = model.training, list[torch.Tensor](), False
+    sharded, training = shards_parameters(accelerator), model.training
+    logps, failed = list[torch.Tensor](), False
     model.eval()
     try:
-        logps = [score(row)[: one.completions_B[0]].float() for row, one in zip(rows, tokens)]
-    except RuntimeError as error:  # a checkpoint without them is better than none
+        with trainer._scorer.without_gradients(model):
+            for row, one in zip(rows, tokens):
+                scores = trainer._score(model, *trainer._step_runner.collate(rollout, (row,)))[0][0]
+                logps.append(scores[: one.completions_B[0]].float())
+    except RuntimeError as error:
         if sharded or not is_out_of_memory(error):
             raise
-        failed = True
+        failed = True  # the checkpoint is written without them
     finally:
         model.train(training)
     if not sharded and any_process(failed, accelerator.device):
         return None
+    half = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else None
     return RecordedCompletions(
         [one.ids_N[: one.prompts_B[0]] for one in tokens],
         [one.targets() for one in tokens],
         logps,
         half or str(next(model.parameters()).dtype).removeprefix("torch."),
-        temperature,
+        trainer.temperature,
         _quantisation(base_model_of(accelerator.unwrap_model(model))),
     )
 
 
 def _quantisation(model: Any) -> dict[str, Any] | bool:
-    """How the weights are quantised, or only whether: LLM.int8 rounds activations too, by more than is compared."""
     if not getattr(model, "is_loaded_in_4bit", False):
         return bool(getattr(model, "is_quantized", False))
     config: Any = model.config.quantization_config
@@ -148,8 +131,8 @@ def _quantisation(model: Any) -> dict[str, Any] | bool:
 
 
 def score_alone(model: Any, recorded: RecordedCompletions) -> list[torch.Tensor]:
-    """Log-probabilities of every recorded completion, each run on its own by an ordinary transformers model."""
-    found = []
+    """Log-probabilities of every recorded completion, each run on its own by a plain transformers model."""
+    logps = []
     narrow = "logits_to_keep" in inspect.signature(model.forward).parameters
     with torch.no_grad():
         for prompt, completion in zip(recorded.prompts, recorded.completions):
@@ -157,5 +140,5 @@ def score_alone(model: Any, recorded: RecordedCompletions) -> list[torch.Tensor]
             options = {"logits_to_keep": len(completion) + 1} if narrow else {}
             logits = model(input_ids=ids, **options).logits[0, -len(completion) - 1 : -1].float() / recorded.temperature
             chosen = torch.log_softmax(logits, dim=-1).gather(1, completion.long()[:, None])
-            found.append(chosen.squeeze(1))
-    return found
+            logps.append(chosen.squeeze(1))
+    return logps

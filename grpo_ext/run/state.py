@@ -1,7 +1,6 @@
-"""What a run has to remember beside model, optimizer and scheduler: the rollout in progress and the log in progress.
+"""State of a run beside model, optimizer and scheduler: the rollout batch and the log line in progress.
 
-Differs from TRL, which forgets both on resume and samples again. Saved as safetensors and JSON, so reading executes
-nothing. Written and read by the trainer around transformers' own checkpoint files.
+Differs from TRL, which samples again on resume. Saved as safetensors and JSON, so that reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
 from ..forward.snapshot import Weights
-from ..rollouts.batch import NAMES, Column, RolloutBatch
+from ..rollouts.batch import Column, RolloutBatch
 from ..rollouts.ragged import Ragged
 
 logger = get_logger(__name__)
@@ -34,12 +33,12 @@ class RunState:
     Attributes:
         rollout: the scored rollout batch that is being trained on.
         rollout_name: its epoch and its index in the epoch.
-        step: steps of this trainer's own count.
+        step: the trainer's own count of optimizer steps.
         metrics: values of the steps since the last log line, by name.
         loss: sums of the Trainer since the last log line and since the start, and the step of the last log line.
         losses: of every step so far.
         entropy: the adaptive entropy controller.
-        limits: sizes that fit into memory, where they are smaller than those asked for.
+        limits: sizes that fit into memory, where they are smaller than those in the configuration.
         waiting: rollout batches that are being sampled (`rollout_lag`): the optimizer step, from 0, that each is for
             first, and the weights that sample it, one object for all that the same weights sample.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
@@ -56,14 +55,64 @@ class RunState:
     waiting: list[tuple[int, Weights]] = field(default_factory=list)
     sampled_at: int = 0
 
+    @classmethod
+    def of(cls, trainer: Any) -> RunState:
+        """The state of a trainer's run as it is now; called on all processes together."""
+        rollouts, limits = trainer._rollouts, trainer._step_runner.limits
+        entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
+        return cls(
+            rollout=rollouts.batch,
+            rollout_name=rollouts.held,
+            step=trainer._step,
+            metrics={name: [float(v) for v in values] for name, values in trainer._metrics["train"].items()},
+            loss={
+                "since_log": float(trainer._tr_loss),
+                "total": float(trainer._total_loss_scalar),
+                "last_logged": float(trainer._globalstep_last_logged),
+            },
+            losses=trainer._losses,
+            entropy=entropy if trainer.use_adaptive_entropy else {},
+            limits={
+                "window": limits.state(),
+                "scoring": trainer._scorer.memory.limit,
+                "generation": rollouts.worker.parts.memory.limit,
+            },
+            waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
+            sampled_at=rollouts.sampled_at,
+        )
+
+    def restore(self, trainer: Any) -> None:
+        """Put the state back into a trainer, after its loop has set its sums to zero."""
+        rollouts = trainer._rollouts
+        rollouts.hold(self.rollout, self.rollout_name)
+        trainer._step, rollouts.waiting, rollouts.sampled_at = self.step, self.waiting, self.sampled_at
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(self.metrics)
+        if self.loss:
+            trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
+            trainer._total_loss_scalar = self.loss["total"]
+            trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
+            trainer._losses = list(self.losses)
+        if self.entropy:
+            trainer.entropy_coef = self.entropy["coefficient"]
+            trainer._last_world_entropy = self.entropy["last"]
+        if self.limits:
+            trainer._step_runner.limits.restore(self.limits["window"])
+            trainer._scorer.memory.limit = self.limits["scoring"]
+            rollouts.worker.parts.memory.limit = self.limits["generation"]
+
+    def forget_rollouts(self) -> None:
+        """Drop the rollout batch and what is being sampled: they belong to other settings."""
+        self.rollout, self.rollout_name, self.waiting = None, None, []
+
     def save(self, folder: str | Path) -> None:
         """Write into a checkpoint's folder."""
         plain = {name: value for name, value in vars(self).items() if name != "rollout"}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
-        tensors, objects = ({}, {}) if self.rollout is None else _of_rollout(self.rollout)
-        if objects and (unstored := _unstorable(objects)):
+        tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
+        if unstorable := [name for part in ("lists", "constants") for name in _not_json(objects.get(part, {}))]:
             logger.warning(
-                f"A checkpoint cannot hold {', '.join(unstored)} of this rollout batch (Python objects other than "
+                f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
                 "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
                 "it again, with the weights as they are then. Return tensors from _generate_and_score_completions."
             )
@@ -72,17 +121,17 @@ class RunState:
         (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
         save_file(tensors, Path(folder) / TENSORS)
         if self.waiting:
-            save_file(_stored({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
+            save_file(_flat({weights.step: weights for _, weights in self.waiting}), Path(folder) / WEIGHTS)
 
     @classmethod
     def load(cls, folder: str | Path, num_generations: int) -> RunState | None:
-        """Read from a checkpoint's folder; None if it is one of another trainer.
+        """Read from a checkpoint's folder; None if another trainer wrote it.
 
         Args:
             num_generations: completions per group of the rollout batch.
 
         Raises:
-            CheckpointError: it is there and cannot be read.
+            CheckpointError: a file cannot be read.
         """
         path = Path(folder) / STATE
         if not path.is_file():
@@ -90,29 +139,29 @@ class RunState:
         try:
             plain = json.loads(path.read_text())
             tensors = load_file(Path(folder) / TENSORS)
-            waiting, objects = plain.pop("waiting", []), plain.pop("rollout_objects", {})
+            waiting, objects = plain.pop("waiting"), plain.pop("rollout_objects")
             state = cls(**plain)
             if waiting:
                 stored = load_file(Path(folder) / WEIGHTS)
-                moments = {part["progress"]["global_step"]: part["progress"] for part in waiting}
-                loaded = {step: _weights(stored, progress) for step, progress in moments.items()}
-                state.waiting = [(part["step"], loaded[part["progress"]["global_step"]]) for part in waiting]
+                snapshots = {part["progress"]["global_step"]: part["progress"] for part in waiting}
+                weights = {step: _weights(stored, progress) for step, progress in snapshots.items()}
+                state.waiting = [(part["step"], weights[part["progress"]["global_step"]]) for part in waiting]
+            if state.rollout_name is not None:
+                state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
+                state.rollout = _join(tensors, objects, num_generations)
         except Exception as error:  # whatever the parsers raise
             raise CheckpointError(f"{path}, {TENSORS} or {WEIGHTS} beside it is broken: {error}.") from None
-        if state.rollout_name is not None:
-            state.rollout_name = (state.rollout_name[0], state.rollout_name[1])
-            state.rollout = _rollout(tensors, objects, num_generations)
         return state
 
 
-def _of_rollout(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """The tensors of a rollout batch, and its Python objects.
 
-    A column is "<name>/values"; "<name>/lengths" is beside it where rows have values of any number.
+    A column is "<name>/values", with "<name>/lengths" where the number of values differs between rows.
     """
     tensors: dict[str, torch.Tensor] = {}
-    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": {}}
-    objects["layout"] = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
+    layout = {"widths": rollout.widths, "items_per_token": rollout.items_per_token}
+    objects: dict[str, dict[str, Any]] = {"lists": {}, "constants": {}, "layout": layout}
     for name, column in rollout.columns.items():
         if isinstance(column, list):
             objects["lists"][name] = column
@@ -128,71 +177,60 @@ def _of_rollout(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[st
     return {name: value.contiguous().clone() for name, value in tensors.items()}, objects  # they may share memory
 
 
-def _unstorable(objects: dict[str, dict[str, Any]]) -> list[str]:
-    """Names of Python objects that JSON does not give back as they were."""
+def _not_json(objects: dict[str, Any]) -> list[str]:
+    """Names of the objects that JSON does not give back as they were."""
 
-    def lost(value: Any) -> bool:
+    def is_lost(value: Any) -> bool:
         try:
             return bool(json.loads(json.dumps(value)) != value)
         except (TypeError, ValueError):
             return True
 
-    return [name for part in ("lists", "constants") for name, value in objects[part].items() if lost(value)]
+    return [name for name, value in objects.items() if is_lost(value)]
 
 
-def _rollout(
-    tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], num_generations: int
-) -> RolloutBatch:
-    columns: dict[str, Column] = dict(objects.get("lists", {}))
-    constants = dict(objects.get("constants", {}))
+def _join(tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], num_generations: int) -> RolloutBatch:
+    columns: dict[str, Column] = dict(objects["lists"])
+    constants = dict(objects["constants"])
     for key in sorted(tensors):
         name, part = key.rsplit("/", 1)
-        lengths: Any = tensors.get(f"{name}/lengths")
+        lengths = tensors.get(f"{name}/lengths")
         if part == "constant":
             constants[name] = tensors[key]
-        elif part == "values" and lengths is None:
-            columns[name] = tensors[key]
-        elif part == "values" and (name in _ONE_EACH or name not in NAMES) and bool((lengths == 1).all()):
-            # as single values were written once
-            columns[name] = tensors[key][:, None] if name == "importance_sampling_ratio" else tensors[key]
         elif part == "values":
-            columns[name] = Ragged(tensors[key], lengths.tolist())
-    layout = objects.get("layout", {})
-    widths = layout.get("widths")
+            columns[name] = tensors[key] if lengths is None else Ragged(tensors[key], lengths.tolist())
+    widths = objects["layout"]["widths"]
     rollout = RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
-    rollout.items_per_token = layout.get("items_per_token")
+    rollout.items_per_token = objects["layout"]["items_per_token"]
     return rollout
 
 
-_ONE_EACH = ("advantages", "importance_sampling_ratio", "row_number")
-
-
-def _stored(weights: dict[int, Weights]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for step, kept in weights.items():
-        for part, tensors in (("policy", kept.policy), ("reference", kept.reference)):
-            found |= {f"{step}/{part}/{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    return found
+def _flat(snapshots: dict[int, Weights]) -> dict[str, torch.Tensor]:
+    return {
+        f"{step}/{part}/{name}": tensor.cpu().contiguous()
+        for step, weights in snapshots.items()
+        for part, tensors in (("policy", weights.policy), ("reference", weights.reference))
+        for name, tensor in tensors.items()
+    }
 
 
 def _weights(stored: dict[str, torch.Tensor], progress: dict[str, Any]) -> Weights:
-    parts = []
-    for part in ("policy", "reference"):
-        prefix = f"{progress['global_step']}/{part}/"
-        # copied, as what a file was mapped for may lie where no other tensor does (runtime.determinism.align_memory)
-        own = {key: value.clone() for key, value in stored.items() if key.startswith(prefix)}
-        parts.append({key.removeprefix(prefix): value for key, value in own.items()})
-    return Weights(progress, *parts)
+    def part(name: str) -> dict[str, torch.Tensor]:
+        prefix = f"{progress['global_step']}/{name}/"
+        # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
+        return {key.removeprefix(prefix): value.clone() for key, value in stored.items() if key.startswith(prefix)}
+
+    return Weights(progress, part("policy"), part("reference"))
 
 
 def save_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Write a reference model that moves during the run (`sync_ref_model`)."""
+    """Write a reference model that moves during the run (`sync_ref_model`) into a checkpoint's folder."""
     state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
     save_file(state, Path(folder) / REFERENCE)
 
 
 def load_reference(model: torch.nn.Module, folder: str | Path) -> None:
-    """Read it again, where it was written."""
+    """Read what `save_reference` wrote, where it did."""
     path = Path(folder) / REFERENCE
     if path.is_file():
         model.load_state_dict(load_file(path))

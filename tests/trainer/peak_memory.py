@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.run.state import RunState
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -33,13 +34,13 @@ class HoldsLoaded(GRPOTrainer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        restore = self._keeper.run.restore
+        restore = RunState.restore
 
-        def hold(state: Any) -> None:
-            restore(state)
+        def hold(state: RunState, trainer: Any) -> None:
+            restore(state, trainer)
             self.held.append(state)
 
-        self._keeper.run.restore = hold  # type: ignore[method-assign]
+        RunState.restore = hold  # type: ignore[method-assign]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -250,20 +250,3 @@ def test_other_end_tokens_are_another_run(checkpoint, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "a"
     assert "end_tokens: [1] in the checkpoint" in refusal(checkpoint, tmp_path, processing_class=tokenizer)
-
-
-@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])
-@pytest.mark.parametrize("keep", [0.0, 0.6])
-def test_a_truncated_file_of_another_trainers_checkpoint_is_named(tmp_path, caplog, name, keep):
-    folder = tmp_path / "out"
-    make(folder, **SAVE, max_steps=2).train()
-    for checkpoint in folder.glob("checkpoint-*"):
-        as_of_another_trainer(checkpoint)
-    path = folder / "checkpoint-2" / name
-    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-    with pytest.raises(CheckpointError, match=rf"checkpoint-2/{name} is cut short or broken"):
-        make(folder, **SAVE, max_steps=2).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    trainer = make(folder, **SAVE, max_steps=2)
-    trainer.train(resume_from_checkpoint="latest")
-    assert f"Skipped a checkpoint: {path} is cut short" in caplog.text
-    assert trainer.state.global_step == 2

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.run.state import STATE, TENSORS, RunState
+from grpo_ext.run.state import RunState
 from tests.support.batches import batch_of_rows
 
 
@@ -61,31 +59,6 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
     assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
     assert read.constants == written.constants
-
-
-def test_a_rollout_batch_of_an_earlier_version_is_read(tmp_path):
-    """Every column was rows of any length, single values too."""
-    expected = rollout(weight=torch.tensor([0.5, 2.0]))
-    columns: dict[str, list[torch.Tensor]] = {
-        "prompt_ids": [torch.tensor([5, 6])] * 2,
-        "prompt_mask": [torch.ones(2, dtype=torch.long)] * 2,
-        "completion_ids": [torch.tensor([7, 8]), torch.tensor([9])],
-        "completion_mask": [torch.ones(2, dtype=torch.long), torch.ones(1, dtype=torch.long)],
-        "old_per_token_logps": [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
-        "advantages": [torch.tensor([1.0]), torch.tensor([-1.0])],
-        "importance_sampling_ratio": [torch.tensor([0.5]), torch.tensor([0.25])],
-        "weight": [torch.tensor([0.5]), torch.tensor([2.0])],
-    }
-    tensors = {f"{name}/values": torch.cat(rows) for name, rows in columns.items()}
-    tensors |= {f"{name}/lengths": torch.tensor([len(row) for row in rows]) for name, rows in columns.items()}
-    save_file(tensors, tmp_path / TENSORS)
-    (tmp_path / STATE).write_text(json.dumps({"rollout_name": [0, 1]}))
-    state = RunState.load(tmp_path, 2)
-    assert state is not None
-    assert (read := state.rollout) is not None
-    assert read.columns.keys() == expected.columns.keys()
-    for name, column in expected.columns.items():
-        assert same(column, read.columns[name]), name
 
 
 def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(tmp_path, caplog):
