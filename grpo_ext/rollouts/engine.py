@@ -67,9 +67,11 @@ class EngineSettings:
 
     Attributes:
         device: of the model.
-        chunk_size: completions of a chunk, at most.
+        seed: of the run.
+        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
+        pad: the padding token of TRL's dictionary.
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
@@ -77,13 +79,19 @@ class EngineSettings:
     """
 
     device: torch.device
-    chunk_size: int
+    seed: int
+    chunk_size: int | None
     eos_token_ids: Sequence[int]
     filler: int
+    pad: int
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
     fp16: bool = False
+
+    def groups_of(self, num_generations: int) -> int | None:
+        """Completions of a chunk in whole groups, at least one."""
+        return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
 
 
 class TransformersEngine:
@@ -113,7 +121,8 @@ class TransformersEngine:
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
         """The chunks of a turn, one `generate` each."""
-        size = max(1, self.settings.chunk_size // num_generations) * num_generations
+        size = self.settings.groups_of(num_generations)
+        assert size is not None
         # virtual tokens stand before the padding, so there must be none
         return chunks_of(transcripts, size, equal_lengths=is_prompt_learning(self.model()))
 

@@ -41,7 +41,7 @@ def rollout_metrics(
     lengths_B, truncated_B = ([getattr(e, name) for e in entries] for name in ("tokens", "truncated"))
     values = list(_length_metrics(torch.tensor(lengths_B), torch.tensor(truncated_B)).items())
     if with_tools:
-        calls, failures = sum(one.tool_calls for one in rounds), sum(one.tool_failures for one in rounds)
+        calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
     for name, rewards in zip(names, rewards_BF.unbind(1)):  # several may have one name

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..batching.sizes import describe_plan
-from ..rollouts.build import described
+from ..rollouts.build_ahead import described
 from .fingerprint import data_fingerprint, model_fingerprint, settings_of, tokenizer_fingerprint, tools_fingerprint
 from .recorded_completions import RecordedCompletions, record
 from .state import RunState

@@ -21,7 +21,7 @@ from grpo_ext import GRPOConfig, checks
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.ahead import Worker
+from grpo_ext.rollouts.ahead import RolloutThread
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
@@ -364,7 +364,7 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
-    worker, order = Worker(None, torch.device("cpu")), []
+    worker, order = RolloutThread(None, torch.device("cpu")), []
 
     def work(number: int) -> Any:
         def run(idle: float) -> int:
@@ -384,7 +384,7 @@ def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
 
 def test_a_thread_has_threads_of_its_own():
     before = torch.get_num_threads()
-    worker = Worker(before + 1, torch.device("cpu"))
+    worker = RolloutThread(before + 1, torch.device("cpu"))
     assert worker.submit(lambda idle: torch.get_num_threads()).result(10) == before + 1
     assert torch.get_num_threads() == before
     worker.close(10)

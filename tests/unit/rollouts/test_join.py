@@ -15,12 +15,13 @@ from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
+from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import JoinRules, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
-RULES = JoinRules(AdvantageRule(), torch.ones(1), frozenset({END}))
+RULES = JoinRules(AdvantageRule(), torch.ones(1), ImageSource())
 
 
 def part(
@@ -32,7 +33,7 @@ def part(
     """Groups of two, of prompts whose rewards are their numbers and half a point more."""
     layout = StepLayout(0, 0, 0, range(4), range(8))
     numbers = range(min(prompts, default=0), max(prompts, default=-1) + 1)
-    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None)
+    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None, ends={END})
     terms.masked = partial(Terms.masked, terms)
     local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), terms, failure=failure)
     for prompt in prompts:
