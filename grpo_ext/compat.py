@@ -278,8 +278,6 @@ class Point:
     closed: bool = False
 
 
-trl_module = importlib.import_module(trl.GRPOTrainer.__module__)  # where its scoring finds the collectives it calls
-vllm_module: Any = _module("trl.generation.vllm_generation")  # where it asks a server
 VLLMClient = _function("trl.generation.vllm_client", "VLLMClient")
 
 # taken now: scripts put this package's trainer in the place of TRL's

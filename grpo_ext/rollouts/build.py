@@ -67,7 +67,7 @@ def build_rollouts(trainer: Any, trl_scorer: Callable[..., Any], clock: PhaseClo
     scorer = Scorer(trainer.accelerator, trainer.args, trainer.pad_to_multiple_of, trl_scorer, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
     worker, load = build_worker(trainer, images, scorer, clock), functools.partial(load_weights, trainer)
-    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, images, load)
+    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, load)
 
 
 def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> OverriddenWorker:
@@ -155,8 +155,6 @@ def context_of(trainer: Any) -> Context:
         num_generations=trainer._group_size,
         metrics=trainer._metrics[mode],
         logs=trainer._logs,
-        score=trainer._override_of(SCORE),
-        rewards=trainer._override_of("_calculate_rewards"),
     )
 
 
@@ -216,8 +214,8 @@ def hooks_of(trainer: Any) -> Hooks:
         trainer._override_of("_generate"),
         trainer._override_of("_generate_single_turn"),
         None if trainer.rollout_func is None else rollout,
-        trainer._override_of("_calculate_rewards") is not None,
-        trainer._override_of(SCORE) is not None,
+        trainer._override_of("_calculate_rewards"),
+        trainer._override_of(SCORE),
     )
 
 

@@ -81,7 +81,7 @@ def _begin(trainer: Any) -> RolloutsAhead:
         history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
         vars(state).update({**weights.progress, "log_history": history})
         config = copy.deepcopy(getattr(trainer, "generation_config", None))
-        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards") is not None)
+        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards"))
         now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
         processors = copy.deepcopy(now.rewards.processing_classes)
         return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))

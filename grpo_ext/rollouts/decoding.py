@@ -127,10 +127,6 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     return None
 
 
-# `generate` of architectures that override transformers' without a say in what is sampled, with the reason
-PLAIN_GENERATE: dict[str, str] = {}
-
-
 def own_generate(model: Any) -> str | None:
     """The name of a `generate` of the model's own (of its class, or replaced on it); None where it is transformers'.
 
@@ -146,7 +142,7 @@ def own_generate(model: Any) -> str | None:
         return own_generate(model.get_base_model())
     # the name too, because a library may have replaced the method of the class
     plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
-    return None if plain or name in PLAIN_GENERATE else name
+    return None if plain else name
 
 
 @contextmanager

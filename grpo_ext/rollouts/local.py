@@ -37,16 +37,16 @@ class Hooks:
         tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
         generate, turn: `_generate` and `_generate_single_turn`, as the user wrote them.
         rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards` is overridden, so the worker makes none.
-        score: `_generate_and_score_completions` is overridden, so rows are wanted for TRL's dictionary.
+        rewards: `_calculate_rewards`, called in `join`; the worker makes no rewards then.
+        score: `_generate_and_score_completions`, of this process's rows; returns TRL's padded dictionary.
     """
 
     tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
     generate: Callable[..., Any] | None = None
     turn: Callable[..., Any] | None = None
     rollout: Callable[[list[Any]], dict[str, Any]] | None = None
-    rewards: bool = False
-    score: bool = False
+    rewards: Callable[..., torch.Tensor] | None = None
+    score: Callable[..., dict[str, Any]] | None = None
 
     @property
     def any(self) -> bool:

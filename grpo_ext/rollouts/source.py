@@ -31,7 +31,6 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
-from .images import ImageSource
 from .join import JoinRules, Round, join
 from .keyed import BEYOND
 from .local import LocalRollout, Terms
@@ -52,8 +51,6 @@ class Context:
         terms: of the local phase; rules: of the join.
         num_generations: of the mode.
         metrics, logs: TRL's records, of this mode.
-        score: the user's `_generate_and_score_completions`; None where it is not overridden.
-        rewards: the user's `_calculate_rewards`, likewise.
     """
 
     terms: Terms
@@ -61,8 +58,6 @@ class Context:
     num_generations: int
     metrics: MutableMapping[str, list[float]]
     logs: dict[str, Any]
-    score: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
-    rewards: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass
@@ -83,7 +78,6 @@ class Rollouts:
 
     Args:
         worker: makes this process's part.
-        images: where the images of rows come from.
         load: gives vLLM the weights as they are now.
 
     Attributes:
@@ -102,12 +96,10 @@ class Rollouts:
         accelerator: Accelerator,
         args: GRPOConfig,
         worker: OverriddenWorker,
-        images: ImageSource,
         load: Callable[[], None],
     ) -> None:
-        self.accelerator, self.args, self.worker, self.images = accelerator, args, worker, images
-        self.load = load
-        self.sharded = worker.parts.settings.sharded
+        self.accelerator, self.args, self.worker, self.load = accelerator, args, worker, load
+        self.images, self.sharded = worker.parts.images, worker.parts.settings.sharded
         self.batch: RolloutBatch | None = None
         self.held: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
@@ -192,7 +184,7 @@ class Rollouts:
         if self.further is not None and context.terms.training:
             return self._in_rounds(rows, context)
         one = self._round(rows, context)
-        if context.score is None:
+        if context.terms.hooks.score is None:
             self._log([one], context)
         self._take_rewards(one.rewards_BF if one.entries else None, context)
         return one.batch
@@ -209,8 +201,8 @@ class Rollouts:
     # ---- One round ------------------------------------------------------------------------------------------------
 
     def _round(self, rows: StepRows, context: Context) -> Round:
-        if context.score is not None:
-            return self._scored_by_user(rows, context, context.score)
+        if (score := context.terms.hooks.score) is not None:
+            return self._scored_by_user(rows, context, score)
         return self._joined(self._local(rows, context), context)
 
     def _local(self, rows: StepRows, context: Context) -> LocalRollout:
@@ -248,9 +240,8 @@ class Rollouts:
         return contextlib.nullcontext()
 
     def _joined(self, local: LocalRollout, context: Context) -> Round:
-        if context.rewards is None:
+        if (calculate := context.terms.hooks.rewards) is None:
             return join(local, context.rules, self.accelerator.process_index)
-        calculate = context.rewards
 
         def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
             local.reward_calls = []
@@ -414,5 +405,5 @@ class Rollouts:
                     metrics.setdefault(name, []).append(value)
                 for name, values in call.columns.items():
                     extra.setdefault(name, []).extend(values)
-        local.reward_calls = [call for _, made in shares for call in made]
+        local.reward_calls = [call for _, part in shares for call in part]
         return torch.cat([rewards for rewards, _ in shares]).to(self.accelerator.device)

@@ -14,7 +14,6 @@ from ..errors import RolloutError
 from .batch import RolloutBatch, to_device
 from .join import Round, trl_columns
 from .local import LocalRollout, Parts
-from .transcript import Transcript
 
 _GENERATED = 8
 
@@ -73,38 +72,33 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
     rows = local.transcripts
     if len(ids) != len(rows):
         raise RolloutError(f"_generate returned {len(ids)} completions for {len(rows)} prompts; return one for each.")
+    _fill(local, prompt_ids, ids, masks, logps, extra_fields)
     for place, row in enumerate(rows):
-        row.prompt_ids, row.ids = list(prompt_ids[place]), list(ids[place])
-        row.mask = [1] * len(row.ids) if masks is None else list(masks[place])
-        row.logps = None if logps is None else list(logps[place])
         row.completion = completions[place]
         if not row.ids:
             raise RolloutError(f"_generate returned no tokens for prompt {place}; return at least the end token.")
         if images is not None:
             row.images = list(images[place] or ())
-    local.has_mask = masks is not None
-    add_fields(rows, extra_fields)
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     """Take over what a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks = fields.pop("env_mask", None)
-    for place, row in enumerate(local.transcripts):
-        row.prompt_ids = list(output["prompt_ids"][place])
-        logps = None if output["logprobs"] is None else list(output["logprobs"][place])
-        row.add_sampled(list(output["completion_ids"][place]), logps)
-        if masks is not None:
-            row.mask = list(masks[place])
-    local.has_mask, local.extra_fields = masks is not None, fields
-    add_fields(local.transcripts, fields)
+    _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
+    local.extra_fields = fields
 
 
-def add_fields(rows: Sequence[Transcript], fields: Mapping[str, Any]) -> None:
-    """Add a `rollout_func`'s further fields to the rows that reward functions get: a list by row, else one for all."""
-    for place, row in enumerate(rows):
+def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any, fields: Mapping[str, Any]) -> None:
+    """Tokens of each transcript, and further fields of the rows that reward functions get: a list by row, else one
+    for all."""
+    for place, transcript in enumerate(local.transcripts):
+        transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
+        transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
+        transcript.logps = None if logps is None else list(logps[place])
         for name, values in fields.items():
             if not isinstance(values, list):
-                row.row[name] = values
+                transcript.row[name] = values
             elif place < len(values):
-                row.row[name] = values[place]
+                transcript.row[name] = values[place]
+    local.has_mask = masks is not None

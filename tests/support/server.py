@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
 
 from grpo_ext import compat
 from tests.support.tiny import tiny_model
@@ -89,11 +91,11 @@ def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, model
     folder.mkdir(parents=True, exist_ok=True)
     client = StandIn(folder, tiny_model() if model is None else model)
 
-    class Generation(compat.vllm_module.VLLMGeneration):
+    class Generation(vllm_generation.VLLMGeneration):
         def _init_vllm(self) -> None:
             if self.accelerator.is_main_process:
                 self.vllm_client = client
 
-    put(compat.trl_module, "VLLMGeneration", Generation)
+    put(grpo_trainer, "VLLMGeneration", Generation)
     put(compat, "VLLMClient", lambda **settings: client)
     return client
