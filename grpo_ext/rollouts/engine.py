@@ -22,7 +22,7 @@ from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving
 from .decoding import own_generate, why_not_compact, without_router_logits
-from .keyed import can_sample_by_key, sample_chunk, sample_once
+from .keyed import can_sample_by_key, sample_chunk
 from .transcript import Transcript
 
 Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and what the engine says of each
@@ -152,11 +152,10 @@ class TransformersEngine:
         rows, settings, policy = [chunk[i] for i in part], self.settings, self.model()
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
         multiple = None if is_prompt_learning(policy) else settings.multiple
-        if not self.samples_by_key(config):
-            return sample_once(model, prompts, config, settings.eos_token_ids, settings.device, multiple, images)
-        keys_B, offsets_B = (torch.tensor(values) for values in ([r.key for r in rows], [len(r.ids) for r in rows]))
-        compact = settings.compact and not settings.sharded and why_not_compact(model, config) is None
-        arguments = (prompts, keys_B, offsets_B, config, settings.eos_token_ids, settings.device)
+        keyed = self.samples_by_key(config)
+        keys_B, offsets_B = torch.tensor([r.key for r in rows]), torch.tensor([len(r.ids) for r in rows])
+        compact = keyed and settings.compact and not settings.sharded and why_not_compact(model, config) is None
+        arguments = (prompts, keys_B if keyed else None, offsets_B, config, settings.eos_token_ids, settings.device)
         try:
             return sample_chunk(model, *arguments, multiple, compact, images)
         except PrecisionError as error:

@@ -203,20 +203,11 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
         if logps is not None:  # none of the tokens of a completion that is masked out
             columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
-    sampling = sampling_logps(transcripts, lengths)
-    if sampling is not None:
-        columns["sampling_per_token_logps"] = Ragged.of(sampling)
-    if (rule := terms.ratios) is not None and local.old_logps is not None and sampling is not None:
-        ratios = [rule.ratios(*row) for row in zip(columns["old_per_token_logps"], sampling, loss_masks)]
+    if transcripts and transcripts[0].logps is not None:  # NaN where the engine could not tell
+        rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
+        columns["sampling_per_token_logps"] = Ragged.of([torch.tensor(row[:n]) for row, n in zip(rows, lengths)])
+    names = ("old_per_token_logps", "sampling_per_token_logps")
+    if (rule := terms.ratios) is not None and all(name in columns for name in names):
+        ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
     return columns
-
-
-def sampling_logps(transcripts: Sequence[Transcript], lengths: Sequence[int]) -> list[torch.Tensor] | None:
-    """What the engine says of each token, NaN where it could not tell; None where it tells none."""
-    if not transcripts or transcripts[0].logps is None:
-        return None
-    return [
-        torch.tensor([math.nan if value is None else value for value in (t.logps or ())[:n]])
-        for t, n in zip(transcripts, lengths)
-    ]

@@ -105,7 +105,7 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
 def sample_chunk(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    keys_B: torch.Tensor,
+    keys_B: torch.Tensor | None,
     offsets_B: torch.Tensor,
     config: GenerationConfig,
     eos_token_ids: Sequence[int],
@@ -118,7 +118,8 @@ def sample_chunk(
 
     Args:
         prompts: token ids of each row, without padding.
-        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
+        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion. Without
+            keys transformers samples, as TRL calls it.
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
@@ -135,36 +136,21 @@ def sample_chunk(
         pictures = [None] * len(prompts) if images is None else images.numbers_B
         firsts, numbers = unique(zip(map(tuple, prompts), pictures))
     inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
-    width = inputs["input_ids"].size(1)
-    keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-    of_prompts = inputs.keys() - {"input_ids", "attention_mask", *TOKEN_TYPES}
+    width, keyed = inputs["input_ids"].size(1), None
+    if keys_B is not None:
+        keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+        inputs["logits_processor"] = LogitsProcessorList([*sampling_filters(model, config), keyed])
+        config = greedy_config(config)
     if compact:
+        of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
-        inputs["custom_generate"] = decode
-        inputs["past_key_values"] = growing_cache(model)
-    processors = LogitsProcessorList([*sampling_filters(model, config), keyed])
-    output = model.generate(**inputs, generation_config=greedy_config(config), logits_processor=processors)
-    if bool(keyed.broken):
+        inputs |= {"custom_generate": decode, "past_key_values": growing_cache(model)}
+    output = model.generate(**inputs, generation_config=config)
+    if keyed is not None and bool(keyed.broken):
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(eos_token_ids)
     return [_until_eos(row, ends) for row in output[:, width:].tolist()]
-
-
-def sample_once(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-    pad_to_multiple_of: int | None = None,
-    images: RowImages | None = None,
-) -> list[list[int]]:
-    """One completion for each row with the model's `generate`, called as TRL calls it; arguments as `sample_chunk`."""
-    inputs = _inputs(prompts, range(len(prompts)), config, device, pad_to_multiple_of, images)
-    output = model.generate(**inputs, generation_config=config)
-    ends = frozenset(eos_token_ids)
-    return [_until_eos(row, ends) for row in output[:, inputs["input_ids"].size(1) :].tolist()]
 
 
 def _inputs(

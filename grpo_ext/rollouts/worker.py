@@ -179,7 +179,8 @@ class RolloutWorker:
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
         terms, chunk = local.terms, self.parts.settings.groups_of(local.request.num_generations)
-        reward_rows = RewardRows(rows, prompts, completions, ids, environments_of(local.counted), local.first, chunk)
+        acting = [t.environment for t in local.counted if t.environment is not None]
+        reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, local.first, chunk)
         with self.parts.rewards.profile("_calculate_rewards"):
             return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 
@@ -228,9 +229,3 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
     metrics.clear()
     columns.clear()
     return [call]
-
-
-def environments_of(transcripts: Sequence[Transcript]) -> list[Any] | None:
-    """The environment of each transcript; None without any."""
-    environments = [transcript.environment for transcript in transcripts]
-    return None if all(environment is None for environment in environments) else environments
