@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,32 +94,41 @@ class Round:
         return len(self.entries)
 
 
-def join(
-    local: LocalRollout,
-    rules: JoinRules,
-    rank: int,
-    rewards_of_all: Callable[[], tuple[torch.Tensor, list[RewardCall]]] | None = None,
-) -> Round:
-    """What all processes made of a rollout batch; every process comes here once.
-
-    Args:
-        rank: of this process.
-        rewards_of_all: the user's `_calculate_rewards`, with the rows of this process; gives the rewards of all, and
-            all calls of reward functions.
+def exchange(local: LocalRollout, rules: JoinRules) -> list[Share]:
+    """The shares of all processes; every process comes here once.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
     """
     shares: list[Share] = gather_lists([_share(local, rules)])
     _raise_failures(local.failure, shares)
+    return shares
+
+
+def join(
+    shares: Sequence[Share],
+    rules: JoinRules,
+    rank: int,
+    num_generations: int,
+    rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
+) -> Round:
+    """A round, of the shares of all processes.
+
+    Args:
+        rank: of this process.
+        rewards_by_user: the rewards of all, and further calls of reward functions, where the user's
+            `_calculate_rewards` makes them.
+
+    Raises:
+        RolloutError: rewards are missing, or a group is not whole.
+    """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
-    if rewards_of_all is None:
+    if rewards_by_user is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
-        rewards_BF, made = rewards_of_all()
-        rewards_BF, calls = rewards_BF.cpu(), [*calls, *made]
-    entries, group = [entry for share in shares for entry in share.entries], local.request.num_generations
+        rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
+    entries, group = [entry for share in shares for entry in share.entries], num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "

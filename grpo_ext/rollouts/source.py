@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
-from ..rewards.calls import RewardCall
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
-from .join import JoinRules, Round, join
+from .join import JoinRules, Round, exchange, join
 from .keyed import BEYOND
 from .local import LocalRollout, Terms
 from .overrides import OverriddenWorker
@@ -58,19 +57,6 @@ class Context:
     num_generations: int
     metrics: MutableMapping[str, list[float]]
     logs: dict[str, Any]
-
-
-@dataclass
-class Scoring:
-    """A call of the user's `_generate_and_score_completions`, while it runs.
-
-    Attributes:
-        rows: that it was given.
-        rounds: that it has made, by calls of TRL's method.
-    """
-
-    rows: StepRows
-    rounds: list[Round] = field(default_factory=list)
 
 
 class Rollouts:
@@ -109,7 +95,8 @@ class Rollouts:
         self.sampled_at = 0
         self.steps: Any = None
         self.further: FurtherPrompts | None = None
-        self._scoring: Scoring | None = None
+        # while a user's `_generate_and_score_completions` runs: the request, and the rounds by calls of TRL's method
+        self._scored: tuple[RolloutRequest, list[Round]] | None = None
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
         self._free_calls = 0
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
@@ -240,17 +227,17 @@ class Rollouts:
         return contextlib.nullcontext()
 
     def _joined(self, local: LocalRollout, context: Context) -> Round:
-        if (calculate := context.terms.hooks.rewards) is None:
-            return join(local, context.rules, self.accelerator.process_index)
-
-        def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
+        """A round of what all processes made; every process comes here once."""
+        shares = exchange(local, context.rules)
+        calculate, rewards = context.terms.hooks.rewards, None
+        if calculate is not None:
             local.reward_calls = []
             uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
             with assigned(self, _rewarded=local), uneven, phase:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
-                return rewards_BF, [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-
-        return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
+                rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
+        rank, group = self.accelerator.process_index, local.request.num_generations
+        return join(shares, context.rules, rank, group, rewards)
 
     # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
 
@@ -311,21 +298,21 @@ class Rollouts:
     def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[..., dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
         request = rows.request
-        scoring = Scoring(rows)
-        with assigned(self, _scoring=scoring), self._uneven(request, context):
+        rounds: list[Round] = []
+        with assigned(self, _scored=(request, rounds)), self._uneven(request, context):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
-        if not scoring.rounds and self.further is not None and context.terms.training:
+        if not rounds and self.further is not None and context.terms.training:
             raise RolloutError(
                 "_generate_and_score_completions made a rollout batch without TRL's method, and dynamic_sampling=True "
                 "needs its rewards; call super(), or set it to False."
             )
-        if not scoring.rounds:  # it made everything by itself
+        if not rounds:  # it made everything by itself
             self._refuse_or_warn_of_own_scoring(rows)
             unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
-        last = scoring.rounds[-1]
-        whole = len(scoring.rounds) == 1 and len(last) == len(batch)
+        last = rounds[-1]
+        whole = len(rounds) == 1 and len(last) == len(batch)
         if self.further is not None and context.terms.training and not whole:
             raise RolloutError(
                 "_generate_and_score_completions called TRL's method more than once, or with other rows, and "
@@ -368,20 +355,19 @@ class Rollouts:
 
         Which random numbers they draw: see rollouts.overrides.
         """
-        scoring, rows, training = self._scoring, list(inputs), context.terms.training
+        rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
         request = self._request(len(rows), context.num_generations)
-        local = self._sampled(StepRows(rows, request), context, 0 if scoring is None else len(scoring.rounds))
+        local = self._sampled(StepRows(rows, request), context, call=len(rounds))
         one = self._joined(local, context)
-        if scoring is not None:
-            scoring.rounds.append(one)
-        if scoring is None or self.further is None or not training:
+        rounds.append(one)
+        if self._scored is None or self.further is None or not context.terms.training:
             self._log([one], context)
         return trl_dictionary(local, one, self.worker.parts)
 
     def _request(self, rows: int, group: int) -> RolloutRequest:
         """The request that a user's override was given; a new one for rows that no loader has asked for."""
-        if self._scoring is not None:
-            return self._scoring.rows.request
+        if self._scored is not None:
+            return self._scored[0]
         self._free_calls += 1
         prompts, rank = ceil_div(rows, group), self.accelerator.process_index
         layout = StepLayout(BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))

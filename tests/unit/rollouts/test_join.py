@@ -16,7 +16,7 @@ from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
-from grpo_ext.rollouts.join import JoinRules, join
+from grpo_ext.rollouts.join import JoinRules, exchange, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
@@ -51,7 +51,7 @@ def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> An
     """As the process `rank` of several sees it."""
     shares = [module._share(local, RULES) for local in parts]
     monkeypatch.setattr(module, "gather_lists", lambda own: shares)
-    return join(parts[rank], RULES, rank)
+    return join(exchange(parts[rank], RULES), RULES, rank, num_generations=2)
 
 
 def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):
