@@ -143,22 +143,22 @@ def estimated_advantages(
     check_estimator(name)
     rewards = weighted_sum(rewards_BF, weights_F)
     expected = (rewards.numel() // num_generations, num_generations)
-    found = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (expected, (rewards.numel(),)):
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    advantages = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (rewards.numel(),)):
+        shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(
             f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
             "number per completion, in that shape."
         )
-    found = found.reshape(-1).to(rewards)
-    broken = ~torch.isfinite(found) & ~torch.isnan(rewards)
+    advantages = advantages.reshape(-1).to(rewards)
+    broken = ~torch.isfinite(advantages) & ~torch.isnan(rewards)
     if broken.any():
         row = int(broken.nonzero()[0])
         raise ConfigError(
-            f"advantage estimator {name!r} returned {float(found[row])} for completion {row % num_generations} of "
+            f"advantage estimator {name!r} returned {float(advantages[row])} for completion {row % num_generations} of "
             f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
         )
-    return torch.where(torch.isnan(rewards), 0.0, found)
+    return torch.where(torch.isnan(rewards), 0.0, advantages)
 
 
 def probe_estimator(name: str, num_generations: int) -> None:

@@ -80,7 +80,7 @@ class Round:
         rewards_BF: their rewards; advantages_B: what they become.
         entries: what is logged of each completion.
         reward_calls: with what functions logged, in the order of the completions.
-        own: which of its rows are this process's.
+        local_rows: which of its rows are this process's.
     """
 
     batch: RolloutBatch
@@ -88,7 +88,7 @@ class Round:
     advantages_B: torch.Tensor
     entries: list[Entry]
     reward_calls: list[RewardCall]
-    own: range
+    local_rows: range
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -63,8 +63,9 @@ def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorLis
     Like `generate`, what the configuration leaves open is taken from the model's own.
     """
     values = {name: getattr(config, name, None) for name in _FILTERS}
-    own = {name: getattr(model.generation_config, name, None) for name in _FILTERS}
-    values = {name: own[name] if value is None else value for name, value in values.items()}
+    for name in _FILTERS:
+        if values[name] is None:
+            values[name] = getattr(model.generation_config, name, None)
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
     return model._get_logits_processor(GenerationConfig(do_sample=True, **values))

@@ -71,8 +71,8 @@ def _what_is_wrong(output: Any, rows: int) -> str | None:
 
 
 def _other_lengths(name: str, values: Any, completion_ids: Sequence[Any]) -> str | None:
-    for row, (own, ids) in enumerate(zip(() if values is None else values, completion_ids)):
-        count = len(own) if hasattr(own, "__len__") else own
+    for row, (entries, ids) in enumerate(zip(() if values is None else values, completion_ids)):
+        count = len(entries) if hasattr(entries, "__len__") else entries
         if count != len(ids):
             return f"returned {count} {name} for the {len(ids)} tokens of completion {row}"
     return None

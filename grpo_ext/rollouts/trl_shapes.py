@@ -25,7 +25,7 @@ def trl_dictionary(local: LocalRollout, one: Round, parts: Parts) -> dict[str, A
     """
     transcripts, settings = local.transcripts, parts.settings
     columns = trl_columns(local, transcripts, whole=True)
-    advantages = one.advantages_B[one.own.start : one.own.stop]
+    advantages = one.advantages_B[one.local_rows.start : one.local_rows.stop]
     columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)

@@ -63,7 +63,7 @@ def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(mo
             assert torch.equal(found.advantages_B, alone.advantages_B)
             assert [entry.prompt for entry in found.entries] == ["p0", "p0", "p1", "p1", "p2", "p2"]
             assert found.batch.prompt_ids.values.tolist() == [10, 10, 11, 11, 12, 12]
-            assert list(found.own) == [
+            assert list(found.local_rows) == [
                 i for i, e in enumerate(found.entries) if int(e.prompt[1]) in local.request.prompts
             ]
 
