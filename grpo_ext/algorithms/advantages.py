@@ -250,9 +250,11 @@ def group_advantages(
         ConfigError: an unknown mode.
     """
     if aggregation == "sum_then_normalize":
-        advantages = _sum_then_normalize(rewards_BF, weights_F, num_generations, scale_rewards)
+        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
+        advantages = _scaled(rewards_PG, scale_rewards).view(-1)
     elif aggregation == "normalize_then_sum":
-        advantages = _normalize_then_sum(rewards_BF, weights_F, num_generations)
+        rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
+        advantages = (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
     else:
         raise ConfigError(
             f"multi_objective_aggregation={aggregation!r} is unknown; use 'sum_then_normalize' or 'normalize_then_sum'."
@@ -266,22 +268,14 @@ def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Ten
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
 
 
-def _sum_then_normalize(
-    rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, scale_rewards: str
-) -> torch.Tensor:
-    rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
+def _scaled(rewards_PG: torch.Tensor, scale_rewards: str) -> torch.Tensor:
     if scale_rewards == "none":
-        return group_centered(rewards_PG).view(-1)
+        return group_centered(rewards_PG)
     if scale_rewards == "group":
-        return group_standardized(rewards_PG).view(-1)
+        return group_standardized(rewards_PG)
     if scale_rewards == "batch":
-        return group_centered(rewards_PG).view(-1) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
+        return group_centered(rewards_PG) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
     raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use 'group', 'batch' or 'none'.")
-
-
-def _normalize_then_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-    rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
-    return (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
 
 
 def _normalized_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:

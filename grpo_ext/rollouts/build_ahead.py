@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,7 +155,7 @@ def build_worker_ahead(
         generation = trainer.vllm_generation
         engine: Engine = VllmServer(generation, compat.client_of(generation))
     else:
-        generating = _generating_alone(trainer, snapshot.policy, accelerator)
+        generating = functools.partial(_generating_alone, trainer, snapshot.policy, accelerator)
         assert isinstance(parts.engine, TransformersEngine)
         engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, parts.memory)
     ahead = dataclasses.replace(
@@ -175,21 +176,15 @@ def build_worker_ahead(
     return RolloutWorker(ahead, scores=not settings.sharded)
 
 
-def _generating_alone(
-    trainer: Any, model: Any, accelerator: Any
-) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+@contextlib.contextmanager
+def _generating_alone(trainer: Any, model: Any, accelerator: Any) -> Iterator[Any]:
     """The contexts of generation with a copy of the model."""
-
-    @contextlib.contextmanager
-    def generating() -> Iterator[Any]:
-        checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
-        with (
-            compat.unwrapped_for_generation(model, accelerator, checkpointing, generation_kwargs=kwargs) as inner,
-            torch.no_grad(),
-        ):
-            yield inner
-
-    return generating
+    checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
+    with (
+        compat.unwrapped_for_generation(model, accelerator, checkpointing, generation_kwargs=kwargs) as inner,
+        torch.no_grad(),
+    ):
+        yield inner
 
 
 def accelerator_alone(accelerator: Any, device: torch.device) -> Any:

@@ -82,7 +82,7 @@ class OverriddenWorker(RolloutWorker):
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
         turn, sharded = local.terms.hooks.turn, self.parts.settings.sharded
-        if turn is None or (local.request.empty and sharded):
+        if turn is None or (sharded and (local.request.empty or not transcripts)):  # others sample: join their forwards
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
         sampled: dict[int, Sampled] = {}

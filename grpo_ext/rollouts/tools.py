@@ -25,12 +25,6 @@ logger = get_logger(__name__)
 Tool = Callable[..., Any]
 _TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
 
-# what the model is told where a call fails, as TRL words it
-_FAILED = "error"
-_UNKNOWN = "Tool {name} not found."
-_UNSUPPORTED = "Unsupported tool call type: {kind}"
-_HANGS = "an earlier call has not come back"
-
 
 class Toolbox:
     """The tools of a run.
@@ -84,13 +78,13 @@ class Toolbox:
             transcript.tool_calls += 1
             function = call.get("function")
             if call.get("type") != "function" or not isinstance(function, Mapping):
-                error = _UNSUPPORTED.format(kind=call.get("type"))
+                error = f"Unsupported tool call type: {call.get('type')}"
                 results.append((call.get("name", "unknown"), _failure(transcript, error)))
                 continue
             name = function["name"]
             try:
                 if name not in tools:
-                    raise ValueError(_UNKNOWN.format(name=name))
+                    raise ValueError(f"Tool {name} not found.")
                 begun = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
             except Exception as error:
                 results.append((name, _failure(transcript, error)))
@@ -122,7 +116,7 @@ class Toolbox:
         if seconds is None:
             return tool(**arguments)
         if owner is not None and not self.environments.uses(owner):
-            raise TimeoutError(_HANGS)
+            raise TimeoutError("an earlier call has not come back")
         if inspect.iscoroutinefunction(tool):
             return self._in_time_later(tool.__name__, tool(**arguments), owner, seconds)
         try:
@@ -158,8 +152,9 @@ class Toolbox:
 
 
 def _failure(transcript: Transcript, error: object) -> dict[str, str]:
+    """What the model is told of a call that failed, as TRL words it."""
     transcript.tool_failures += 1
-    return {_FAILED: str(error)}
+    return {"error": str(error)}
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------
