@@ -302,22 +302,18 @@ class Rollouts:
         with assigned(self, _scored=(request, rounds)), self._uneven(request, context):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
-        if not rounds and self.further is not None and context.terms.training:
+        whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
+        if self.further is not None and context.terms.training and not whole:
             raise RolloutError(
-                "_generate_and_score_completions made a rollout batch without TRL's method, and dynamic_sampling=True "
-                "needs its rewards; call super(), or set it to False."
+                f"_generate_and_score_completions called TRL's method {len(rounds)} time(s) for {sum(map(len, rounds))} "
+                f"rows and returned {len(batch)}, and dynamic_sampling=True needs the rewards of what it returns; call super() once, for the "
+                "rows that are returned, or set it to False."
             )
         if not rounds:  # it made everything by itself
             self._refuse_or_warn_of_own_scoring(rows)
             unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
         last = rounds[-1]
-        whole = len(rounds) == 1 and len(last) == len(batch)
-        if self.further is not None and context.terms.training and not whole:
-            raise RolloutError(
-                "_generate_and_score_completions called TRL's method more than once, or with other rows, and "
-                "dynamic_sampling=True needs the rewards of what it returns; call it once, or set it to False."
-            )
         if self.images.prepare is not None:
             pairs = zip(last.batch.prompt_ids, batch.prompt_ids)
             if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
