@@ -305,9 +305,9 @@ class Rollouts:
         whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
         if self.further is not None and context.terms.training and not whole:
             raise RolloutError(
-                f"_generate_and_score_completions called TRL's method {len(rounds)} time(s) for {sum(map(len, rounds))} "
-                f"rows and returned {len(batch)}, and dynamic_sampling=True needs the rewards of what it returns; call super() once, for the "
-                "rows that are returned, or set it to False."
+                f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
+                f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
+                "it returns. Call super() once, for the rows that are returned, or set it to False."
             )
         if not rounds:  # it made everything by itself
             self._refuse_or_warn_of_own_scoring(rows)
