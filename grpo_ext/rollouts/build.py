@@ -80,19 +80,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
         trainer.chat_template,
         trainer.chat_template_kwargs,
     )
-    settings = EngineSettings(
-        device=accelerator.device,
-        seed=args.seed,
-        # vLLM's shares are as many for every process, and no whole chunks
-        chunk_size=None if args.use_vllm else trainer.geometry.rollout_chunk_size,
-        eos_token_ids=trainer.eos_token_ids,
-        filler=chat.tokenizer.eos_token_id,
-        pad=chat.tokenizer.pad_token_id,
-        multiple=trainer.pad_to_multiple_of,
-        compact=args.compact_rollouts,
-        sharded=shards_parameters(accelerator),
-        fp16=args.fp16,
-    )
+    settings = _settings(trainer, chat.tokenizer)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (settings.sharded or args.bitwise_invariant))
     factories = trainer.environment_factories
@@ -247,6 +235,23 @@ def why_logprobs(args: Any) -> str | None:
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------
+
+
+def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
+    args, accelerator = trainer.args, trainer.accelerator
+    return EngineSettings(
+        device=accelerator.device,
+        seed=args.seed,
+        # vLLM's shares are as many for every process, and no whole chunks
+        chunk_size=None if args.use_vllm else trainer.geometry.rollout_chunk_size,
+        eos_token_ids=trainer.eos_token_ids,
+        filler=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        multiple=trainer.pad_to_multiple_of,
+        compact=args.compact_rollouts,
+        sharded=shards_parameters(accelerator),
+        fp16=args.fp16,
+    )
 
 
 def _engine(
