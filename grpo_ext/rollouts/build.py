@@ -157,6 +157,7 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
     recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
     return Terms(
         training=training,
+        seed=args.seed,
         rewards=RewardFunctions(
             list(trainer.reward_funcs),
             trainer.reward_func_names,
@@ -241,7 +242,6 @@ def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
     args, accelerator = trainer.args, trainer.accelerator
     return EngineSettings(
         device=accelerator.device,
-        seed=args.seed,
         # vLLM's shares are as many for every process, and no whole chunks
         chunk_size=None if args.use_vllm else trainer.geometry.rollout_chunk_size,
         eos_token_ids=trainer.eos_token_ids,

@@ -67,7 +67,6 @@ class EngineSettings:
 
     Attributes:
         device: of the model.
-        seed: of the run.
         chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
@@ -79,7 +78,6 @@ class EngineSettings:
     """
 
     device: torch.device
-    seed: int
     chunk_size: int | None
     eos_token_ids: Sequence[int]
     filler: int

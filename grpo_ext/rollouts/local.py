@@ -60,6 +60,7 @@ class Terms:
 
     Attributes:
         training: or evaluation.
+        seed: of the random numbers.
         rewards: the reward functions.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
@@ -75,6 +76,7 @@ class Terms:
     """
 
     training: bool
+    seed: int
     rewards: RewardFunctions
     recorders: Mapping[str, Any]
     pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]

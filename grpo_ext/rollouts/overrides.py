@@ -62,17 +62,15 @@ class OverriddenWorker(RolloutWorker):
         """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
         local = self.active_rollout
         assert local is not None
-        known, transcripts = local.transcripts, []
-        keys = request_keys(
-            local.request, len(prompts), self.parts.settings.seed, local.terms.training, self._next_call()
-        )
+        known, terms, transcripts = local.transcripts, local.terms, []
+        keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_call())
         for place, (prompt, key) in enumerate(zip(prompts, keys)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
             images = [] if isinstance(prompt, str) else images_in(prompt)
             shown: Any = {"images": images, "prompt_images": len(images)}
             counts: Any = {"tool_calls": 0, "tool_failures": 0}
             transcripts.append(dataclasses.replace(row, key=key, prompt=prompt, **shown, **counts))
-        part = LocalRollout(local.request, local.terms, transcripts)
+        part = LocalRollout(local.request, terms, transcripts)
         super().converse(part)
         for place, row in enumerate(transcripts if known else ()):
             known[place % len(known)].tool_calls += row.tool_calls

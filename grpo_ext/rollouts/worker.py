@@ -72,7 +72,7 @@ class RolloutWorker:
 
     def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
-        keys = request_keys(rows.request, len(rows), self.parts.settings.seed, terms.training, call)
+        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, call)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
         self.parts.environments.begin(transcripts, terms.limits.seconds)

@@ -355,7 +355,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 
 def engine_of(model, sharded: bool = False) -> TransformersEngine:
     """With chunks of two groups of four."""
-    settings = EngineSettings(CPU, seed=0, chunk_size=8, eos_token_ids=[EOS], filler=EOS, pad=EOS, sharded=sharded)
+    settings = EngineSettings(CPU, chunk_size=8, eos_token_ids=[EOS], filler=EOS, pad=EOS, sharded=sharded)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 
