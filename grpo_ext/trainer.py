@@ -155,10 +155,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model)) if config.balance_by_cost else None
         self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
-        images = self._rollouts.images
         self._step_runner = OptimizerStep(
             self.accelerator, self.args, self._scorer, self._rollouts.worker.parts.settings.pad, cost, self._clock,
-            lambda columns: images.of_batch(columns, self.model.training),
+            lambda columns: self._rollouts.images.of_batch(columns, self.model.training),
         )  # fmt: skip
         self._keeper = RunKeeper(LiveRun(self), user_args)
         self.add_callback(self._keeper)
