@@ -37,7 +37,8 @@ from .forward.rows import TokenRows
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, context_of, sample_ahead, terms_of
+from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
+from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
 from .run.loading import all_loaded, fill_missing_state, preserve_settings
@@ -152,10 +153,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
-        pad, images = self._tokenizer.pad_token_id, self._rollouts.images
         self._step_runner = OptimizerStep(
-            self.accelerator, self.args, self._scorer, pad, cost, self._clock,
-            lambda columns: images.of_batch(columns, self.model.training),
+            self.accelerator, self.args, self._scorer, self._rollouts.worker.parts.settings.pad, cost, self._clock,
+            lambda columns: self._rollouts.images.of_batch(columns, self.model.training),
         )  # fmt: skip
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
@@ -379,7 +379,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; of prompts that no rollout batch is made of, TRL's own method makes it."""
-        return super()._generate(prompts) if self._rollouts.local is None else self._rollouts.generate(prompts)
+        worker = self._rollouts.worker
+        return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
@@ -389,9 +390,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's; completions of a rollout batch by this trainer's engine."""
-        if self._rollouts.chunk is not None and not self.use_transformers_continuous_batching:
+        worker = self._rollouts.worker
+        if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
             config = None if self.use_vllm else self.generation_config
-            return self._rollouts.turn(prompt_ids, images, config, self._group_size)
+            return worker.turn_for_trl(prompt_ids, images, config, self._group_size)
         return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -428,7 +430,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         checks.refuse_frozen(self.model)
-        self._rollouts.hold(None, None)
+        self._rollouts.forget_rollout()
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)

@@ -61,27 +61,23 @@ def _origin(estimator: Estimator) -> str:
     return f"{estimator.__module__}.{estimator.__qualname__}" if named else repr(estimator)
 
 
-def _centred(rewards_PG: torch.Tensor) -> torch.Tensor:
-    return rewards_PG - torch.nanmean(rewards_PG, dim=1, keepdim=True)
-
-
 @register_advantage_estimator("group_standardized")
 def group_standardized(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Reward minus the group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)."""
-    return _centred(rewards_PG) / (nan_std(rewards_PG, dim=1, keepdim=True).nan_to_num() + EPSILON)
+    return group_centered(rewards_PG) / (nan_std(rewards_PG, dim=1, keepdim=True).nan_to_num() + EPSILON)
 
 
 @register_advantage_estimator("group_centered")
 def group_centered(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Reward minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return _centred(rewards_PG)
+    return rewards_PG - torch.nanmean(rewards_PG, dim=1, keepdim=True)
 
 
 @register_advantage_estimator("leave_one_out")
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Reward minus the mean of the group's other rewards (RLOO, arXiv 2402.14740, section 3.3)."""
     scored = (~torch.isnan(rewards_PG)).sum(dim=1, keepdim=True)
-    return _centred(rewards_PG) * scored / (scored - 1).clamp(min=1)
+    return group_centered(rewards_PG) * scored / (scored - 1).clamp(min=1)
 
 
 @register_advantage_estimator("reinforce_plus_plus_baseline")
@@ -90,7 +86,7 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
 
     Mean and standard deviation are over completions; OpenRLHF and verl weight each by its tokens.
     """
-    centred = _centred(rewards_PG)
+    centred = group_centered(rewards_PG)
     return (centred - torch.nanmean(centred)) / (nan_std(centred).nan_to_num() + EPSILON)
 
 
@@ -147,22 +143,22 @@ def estimated_advantages(
     check_estimator(name)
     rewards = weighted_sum(rewards_BF, weights_F)
     expected = (rewards.numel() // num_generations, num_generations)
-    found = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (expected, (rewards.numel(),)):
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    advantages = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (rewards.numel(),)):
+        shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
         raise ConfigError(
             f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
             "number per completion, in that shape."
         )
-    found = found.reshape(-1).to(rewards)
-    broken = ~torch.isfinite(found) & ~torch.isnan(rewards)
+    advantages = advantages.reshape(-1).to(rewards)
+    broken = ~torch.isfinite(advantages) & ~torch.isnan(rewards)
     if broken.any():
         row = int(broken.nonzero()[0])
         raise ConfigError(
-            f"advantage estimator {name!r} returned {float(found[row])} for completion {row % num_generations} of "
+            f"advantage estimator {name!r} returned {float(advantages[row])} for completion {row % num_generations} of "
             f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
         )
-    return torch.where(torch.isnan(rewards), 0.0, found)
+    return torch.where(torch.isnan(rewards), 0.0, advantages)
 
 
 def probe_estimator(name: str, num_generations: int) -> None:
@@ -254,9 +250,11 @@ def group_advantages(
         ConfigError: an unknown mode.
     """
     if aggregation == "sum_then_normalize":
-        advantages = _sum_then_normalize(rewards_BF, weights_F, num_generations, scale_rewards)
+        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
+        advantages = _scaled(rewards_PG, scale_rewards).view(-1)
     elif aggregation == "normalize_then_sum":
-        advantages = _normalize_then_sum(rewards_BF, weights_F, num_generations)
+        rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
+        advantages = (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
     else:
         raise ConfigError(
             f"multi_objective_aggregation={aggregation!r} is unknown; use 'sum_then_normalize' or 'normalize_then_sum'."
@@ -270,27 +268,14 @@ def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Ten
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
 
 
-def _sum_then_normalize(
-    rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, scale_rewards: str
-) -> torch.Tensor:
-    rewards = weighted_sum(rewards_BF, weights_F)
-    grouped = rewards.view(-1, num_generations)
-    centred = (grouped - torch.nanmean(grouped, dim=1, keepdim=True)).view(-1)
+def _scaled(rewards_PG: torch.Tensor, scale_rewards: str) -> torch.Tensor:
     if scale_rewards == "none":
-        return centred
+        return group_centered(rewards_PG)
     if scale_rewards == "group":
-        std = nan_std(grouped, dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(grouped[:, :1])
-        return centred / (std.expand_as(grouped).reshape(-1) + EPSILON)
+        return group_standardized(rewards_PG)
     if scale_rewards == "batch":
-        std = nan_std(rewards) if rewards.numel() > 1 else torch.zeros((), device=rewards.device)
-        return centred / (std + EPSILON)
+        return group_centered(rewards_PG) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
     raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use 'group', 'batch' or 'none'.")
-
-
-def _normalize_then_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-    rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
-    batch_std = nan_std(rewards) if rewards.numel() > 1 else torch.zeros((), device=rewards.device)
-    return (rewards - torch.nanmean(rewards)) / (batch_std + EPSILON)
 
 
 def _normalized_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ def fill_places(teaches: Sequence[Sequence[bool]]) -> tuple[list[Source], int]:
     places: list[Source] = [(0, group) for group in range(len(teaches[0]))]
     free = [place for place, useful in enumerate(teaches[0]) if not useful]
     for number, groups in enumerate(teaches[1:], start=1):
-        found = [(number, group) for group, useful in enumerate(groups) if useful]
-        for source in found:
-            places[free.pop(0)] = source
+        for group, useful in enumerate(groups):
+            if useful:
+                places[free.pop(0)] = (number, group)
     return places, len(free)

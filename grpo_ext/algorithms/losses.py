@@ -246,8 +246,8 @@ def token_weights(
     if kind == "prompt_mean":
         if groups_B is None or not counts.group_tokens:
             raise ConfigError("loss_aggregation='prompt_mean' needs to know the groups of the batch.")
-        own = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
-        return mask / own[:, None] / len(counts.group_tokens)
+        tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
+        return mask / tokens_B[:, None] / len(counts.group_tokens)
     follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # which counts in the micro-batch
     if counts.items is not None and follows_trl:
         return mask / max(counts.items, 1.0)

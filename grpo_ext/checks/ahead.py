@@ -66,7 +66,7 @@ def check_ahead(trainer: Any, config: GRPOConfig) -> None:
         )
     _check_model_ahead(trainer, config)
     _refuse_server_elsewhere(trainer, lag)
-    if trainer._rollouts.images.travelling:
+    if trainer._rollouts.images.carry_images:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
             "rollout_lag=0, or a model without images."

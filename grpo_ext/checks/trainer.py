@@ -25,7 +25,7 @@ from ..precision.loss_scaler import refuse_half_weights
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import checked_environments
-from ..rollouts.source import why_equal
+from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from ..runtime.recompute import check_recompute

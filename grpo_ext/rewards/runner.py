@@ -183,7 +183,7 @@ class RewardRunner:
         _warn_of_unscored(rows, rewards_BF)
         return rewards_BF, [call for parts in scored.values() for _, call in parts]
 
-    def keep_company(self, sources: RewardFunctions, rows: RewardRows) -> None:
+    def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run the reward models alone, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):

@@ -42,7 +42,7 @@ class StoppedWaiting(Exception):
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledAhead:
     """A process's part of a rollout batch.
 
     Attributes:
@@ -72,7 +72,7 @@ class Job:
     rows: StepRows
     weights: Weights
     terms: Terms
-    sampled: Future[Sampled]
+    sampled: Future[SampledAhead]
 
     @property
     def name(self) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class Job:
         return self.rows.request.epoch, self.rows.request.layout.rollout
 
 
-class Worker:
+class RolloutThread:
     """A thread that does one thing after the other; one that hangs does not keep the program from ending.
 
     Args:
@@ -158,13 +158,13 @@ class RolloutsAhead:
         steps: StepDataset,
         last: int,
         snapshot: Snapshot | ShardedSnapshot,
-        worker: Worker,
-        sample: Callable[[StepRows, Weights, Terms, float], Sampled],
+        thread: RolloutThread,
+        sample: Callable[[StepRows, Weights, Terms, float], SampledAhead],
         terms: Callable[[Weights], Terms],
         stopping: Callable[[], bool],
         send: Callable[[], None] | None = None,
     ) -> None:
-        self.steps, self.last, self.snapshot, self.worker = steps, last, snapshot, worker
+        self.steps, self.last, self.snapshot, self.thread = steps, last, snapshot, thread
         self.sample, self.terms, self.stopping, self.send = sample, terms, stopping, send
         self.waited = 0.0  # seconds, since it was last set to zero
         self.idle = 0.0  # seconds that the thread had waited for the work that is due
@@ -220,12 +220,12 @@ class RolloutsAhead:
                 self.send()
             self._sent = weights
 
-        def work(idle: float) -> Sampled:
+        def work(idle: float) -> SampledAhead:
             return self.sample(rows, weights, terms, idle)
 
-        return Job(step, rows, weights, terms, self.worker.submit(work))
+        return Job(step, rows, weights, terms, self.thread.submit(work))
 
-    def part_of(self, rows: StepRows) -> Sampled:
+    def part_of(self, rows: StepRows) -> SampledAhead:
         """This process's part of a rollout batch, once every process has its part; all processes come here together.
 
         Args:
@@ -265,7 +265,7 @@ class RolloutsAhead:
             self._settled(job)
         self._sent = None
 
-    def _settled(self, job: Job) -> Sampled:
+    def _settled(self, job: Job) -> SampledAhead:
         """What a job made, once every process is done with its part.
 
         Raises:
@@ -277,14 +277,14 @@ class RolloutsAhead:
             pass
         self.waited += time.perf_counter() - start
         error = job.sampled.exception() if done else None
-        said = None if error is None else f"{type(error).__name__}: {error}"
+        failure = None if error is None else f"{type(error).__name__}: {error}"
         forms = job.sampled.result().forms if done and error is None else ()
-        everyone = gather_lists([(done, said, forms)])
+        everyone = gather_lists([(done, failure, forms)])
         if error is not None:
             raise error
-        for rank, (_, said, _) in enumerate(everyone):
-            if said is not None:
-                raise RolloutError(f"process {rank} could not make its part of a rollout batch: {said}")
+        for rank, (_, failure, _) in enumerate(everyone):
+            if failure is not None:
+                raise RolloutError(f"process {rank} could not make its part of a rollout batch: {failure}")
         if not all(done for done, _, _ in everyone):
             raise StoppedWaiting
         if len({forms for _, _, forms in everyone}) > 1:
@@ -297,6 +297,6 @@ class RolloutsAhead:
     def close(self) -> None:
         """End what is on its way."""
         self.snapshot.abandoned.set()
-        self.worker.close(seconds=5.0)
+        self.thread.close(seconds=5.0)
         self.jobs.clear()
         self._sent = None

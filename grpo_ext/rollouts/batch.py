@@ -25,7 +25,7 @@ from .ragged import Ragged, padded
 
 # fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
 # all images of the row, packed, where tools or environments bring some
-ROW_NUMBER, ROW_IMAGES = _OWN = "row_number", "row_images"
+ROW_NUMBER, ROW_IMAGES = _RESERVED = "row_number", "row_images"
 
 
 # values of completions: of any length each, of one shape each, or Python objects
@@ -141,11 +141,6 @@ class RolloutBatch:
         prompts = [ids[len(ids) - n :] for ids, n in zip(self.prompt_ids, lengths)]
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
         return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple or 1)
-
-    def loss_mask(self, row: int) -> torch.Tensor:
-        """1 on the tokens of completion `row` that carry loss."""
-        mask = self.completion_mask.row(row)
-        return mask if self.tool_mask is None else mask * self.tool_mask.row(row)
 
     @property
     def loss_masks(self) -> Ragged:
@@ -282,21 +277,21 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
     shares: list[tuple[int, dict[str, Any]]] = gather_lists([(rows, entries)])
     shares = [share for share in shares if share[0]]
-    for given, share in shares:
-        if (count := len(share["completion_ids"])) != given:
+    for rows, share in shares:
+        if (count := len(share["completion_ids"])) != rows:
             raise RolloutError(
-                f"_generate_and_score_completions returned {count} completions for {given} rows; a step is made of all "
+                f"_generate_and_score_completions returned {count} completions for {rows} rows; a step is made of all "
                 "rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing is to "
                 "be learned."
             )
     names = set(shares[0][1])
-    if others := {name for _, share in shares for name in names.symmetric_difference(share)} | names & {*_OWN}:
+    if others := {name for _, share in shares for name in names.symmetric_difference(share)} | names & {*_RESERVED}:
         raise RolloutError(
             f"_generate_and_score_completions returned the field(s) {', '.join(sorted(others))} on some processes "
-            f"alone, or under a name of this trainer's ({', '.join(_OWN)}); return every field on all of them, under "
-            "another name."
+            f"alone, or under a name of this trainer's ({', '.join(_RESERVED)}); return every field on all of them, "
+            "under another name."
         )
-    parts = [{name: _column(name, value, given) for name, value in share.items()} for given, share in shares]
+    parts = [{name: _column(name, value, rows) for name, value in share.items()} for rows, share in shares]
     columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
     batch = RolloutBatch.of_columns(_one_each(columns), num_generations, constants)
@@ -321,12 +316,10 @@ def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
 
     Looked at once all processes' are known: on one of them all completions may have one token.
     """
-    found = {name: columns[name] for name in ("advantages", "importance_sampling_ratio") if name in columns}
-    single = {
-        name: column.values[:, None]
-        for name, column in found.items()
-        if isinstance(column, Ragged) and set(column.lengths) <= {1}
-    }
+    single: dict[str, Column] = {}
+    for name in ("advantages", "importance_sampling_ratio"):
+        if isinstance(column := columns.get(name), Ragged) and set(column.lengths) <= {1}:
+            single[name] = column.values[:, None]
     return columns | single
 
 

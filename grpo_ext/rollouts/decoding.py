@@ -60,11 +60,11 @@ class GrowingLayer(DynamicLayer):
             self._room = None
             super().batch_select_indices(indices)
             return
-        held, kept = self.get_seq_length(), len(indices)
-        moved = (indices != torch.arange(kept, device=indices.device)).nonzero().squeeze(1)
+        held, rows = self.get_seq_length(), len(indices)
+        moved = (indices != torch.arange(rows, device=indices.device)).nonzero().squeeze(1)
         for whole in self._room:
             whole[moved, :, :held] = whole[indices[moved], :, :held]
-        self._room = (self._room[0][:kept], self._room[1][:kept])
+        self._room = (self._room[0][:rows], self._room[1][:rows])
         self.keys, self.values = (whole[:, :, :held] for whole in self._room)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -127,10 +127,6 @@ def why_not_compact(model: Any, config: Any) -> str | None:
     return None
 
 
-# `generate` of architectures that override transformers' without a say in what is sampled, with the reason
-PLAIN_GENERATE: dict[str, str] = {}
-
-
 def own_generate(model: Any) -> str | None:
     """The name of a `generate` of the model's own (of its class, or replaced on it); None where it is transformers'.
 
@@ -146,7 +142,7 @@ def own_generate(model: Any) -> str | None:
         return own_generate(model.get_base_model())
     # the name too, because a library may have replaced the method of the class
     plain = function is GenerationMixin.generate and name == "transformers.generation.utils.GenerationMixin.generate"
-    return None if plain or name in PLAIN_GENERATE else name
+    return None if plain else name
 
 
 @contextmanager
@@ -239,8 +235,8 @@ def compact_decode(
 def _left(done: torch.Tensor) -> torch.Tensor:
     """Rows to go on with: those behind move into the places of finished ones, and the others stay where they are."""
     rows = (~done).nonzero().squeeze(1)
-    order, kept = torch.arange(len(rows), device=done.device), len(rows)
-    order[done[:kept]] = rows[rows >= kept]
+    order = torch.arange(len(rows), device=done.device)
+    order[done[: len(rows)]] = rows[rows >= len(rows)]
     return order
 
 

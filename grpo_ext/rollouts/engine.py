@@ -22,7 +22,7 @@ from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving
 from .decoding import own_generate, why_not_compact, without_router_logits
-from .keyed import can_sample_by_key, sample_chunk, sample_once
+from .keyed import can_sample_by_key, sample_chunk
 from .transcript import Transcript
 
 Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and what the engine says of each
@@ -67,9 +67,10 @@ class EngineSettings:
 
     Attributes:
         device: of the model.
-        chunk_size: completions of a chunk, at most.
+        chunk_size: completions of a chunk, at most; None where vLLM samples, which batches by itself.
         eos_token_ids: any of these ends a completion.
         filler: a token, for rows that no result contains.
+        pad: the padding token of TRL's dictionary.
         multiple: of which the width of a batch is (TRL's `pad_to_multiple_of`).
         compact: each different prompt runs once, and finished rows leave the batch.
         sharded: a forward is a collective, as processes share the weights (FSDP, DeepSpeed).
@@ -77,13 +78,18 @@ class EngineSettings:
     """
 
     device: torch.device
-    chunk_size: int
+    chunk_size: int | None
     eos_token_ids: Sequence[int]
     filler: int
+    pad: int
     multiple: int | None = None
     compact: bool = True
     sharded: bool = False
     fp16: bool = False
+
+    def groups_of(self, num_generations: int) -> int | None:
+        """Completions of a chunk in whole groups, at least one."""
+        return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
 
 
 class TransformersEngine:
@@ -113,7 +119,8 @@ class TransformersEngine:
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
         """The chunks of a turn, one `generate` each."""
-        size = max(1, self.settings.chunk_size // num_generations) * num_generations
+        size = self.settings.groups_of(num_generations)
+        assert size is not None
         # virtual tokens stand before the padding, so there must be none
         return chunks_of(transcripts, size, equal_lengths=is_prompt_learning(self.model()))
 
@@ -144,11 +151,10 @@ class TransformersEngine:
         rows, settings, policy = [chunk[i] for i in part], self.settings, self.model()
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
         multiple = None if is_prompt_learning(policy) else settings.multiple
-        if not self.samples_by_key(config):
-            return sample_once(model, prompts, config, settings.eos_token_ids, settings.device, multiple, images)
-        keys_B, offsets_B = (torch.tensor(values) for values in ([r.key for r in rows], [len(r.ids) for r in rows]))
-        compact = settings.compact and not settings.sharded and why_not_compact(model, config) is None
-        arguments = (prompts, keys_B, offsets_B, config, settings.eos_token_ids, settings.device)
+        keyed = self.samples_by_key(config)
+        keys_B, offsets_B = torch.tensor([r.key for r in rows]), torch.tensor([len(r.ids) for r in rows])
+        compact = keyed and settings.compact and not settings.sharded and why_not_compact(model, config) is None
+        arguments = (prompts, keys_B if keyed else None, offsets_B, config, settings.eos_token_ids, settings.device)
         try:
             return sample_chunk(model, *arguments, multiple, compact, images)
         except PrecisionError as error:

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
-from ..forward.images import PromptProcessor, RowImages, packed_images, unpacked_images
-from .batch import ROW_IMAGES, ROW_NUMBER
+from ..batching.prompt_order import StepRows
+from ..errors import DataError
+from ..forward.images import PromptProcessor, RowImages, count_images, messages_of, packed_images, unpacked_images
+from ..runtime.collectives import any_process
+from .batch import ROW_IMAGES, ROW_NUMBER, Column
+from .ragged import Ragged
 from .transcript import Transcript
 
 
@@ -23,22 +27,35 @@ class ImageSource:
 
     Attributes:
         prepare: makes of a row what a model that takes images is given; None for other models.
-        travelling: images travel with their rows.
+        carry_images: every completion carries all images of its row, as a column of the rollout batch.
         prompts: the data set of the loader made last, by whether it is for training.
     """
 
     prepare: PromptProcessor | None = None
-    travelling: bool = False
+    carry_images: bool = False
     prompts: dict[bool, Any] = field(default_factory=dict)
 
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
         """The images of transcripts, as far as they have come; None for a model that takes none."""
         if (prepare := self.prepare) is None:
             return None
-        if self.travelling:
+        if self.carry_images:
             return self._of_packed(prepare, [packed_images(transcript.images) for transcript in transcripts])
         rows = {transcript.number: transcript.row for transcript in transcripts}
         return RowImages([t.number for t in transcripts], lambda number: prepare(rows[number]))  # type: ignore[misc]
+
+    def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
+        """The column of a rollout batch by which `of_batch` finds the images; none for a model that takes none.
+
+        Args:
+            masked: for each transcript whether it is masked out, and so keeps the images of its prompt alone.
+        """
+        if self.prepare is None:
+            return {}
+        if not self.carry_images:
+            return {ROW_NUMBER: torch.tensor([transcript.number for transcript in transcripts])}
+        shown = [t.images[: t.prompt_images] if out else t.images for t, out in zip(transcripts, masked)]
+        return {ROW_IMAGES: Ragged.of([packed_images(images) for images in shown])}
 
     def of_batch(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:
         """The images of completions, from the columns of a rollout batch or of TRL's dictionary."""
@@ -50,6 +67,23 @@ class ImageSource:
             return None
         prompts = self.prompts[training]
         return RowImages(torch.as_tensor(numbers).flatten().tolist(), lambda number: prepare(prompts[number]))
+
+    def refuse_mixed(self, rows: StepRows, device: torch.device) -> None:
+        """Refuse prompts with and without images where a forward is a collective; all processes ask together.
+
+        Raises:
+            DataError: on every process.
+        """
+        if self.prepare is None:
+            return
+        prompts = dict(zip(rows.numbers, rows.rows)).values()
+        counts = [count_images(messages_of(row)) if isinstance(row["prompt"], list) else 0 for row in prompts]
+        if any_process(any(counts), device) and any_process(not all(counts), device):
+            raise DataError(
+                "prompts with and without images are in one rollout batch of a model whose weights the processes share "
+                "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "
+                "prompt an image, or train with DDP."
+            )
 
     @staticmethod
     def _of_packed(prepare: PromptProcessor, packed: Sequence[torch.Tensor]) -> RowImages:

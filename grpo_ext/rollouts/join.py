@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 
 from ..algorithms.advantages import AdvantageRule
 from ..errors import PrecisionError, ProcessError, RolloutError
-from ..forward.images import packed_images
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
-from .batch import ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch, concatenated
-from .local import LocalRollout
+from .batch import Column, RolloutBatch, concatenated
+from .images import ImageSource
+from .local import LocalRollout, Terms
 from .ragged import Ragged
 from .transcript import Transcript
 
@@ -34,16 +34,13 @@ class JoinRules:
 
     Attributes:
         rule, weights_F: from rewards to advantages.
-        ends: a completion that ends in none of these tokens is truncated.
-        reads_images: images are read again from the data set, by the numbers of the rows; sends_images: they travel
-            with their rows, as tools or environments may bring some; logs_images: they are logged (`log_multimodal`).
+        images: how a completion tells of its images.
+        logs_images: they are logged (`log_multimodal`).
     """
 
     rule: AdvantageRule
     weights_F: torch.Tensor
-    ends: frozenset[int]
-    reads_images: bool = False
-    sends_images: bool = False
+    images: ImageSource
     logs_images: bool = False
 
 
@@ -58,6 +55,8 @@ class Entry:
     prompt_tokens: int
     tokens: int  # that the model wrote
     truncated: bool
+    tool_calls: int = 0
+    tool_failures: int = 0
 
 
 @dataclass
@@ -68,8 +67,6 @@ class Share:
     entries: list[Entry] = field(default_factory=list)
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    tool_calls: int = 0
-    tool_failures: int = 0
     first: int = 0  # place of its first completion in the rollout batch, as its calls know it
     failure: tuple[str, str] | None = None
 
@@ -83,8 +80,7 @@ class Round:
         rewards_BF: their rewards; advantages_B: what they become.
         entries: what is logged of each completion.
         reward_calls: with what functions logged, in the order of the completions.
-        tool_calls, tool_failures: numbers of them.
-        own: which of its rows are this process's.
+        local_rows: which of its rows are this process's.
     """
 
     batch: RolloutBatch
@@ -92,40 +88,47 @@ class Round:
     advantages_B: torch.Tensor
     entries: list[Entry]
     reward_calls: list[RewardCall]
-    tool_calls: int
-    tool_failures: int
-    own: range
+    local_rows: range
 
     def __len__(self) -> int:
         return len(self.entries)
 
 
-def join(
-    local: LocalRollout,
-    rules: JoinRules,
-    rank: int,
-    rewards_of_all: Callable[[], tuple[torch.Tensor, list[RewardCall]]] | None = None,
-) -> Round:
-    """What all processes made of a rollout batch; every process comes here once.
-
-    Args:
-        rank: of this process.
-        rewards_of_all: the user's `_calculate_rewards`, with the rows of this process; gives the rewards of all, and
-            all calls of reward functions.
+def exchange(local: LocalRollout, rules: JoinRules) -> list[Share]:
+    """The shares of all processes; every process comes here once.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
     """
     shares: list[Share] = gather_lists([_share(local, rules)])
     _raise_failures(local.failure, shares)
+    return shares
+
+
+def join(
+    shares: Sequence[Share],
+    rules: JoinRules,
+    rank: int,
+    num_generations: int,
+    rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
+) -> Round:
+    """A round, of the shares of all processes.
+
+    Args:
+        rank: of this process.
+        rewards_by_user: the rewards of all, and further calls of reward functions, where the user's
+            `_calculate_rewards` makes them.
+
+    Raises:
+        RolloutError: rewards are missing, or a group is not whole.
+    """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
-    if rewards_of_all is None:
+    if rewards_by_user is None:
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
-        rewards_BF, made = rewards_of_all()
-        rewards_BF, calls = rewards_BF.cpu(), [*calls, *made]
-    entries, group = [entry for share in shares for entry in share.entries], local.request.num_generations
+        rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
+    entries, group = [entry for share in shares for entry in share.entries], num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
@@ -140,8 +143,6 @@ def join(
         advantages,
         entries,
         sorted(calls, key=lambda call: (call.first, call.number)),
-        sum(share.tool_calls for share in shares),
-        sum(share.tool_failures for share in shares),
         range(starts[rank], starts[rank + 1]),
     )
 
@@ -164,14 +165,15 @@ def _share(local: LocalRollout, rules: JoinRules) -> Share:
     if local.failure is not None:
         return Share(failure=(type(local.failure).__name__, str(local.failure)))
     transcripts = local.counted
-    entries = [_entry(transcript, rules) for transcript in transcripts]
+    entries = [_entry(transcript, local.terms, rules) for transcript in transcripts]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
-    columns = columns_of(local, rules, transcripts) if transcripts else {}
-    counts = (local.tool_calls, local.tool_failures, local.request.prompts.start * local.request.num_generations)
-    return Share(columns, entries, rewards_BF, local.reward_calls, *counts)
+    columns = trl_columns(local, transcripts) if transcripts else {}
+    if transcripts:
+        columns |= rules.images.columns_of(transcripts, local.terms.masked(transcripts))
+    return Share(columns, entries, rewards_BF, local.reward_calls, local.first)
 
 
-def _entry(transcript: Transcript, rules: JoinRules) -> Entry:
+def _entry(transcript: Transcript, terms: Terms, rules: JoinRules) -> Entry:
     row = transcript.row
     return Entry(
         transcript.prompt,
@@ -180,18 +182,22 @@ def _entry(transcript: Transcript, rules: JoinRules) -> Entry:
         next((row[name] for name in GOLD if row.get(name) is not None), None),
         len(transcript.prompt_ids),
         sum(transcript.mask),
-        transcript.ids[-1] not in rules.ends,
+        transcript.ids[-1] not in terms.ends,
+        transcript.tool_calls,
+        transcript.tool_failures,
     )
 
 
-def columns_of(local: LocalRollout, rules: JoinRules, transcripts: Sequence[Transcript]) -> dict[str, Column]:
-    """The columns of a rollout batch but the advantages, under TRL's names.
+def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
+    """The columns of a rollout batch but advantages and images, under TRL's names.
 
-    A completion that is masked out keeps one token, because a scored width of zero is no slice.
+    Args:
+        whole: with all tokens of a completion that is masked out; else it keeps one, because a scored width of zero is
+            no slice.
     """
     terms = local.terms
-    masked = terms.masked(transcripts, rules.ends)
-    lengths = [1 if out else len(t.ids) for t, out in zip(transcripts, masked)]
+    masked = terms.masked(transcripts)
+    lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked)]
     masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
     loss_masks = masks
     columns: dict[str, Column] = {
@@ -203,29 +209,14 @@ def columns_of(local: LocalRollout, rules: JoinRules, transcripts: Sequence[Tran
     if local.has_mask:
         loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks)]
         columns["tool_mask"] = Ragged.of(loss_masks)
-    if local.old_logps is not None:
-        columns["old_per_token_logps"] = Ragged.of(local.old_logps)
-    if local.ref_logps is not None:
-        columns["ref_per_token_logps"] = Ragged.of(local.ref_logps)
-    sampling = sampling_logps(transcripts, lengths)
-    if sampling is not None:
-        columns["sampling_per_token_logps"] = Ragged.of(sampling)
-    if (rule := terms.ratios) is not None and local.old_logps is not None and sampling is not None:
-        ratios = [rule.ratios(*row) for row in zip(local.old_logps, sampling, loss_masks)]
+    for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
+        if logps is not None:  # none of the tokens of a completion that is masked out
+            columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
+    if transcripts and transcripts[0].logps is not None:  # NaN where the engine could not tell
+        rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
+        columns["sampling_per_token_logps"] = Ragged.of([torch.tensor(row[:n]) for row, n in zip(rows, lengths)])
+    names = ("old_per_token_logps", "sampling_per_token_logps")
+    if (rule := terms.ratios) is not None and all(name in columns for name in names):
+        ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks)]
         columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
-    if rules.reads_images:
-        columns[ROW_NUMBER] = torch.tensor([t.number for t in transcripts])
-    if rules.sends_images:
-        shown = [t.images[: t.prompt_images] if out else t.images for t, out in zip(transcripts, masked)]
-        columns[ROW_IMAGES] = Ragged.of([packed_images(images) for images in shown])
     return columns
-
-
-def sampling_logps(transcripts: Sequence[Transcript], lengths: Sequence[int]) -> list[torch.Tensor] | None:
-    """What the engine says of each token, NaN where it could not tell; None where it tells none."""
-    if not transcripts or transcripts[0].logps is None:
-        return None
-    return [
-        torch.tensor([math.nan if value is None else value for value in (t.logps or ())[:n]])
-        for t, n in zip(transcripts, lengths)
-    ]

@@ -12,18 +12,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
-from ..algorithms.keyed_random import choose, completion_keys, uniform
+from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
 from ..errors import PrecisionError
 from ..forward.images import TOKEN_TYPES, RowImages
@@ -31,8 +21,7 @@ from .decoding import compact_decode, growing_cache, unique
 from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-
-
+BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
     "watermarking_config",
     "guidance_scale",
@@ -68,42 +57,27 @@ class KeyedChoice(LogitsProcessor):
         self.keys_B, self.offsets_B = self.keys_B[index], self.offsets_B[index]
 
 
-def sampling_filters(config: GenerationConfig) -> list[LogitsProcessor]:
-    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them."""
-    filters: list[LogitsProcessor] = []
-    if config.temperature not in (None, 1.0):
-        filters.append(TemperatureLogitsWarper(config.temperature))
-    if config.top_h is not None:
-        filters.append(TopHLogitsWarper(config.top_h))
-    if config.top_k not in (None, 0):
-        filters.append(TopKLogitsWarper(config.top_k))
-    if config.top_p is not None and config.top_p < 1.0:
-        filters.append(TopPLogitsWarper(config.top_p))
-    if config.min_p not in (None, 0.0):
-        filters.append(MinPLogitsWarper(config.min_p))
-    if config.typical_p is not None and config.typical_p < 1.0:
-        filters.append(TypicalLogitsWarper(config.typical_p))
-    if config.epsilon_cutoff is not None and 0.0 < config.epsilon_cutoff < 1.0:
-        filters.append(EpsilonLogitsWarper(config.epsilon_cutoff))
-    if config.eta_cutoff is not None and 0.0 < config.eta_cutoff < 1.0:
-        filters.append(EtaLogitsWarper(config.eta_cutoff))
-    return filters
-
-
-def _split_sampling(config: GenerationConfig, model: Any) -> tuple[list[LogitsProcessor], GenerationConfig]:
-    """The filters `generate` would sample with, and the configuration without them for a greedy `generate`.
+def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorList:
+    """transformers' filters of a sampling configuration, in the order `generate(do_sample=True)` applies them.
 
     Like `generate`, what the configuration leaves open is taken from the model's own.
     """
-    sampling, greedy = copy.deepcopy(config), copy.deepcopy(config)
+    values = {name: getattr(config, name, None) for name in _FILTERS}
     for name in _FILTERS:
-        if getattr(sampling, name, None) is None:
-            setattr(sampling, name, getattr(model.generation_config, name, None))
+        if values[name] is None:
+            values[name] = getattr(model.generation_config, name, None)
+    if values["top_k"] is None:
+        values["top_k"] = 50  # transformers' default, where neither says anything
+    return model._get_logits_processor(GenerationConfig(do_sample=True, **values))
+
+
+def greedy_config(config: GenerationConfig) -> GenerationConfig:
+    """The configuration without its filters and without sampling."""
+    greedy = copy.deepcopy(config)
+    for name in _FILTERS:
         setattr(greedy, name, None)
-    if sampling.top_k is None:
-        sampling.top_k = 50  # transformers' default, where neither says anything
     greedy.do_sample = False
-    return sampling_filters(sampling), greedy
+    return greedy
 
 
 def can_sample_by_key(config: GenerationConfig) -> bool:
@@ -112,18 +86,27 @@ def can_sample_by_key(config: GenerationConfig) -> bool:
     return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
 
 
-def request_keys(request: RolloutRequest, seed: int, stream: int) -> torch.Tensor:
-    """Keys of the rows of this process, shape (B,), int64 on the CPU: one per completion, in row order."""
-    numbers = torch.tensor(list(request.prompts)) + request.first_prompt
-    prompts = numbers.repeat_interleave(request.num_generations)
-    generations = torch.arange(request.num_generations).repeat(len(request.prompts))
-    return completion_keys(seed, stream, request.epoch, request.layout.rollout, prompts, generations)
+def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, call: int = 0) -> list[int]:
+    """Keys of rows of this process, one per completion.
+
+    Args:
+        rows: a user's override may sample more than were asked for, whose keys are none of the request's.
+        call: which call of an override it is, from 0; a further one draws other random numbers.
+    """
+    stream = TRAIN_STREAM if training else EVAL_STREAM
+    place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
+    prompts = (torch.tensor(list(request.prompts)) + request.first_prompt).repeat_interleave(group)
+    keys_B = completion_keys(seed, *place, prompts, torch.arange(group).repeat(len(request.prompts)))
+    if (missing := rows - len(keys_B)) > 0:
+        prompts = torch.arange(missing) + BEYOND + (request.prompts.start << 20)
+        keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
+    return (mix(keys_B, call) if call else keys_B)[:rows].tolist()
 
 
 def sample_chunk(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    keys_B: torch.Tensor,
+    keys_B: torch.Tensor | None,
     offsets_B: torch.Tensor,
     config: GenerationConfig,
     eos_token_ids: Sequence[int],
@@ -136,7 +119,8 @@ def sample_chunk(
 
     Args:
         prompts: token ids of each row, without padding.
-        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion.
+        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion. Without
+            keys transformers samples, as TRL calls it.
         config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
         eos_token_ids: any of these ends a completion (and is kept).
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
@@ -153,37 +137,21 @@ def sample_chunk(
         pictures = [None] * len(prompts) if images is None else images.numbers_B
         firsts, numbers = unique(zip(map(tuple, prompts), pictures))
     inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
-    filters, greedy = _split_sampling(config, model)
-    width = inputs["input_ids"].size(1)
-    keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
-    of_prompts = inputs.keys() - {"input_ids", "attention_mask", *TOKEN_TYPES}
+    width, keyed = inputs["input_ids"].size(1), None
+    if keys_B is not None:
+        keyed = KeyedChoice(keys_B.to(device), offsets_B.to(device), width)
+        inputs["logits_processor"] = LogitsProcessorList([*sampling_filters(model, config), keyed])
+        config = greedy_config(config)
     if compact:
+        of_prompts = inputs.keys() - {"input_ids", "attention_mask", "logits_processor", *TOKEN_TYPES}
         rows = torch.tensor(numbers, device=device)
         decode = functools.partial(compact_decode, rows_B=rows, choice=keyed, of_prompts=tuple(of_prompts))
-        inputs["custom_generate"] = decode
-        inputs["past_key_values"] = growing_cache(model)
-    processors = LogitsProcessorList([*filters, keyed])
-    output = model.generate(**inputs, generation_config=greedy, logits_processor=processors)
-    if bool(keyed.broken):
+        inputs |= {"custom_generate": decode, "past_key_values": growing_cache(model)}
+    output = model.generate(**inputs, generation_config=config)
+    if keyed is not None and bool(keyed.broken):
         raise PrecisionError("while sampling, the scores of the next token were not finite")
     ends = frozenset(eos_token_ids)
     return [_until_eos(row, ends) for row in output[:, width:].tolist()]
-
-
-def sample_once(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    eos_token_ids: Sequence[int],
-    device: torch.device,
-    pad_to_multiple_of: int | None = None,
-    images: RowImages | None = None,
-) -> list[list[int]]:
-    """One completion for each row with the model's `generate`, called as TRL calls it; arguments as `sample_chunk`."""
-    inputs = _inputs(prompts, range(len(prompts)), config, device, pad_to_multiple_of, images)
-    output = model.generate(**inputs, generation_config=config)
-    ends = frozenset(eos_token_ids)
-    return [_until_eos(row, ends) for row in output[:, inputs["input_ids"].size(1) :].tolist()]
 
 
 def _inputs(

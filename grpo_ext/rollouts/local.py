@@ -21,7 +21,7 @@ from ..rewards.runner import RewardFunctions, RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.out_of_memory import Halving
 from .chat import Chat
-from .engine import Engine, Sampled
+from .engine import Engine, EngineSettings
 from .environments import Environments
 from .images import ImageSource
 from .tools import Toolbox
@@ -35,25 +35,23 @@ class Hooks:
 
     Attributes:
         tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
-        generate: `_generate`: completes the transcripts.
-        turn: `_generate_single_turn`: from the transcripts of a chunk to what is sampled for each.
+        generate, turn: `_generate` and `_generate_single_turn`, as the user wrote them.
         rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards` is overridden, so the worker makes none.
-        score: `_generate_and_score_completions` is overridden, so rows are wanted for TRL's dictionary.
+        rewards: `_calculate_rewards`, called in `join`; the worker makes no rewards then.
+        score: `_generate_and_score_completions`, of this process's rows; returns TRL's padded dictionary.
     """
 
     tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
-    generate: Callable[[LocalRollout], None] | None = None
-    turn: Callable[[list[Transcript]], list[Sampled]] | None = None
+    generate: Callable[..., Any] | None = None
+    turn: Callable[..., Any] | None = None
     rollout: Callable[[list[Any]], dict[str, Any]] | None = None
-    rewards: bool = False
-    score: bool = False
+    rewards: Callable[..., torch.Tensor] | None = None
+    score: Callable[..., dict[str, Any]] | None = None
 
     @property
     def any(self) -> bool:
         """Whether a process without prompts has to take part, because a hook may hold collectives."""
-        given = (self.tokenize, self.generate, self.turn, self.rollout)
-        return self.rewards or self.score or any(hook is not None for hook in given)
+        return any((self.tokenize, self.generate, self.turn, self.rollout, self.rewards, self.score))
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Terms:
 
     Attributes:
         training: or evaluation.
+        seed: of the random numbers.
         rewards: the reward functions.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
@@ -69,6 +68,7 @@ class Terms:
         generation_config: transformers' settings; None with vLLM.
         old_logps, reference: log-probabilities are needed of the policy that samples, of the reference model.
         batch_size, max_tokens: of a forward without gradients, at most.
+        ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a completion without an end is left out (`mask_truncated_completions`).
         limits: of the turns.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
@@ -76,6 +76,7 @@ class Terms:
     """
 
     training: bool
+    seed: int
     rewards: RewardFunctions
     recorders: Mapping[str, Any]
     pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
@@ -85,14 +86,15 @@ class Terms:
     reference: bool
     batch_size: int
     max_tokens: int | None
+    ends: Container[int]
     masks_truncated: bool
     limits: TurnLimits
     ratios: RatioRule | None = None
     hooks: Hooks = Hooks()
 
-    def masked(self, transcripts: Sequence[Transcript], ends: Container[int]) -> list[bool]:
-        """Which completions are left out, as they end in none of these tokens and the run masks those."""
-        return [self.masks_truncated and transcript.ids[-1] not in ends for transcript in transcripts]
+    def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
+        """Which completions are left out, because they are truncated and the run masks those."""
+        return [self.masks_truncated and transcript.ids[-1] not in self.ends for transcript in transcripts]
 
 
 @dataclass
@@ -108,7 +110,6 @@ class LocalRollout:
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: with what the functions logged.
-        tool_calls, tool_failures: numbers of them.
         failure: why there is no more of it.
     """
 
@@ -121,14 +122,17 @@ class LocalRollout:
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    tool_calls: int = 0
-    tool_failures: int = 0
     failure: Exception | None = None
 
     @property
     def counted(self) -> list[Transcript]:
         """The transcripts that reach the rollout batch."""
         return [] if self.request.empty else self.transcripts
+
+    @property
+    def first(self) -> int:
+        """Place of the first of these completions in the rollout batch, over all processes."""
+        return self.request.prompts.start * self.request.num_generations
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,7 @@ class Parts:
         engine, chat, environments, toolbox, rewards, images: see there.
         memory: the number of completions that fit into one `generate`.
         clock: takes the seconds of the phases.
-        device: of the models.
-        sharded: a forward is a collective.
-        chunk: completions that a reward function is called with, at most, in whole groups; None: all of this process.
-        ends: a completion that ends in none of these tokens is truncated.
-        filler: a token, for rows that reach no result.
-        pad, multiple: how TRL's dictionary is padded.
+        settings: what does not change during a run.
     """
 
     policy: Callable[[], Any]
@@ -163,15 +162,9 @@ class Parts:
     images: ImageSource
     memory: Halving
     clock: PhaseClock
-    device: torch.device
-    sharded: bool
-    chunk: int | None
-    ends: frozenset[int]
-    filler: int
-    pad: int
-    multiple: int | None
+    settings: EngineSettings
 
     @property
     def shards_vision(self) -> bool:
         """Whether a forward with images is a collective, and one without them another."""
-        return self.sharded and self.images.prepare is not None
+        return self.settings.sharded and self.images.prepare is not None

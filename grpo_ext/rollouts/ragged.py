@@ -50,11 +50,6 @@ class Ragged:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.values.split(self.lengths))
 
-    def row(self, index: int) -> torch.Tensor:
-        """One row, a view of the values."""
-        start = sum(self.lengths[:index])
-        return self.values[start : start + self.lengths[index]]
-
     @property
     def bounds(self) -> list[int]:
         """Where each row begins among the values, and where the last one ends."""

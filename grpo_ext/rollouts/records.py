@@ -41,7 +41,7 @@ def rollout_metrics(
     lengths_B, truncated_B = ([getattr(e, name) for e in entries] for name in ("tokens", "truncated"))
     values = list(_length_metrics(torch.tensor(lengths_B), torch.tensor(truncated_B)).items())
     if with_tools:
-        calls, failures = sum(one.tool_calls for one in rounds), sum(one.tool_failures for one in rounds)
+        calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
     for name, rewards in zip(names, rewards_BF.unbind(1)):  # several may have one name
@@ -94,19 +94,19 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str], said: set[tuple[str, str]]) -> None:
+def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str], warned: set[tuple[str, str]]) -> None:
     """Add a round to TRL's record of completions.
 
     Args:
         logs: TRL's record, with bounded columns.
-        said: what was warned of already; added to.
+        warned: of wrong numbers of values, by function and column; added to.
     """
     logs["prompt"].extend(entry.prompt for entry in one.entries)
     logs["completion"].extend(entry.completion for entry in one.entries)
     for name, rewards in zip(names, one.rewards_BF.unbind(1)):
         logs["rewards"][name].extend(rewards.tolist())
     logs["advantages"].extend(one.advantages_B.tolist())
-    columns = columns_of(one.reward_calls, len(one), said)
+    columns = columns_of(one.reward_calls, len(one), warned)
     add_columns(logs["extra"], columns, len(one), len(logs["prompt"]))
     images = [entry.images for entry in one.entries]
     if any(images) or logs["images"]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import RolloutError
+from ..runtime.collectives import gather_lists
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
@@ -70,8 +71,8 @@ def _what_is_wrong(output: Any, rows: int) -> str | None:
 
 
 def _other_lengths(name: str, values: Any, completion_ids: Sequence[Any]) -> str | None:
-    for row, (own, ids) in enumerate(zip(() if values is None else values, completion_ids)):
-        count = len(own) if hasattr(own, "__len__") else own
+    for row, (entries, ids) in enumerate(zip(() if values is None else values, completion_ids)):
+        count = len(entries) if hasattr(entries, "__len__") else entries
         if count != len(ids):
             return f"returned {count} {name} for the {len(ids)} tokens of completion {row}"
     return None
@@ -91,3 +92,31 @@ def _plain(output: Mapping[str, Any]) -> dict[str, Any]:
             rows = [row.tolist() if isinstance(row, torch.Tensor) else row for row in plain[name]]
             plain[name] = [[kind(value) for value in row] for row in rows]
     return plain
+
+
+def why_equal(args: Any, sharded: bool) -> str | None:
+    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+    if sharded:
+        return "a forward of a sharded model is a collective"
+    if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
+        return "vLLM cuts what several processes sampled together as if all had as many"
+    return None
+
+
+def refuse_unequal_prompts(prompts: int, reason: str | None) -> None:
+    """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.
+
+    Args:
+        reason: why they need as many (`why_equal`).
+
+    Raises:
+        RolloutError: on every process.
+    """
+    if reason is None:
+        return
+    counts = gather_lists([prompts])
+    if len(set(counts)) > 1:
+        raise RolloutError(
+            f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+            f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
+        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,32 +20,26 @@ from accelerate.logging import get_logger
 
 from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
-from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys, mix
 from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, RolloutError
-from ..forward.images import count_images, messages_of
+from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
-from ..rewards.calls import RewardCall
 from ..runtime.attributes import assigned
-from ..runtime.collectives import any_process, gather_lists, uneven_gathers, without_gather
+from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
-from .chat import images_in
-from .engine import Sampled
-from .images import ImageSource
-from .join import JoinRules, Round, join
-from .keyed import request_keys
+from .join import JoinRules, Round, exchange, join
+from .keyed import BEYOND
 from .local import LocalRollout, Terms
+from .overrides import OverriddenWorker
 from .records import add_to_table, rollout_metrics
-from .transcript import Transcript
-from .trl_shapes import take_generated, trl_dictionary, trl_generated
-from .worker import RolloutWorker, Rows, logged_elsewhere, reward_columns
+from .rollout_func import why_equal
+from .trl_shapes import trl_dictionary
+from .worker import logged_elsewhere, reward_columns
 
 logger = get_logger(__name__)
-_BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 
 
 @dataclass(frozen=True)
@@ -55,34 +49,14 @@ class Context:
     Attributes:
         terms: of the local phase; rules: of the join.
         num_generations: of the mode.
-        names: of the reward functions.
-        state: of the Trainer; metrics, logs: TRL's records, of this mode.
-        score: the user's `_generate_and_score_completions`; None where it is not overridden.
-        rewards: the user's `_calculate_rewards`, likewise.
+        metrics, logs: TRL's records, of this mode.
     """
 
     terms: Terms
     rules: JoinRules
     num_generations: int
-    names: Sequence[str]
-    state: Any
     metrics: MutableMapping[str, list[float]]
     logs: dict[str, Any]
-    score: Callable[[Rows], dict[str, Any]] | None = None
-    rewards: Callable[..., torch.Tensor] | None = None
-
-
-@dataclass
-class Scoring:
-    """A call of the user's `_generate_and_score_completions`, while it runs.
-
-    Attributes:
-        rows: that it was given.
-        rounds: that it has made, by calls of TRL's method.
-    """
-
-    rows: StepRows
-    rounds: list[Round] = field(default_factory=list)
 
 
 class Rollouts:
@@ -90,7 +64,6 @@ class Rollouts:
 
     Args:
         worker: makes this process's part.
-        images: where the images of rows come from.
         load: gives vLLM the weights as they are now.
 
     Attributes:
@@ -102,21 +75,17 @@ class Rollouts:
         threads: that sampling ahead computes with on a CPU; None: as many as torch has.
         steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
             made.
-        local: this process's part while a user's `_generate` makes its completions; chunk: of it, while a user's
-            `_generate_single_turn` samples.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         args: GRPOConfig,
-        worker: RolloutWorker,
-        images: ImageSource,
+        worker: OverriddenWorker,
         load: Callable[[], None],
     ) -> None:
-        self.accelerator, self.args, self.worker, self.images = accelerator, args, worker, images
-        self.load = load
-        self.sharded = worker.parts.sharded
+        self.accelerator, self.args, self.worker, self.load = accelerator, args, worker, load
+        self.images, self.sharded = worker.parts.images, worker.parts.settings.sharded
         self.batch: RolloutBatch | None = None
         self.held: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
@@ -126,19 +95,21 @@ class Rollouts:
         self.sampled_at = 0
         self.steps: Any = None
         self.further: FurtherPrompts | None = None
-        self.local: LocalRollout | None = None
-        self.chunk: list[Transcript] | None = None
-        self._scoring: Scoring | None = None
+        # while a user's `_generate_and_score_completions` runs: the request, and the rounds by calls of TRL's method
+        self._scored: tuple[RolloutRequest, list[Round]] | None = None
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
-        self._hook_calls = 0  # of TRL's method, by the hook that runs
         self._free_calls = 0
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
         self._warned_columns: set[tuple[str, str]] = set()
         self._warned_of_own_scoring = False
 
-    def hold(self, batch: RolloutBatch | None, name: tuple[int, int] | None) -> None:
-        """Go on with a rollout batch that was sampled before; with None, sample anew."""
+    def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
+        """Train on a rollout batch, by its epoch and its index in the epoch."""
         self.batch, self.held = batch, name
+
+    def forget_rollout(self) -> None:
+        """Sample anew for the next step."""
+        self.batch = self.held = None
 
     def end_workers(self) -> None:
         """End the processes that reward functions run in; the next call of one starts them again."""
@@ -200,7 +171,7 @@ class Rollouts:
         if self.further is not None and context.terms.training:
             return self._in_rounds(rows, context)
         one = self._round(rows, context)
-        if context.score is None:
+        if context.terms.hooks.score is None:
             self._log([one], context)
         self._take_rewards(one.rewards_BF if one.entries else None, context)
         return one.batch
@@ -208,16 +179,17 @@ class Rollouts:
     def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
         self.rewards_BF = rewards_BF
         if rewards_BF is not None and torch.isnan(rewards_BF).all():
+            names = ", ".join(context.terms.rewards.names)
             logger.warning(
-                f"No completion of this rollout was scored: {', '.join(context.names)} returned None for all of them, "
+                f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so nothing can be learned or said from it; check that the reward functions fit the data."
             )
 
     # ---- One round ------------------------------------------------------------------------------------------------
 
     def _round(self, rows: StepRows, context: Context) -> Round:
-        if context.score is not None:
-            return self._scored_by_user(rows, context, context.score)
+        if (score := context.terms.hooks.score) is not None:
+            return self._scored_by_user(rows, context, score)
         return self._joined(self._local(rows, context), context)
 
     def _local(self, rows: StepRows, context: Context) -> LocalRollout:
@@ -231,19 +203,16 @@ class Rollouts:
                 with self.ahead.weights_of_due():
                     self.worker.add_logprobs(sampled.local)
             return sampled.local
-        self._refuse_missing_images(rows)
-        stream = TRAIN_STREAM if context.terms.training else EVAL_STREAM
-        keys = request_keys(rows.request, self.args.seed, stream).tolist()
-        return self._sampled(rows.request, rows.rows, keys, rows.numbers, context)
+        if self.sharded:
+            self.images.refuse_mixed(rows, self.accelerator.device)
+        return self._sampled(rows, context)
 
-    def _sampled(
-        self, request: RolloutRequest, rows: Rows, keys: Sequence[int], numbers: Sequence[int], context: Context
-    ) -> LocalRollout:
+    def _sampled(self, rows: StepRows, context: Context, call: int = 0) -> LocalRollout:
         self.load()
-        hooks = context.terms.hooks
+        request, hooks = rows.request, context.terms.hooks
         try:
             with self._uneven(request, context):
-                return self.worker.sample(request, rows, keys, numbers, context.terms)
+                return self.worker.sample(rows, context.terms, call)
         except Exception as error:
             # the others may be inside a collective with this process: a forward, vLLM's, one of a hook of the user's
             waited_for = why_equal(self.args, self.sharded) or hooks.tokenize or hooks.generate or hooks.turn
@@ -258,50 +227,17 @@ class Rollouts:
         return contextlib.nullcontext()
 
     def _joined(self, local: LocalRollout, context: Context) -> Round:
-        if context.rewards is None:
-            return join(local, context.rules, self.accelerator.process_index)
-        calculate = context.rewards
-
-        def rewards_of_all() -> tuple[torch.Tensor, list[RewardCall]]:
+        """A round of what all processes made; every process comes here once."""
+        shares = exchange(local, context.rules)
+        calculate, rewards = context.terms.hooks.rewards, None
+        if calculate is not None:
             local.reward_calls = []
             uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
             with assigned(self, _rewarded=local), uneven, phase:
                 rewards_BF = calculate(*reward_columns(local.transcripts))
-                return rewards_BF, [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-
-        return join(local, context.rules, self.accelerator.process_index, rewards_of_all)
-
-    def refuse_unequal_prompts(self, prompts: int) -> None:
-        """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.
-
-        Raises:
-            RolloutError: on every process.
-        """
-        if (reason := why_equal(self.args, self.sharded)) is None:
-            return
-        counts = gather_lists([prompts])
-        if len(set(counts)) > 1:
-            raise RolloutError(
-                f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
-                f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
-            )
-
-    def _refuse_missing_images(self, rows: StepRows) -> None:
-        """Where a forward is a collective, all run what a model has for images, or none does.
-
-        Raises:
-            DataError: on every process.
-        """
-        if self.images.prepare is None or not self.sharded:
-            return
-        device, prompts = self.accelerator.device, dict(zip(rows.numbers, rows.rows)).values()
-        counts = [count_images(messages_of(row)) if isinstance(row["prompt"], list) else 0 for row in prompts]
-        if any_process(any(counts), device) and any_process(not all(counts), device):
-            raise DataError(
-                "prompts with and without images are in one rollout batch of a model whose weights the processes share "
-                "(FSDP, DeepSpeed), where every process has to run the image tower in every forward or none; give each "
-                "prompt an image, or train with DDP."
-            )
+                rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
+        rank, group = self.accelerator.process_index, local.request.num_generations
+        return join(shares, context.rules, rank, group, rewards)
 
     # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
 
@@ -344,44 +280,40 @@ class Rollouts:
 
     def _log(self, rounds: Sequence[Round], context: Context) -> None:
         """TRL's metrics and table of everything that was sampled."""
-        rules, group = context.rules, context.num_generations
-        if context.terms.training:
+        rules, group, terms = context.rules, context.num_generations, context.terms
+        if terms.training:
             entries = [entry for one in rounds for entry in one.entries]
-            context.state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
-        context.metrics["num_tokens"] = [context.state.num_input_tokens_seen]
+            terms.state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
+        context.metrics["num_tokens"] = [terms.state.num_input_tokens_seen]
         with_tools, weights_F = bool(self.worker.parts.chat.tools), rules.weights_F.cpu()
-        ratios = context.terms.ratios
-        values = rollout_metrics(rounds, context.names, weights_F, rules.rule, group, with_tools, ratios)
+        names = terms.rewards.names
+        values = rollout_metrics(rounds, names, weights_F, rules.rule, group, with_tools, terms.ratios)
         for name, value in values:
             context.metrics[name].append(value)
         for one in rounds:
-            add_to_table(context.logs, one, context.names, self._warned_columns)
+            add_to_table(context.logs, one, names, self._warned_columns)
 
     # ---- What users override --------------------------------------------------------------------------------------
 
-    def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[[Rows], dict[str, Any]]) -> Round:
+    def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[..., dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
         request = rows.request
-        scoring = Scoring(rows)
-        with assigned(self, _scoring=scoring), self._uneven(request, context):
+        rounds: list[Round] = []
+        with assigned(self, _scored=(request, rounds)), self._uneven(request, context):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
-        if not scoring.rounds and self.further is not None and context.terms.training:
-            raise RolloutError(
-                "_generate_and_score_completions made a rollout batch without TRL's method, and dynamic_sampling=True "
-                "needs its rewards; call super(), or set it to False."
-            )
-        if not scoring.rounds:  # it made everything by itself
-            self._refuse_or_warn_of_own_scoring(rows)
-            unknown = torch.full((len(batch), len(context.names)), torch.nan)
-            return Round(batch, unknown, torch.zeros(len(batch)), [], [], 0, 0, range(0))
-        last = scoring.rounds[-1]
-        whole = len(scoring.rounds) == 1 and len(last) == len(batch)
+        whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
         if self.further is not None and context.terms.training and not whole:
             raise RolloutError(
-                "_generate_and_score_completions called TRL's method more than once, or with other rows, and "
-                "dynamic_sampling=True needs the rewards of what it returns; call it once, or set it to False."
+                f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
+                f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
+                "it returns. Call super() once, for the rows that are returned, or set it to False."
             )
+        if not rounds:  # it made everything by itself
+            self._refuse_or_warn_of_own_scoring(rows)
+            unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
+            return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
+        last = rounds[-1]
         if self.images.prepare is not None:
             pairs = zip(last.batch.prompt_ids, batch.prompt_ids)
             if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
@@ -414,94 +346,28 @@ class Rollouts:
                 "own way; only the update is covered."
             )
 
-    def score(self, inputs: Rows, context: Context) -> dict[str, Any]:
+    def score(self, inputs: Sequence[dict[str, Any]], context: Context) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`: any list of rows, sampled and scored; TRL's padded dictionary.
 
-        Row i of a user's override keeps the key of its place; rows beyond those that it was given, and a further call,
-        draw other random numbers.
+        Which random numbers they draw: see rollouts.overrides.
         """
-        scoring, rows, training = self._scoring, list(inputs), context.terms.training
+        rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
         request = self._request(len(rows), context.num_generations)
-        keys = keys_of(request, len(rows), self.args.seed, training, 0 if scoring is None else len(scoring.rounds))
-        local = self._sampled(request, rows, keys, (), context)
+        local = self._sampled(StepRows(rows, request), context, call=len(rounds))
         one = self._joined(local, context)
-        if scoring is not None:
-            scoring.rounds.append(one)
-        if scoring is None or self.further is None or not training:
+        rounds.append(one)
+        if self._scored is None or self.further is None or not context.terms.training:
             self._log([one], context)
-        return trl_dictionary(local, one, context.rules, self.worker.parts)
+        return trl_dictionary(local, one, self.worker.parts)
 
     def _request(self, rows: int, group: int) -> RolloutRequest:
         """The request that a user's override was given; a new one for rows that no loader has asked for."""
-        if self._scoring is not None:
-            return self._scoring.rows.request
+        if self._scored is not None:
+            return self._scored[0]
         self._free_calls += 1
         prompts, rank = ceil_div(rows, group), self.accelerator.process_index
-        layout = StepLayout(_BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
+        layout = StepLayout(BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
-
-    def generate_by_user(self, generate: Callable[[list[Any]], Any], local: LocalRollout) -> None:
-        """Completions by the user's `_generate`."""
-        with assigned(self, local=local, _hook_calls=0):
-            take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
-
-    def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
-        """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
-        local = self.local
-        assert local is not None
-        terms = dataclasses.replace(local.terms, hooks=dataclasses.replace(local.terms.hooks, generate=None))
-        known, transcripts = local.transcripts, []
-        keys = keys_of(local.request, len(prompts), self.args.seed, terms.training, self._next_call())
-        for place, (prompt, key) in enumerate(zip(prompts, keys)):
-            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
-            images = [] if isinstance(prompt, str) else images_in(prompt)
-            shown: Any = {"images": images, "prompt_images": len(images)}
-            transcripts.append(dataclasses.replace(row, key=key, prompt=prompt, **shown))
-        part = LocalRollout(local.request, terms, transcripts)
-        self.worker.converse(part)
-        local.tool_calls += part.tool_calls
-        local.tool_failures += part.tool_failures
-        return trl_generated(part)
-
-    def _next_call(self) -> int:
-        """How often the hook that runs has called TRL's method before."""
-        self._hook_calls += 1
-        return self._hook_calls - 1
-
-    def turn_by_user(self, turn: Callable[..., Any], num_generations: int, rows: list[Transcript]) -> list[Sampled]:
-        """One turn by the user's `_generate_single_turn`, chunk by chunk; called as TRL calls it."""
-        engine = self.worker.parts.engine
-        sampled: dict[int, Sampled] = {}
-        for chunk in [rows] if self.sharded else engine.chunks(rows, num_generations):
-            later = chunk[0].turns > 0
-            images = [row.images or None for row in chunk]
-            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
-            with assigned(self, chunk=chunk, _hook_calls=0), without_gather(self.accelerator, "_generate_single_turn"):
-                ids, logps = turn(*arguments, **options) if later else turn(*arguments, num_generations)
-            values = [None] * len(ids) if logps is None else logps
-            sampled |= {id(r): (list(tokens), value) for r, tokens, value in zip(chunk, ids, values)}
-        return [sampled[id(row)] for row in rows if id(row) in sampled]
-
-    def turn(
-        self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int
-    ) -> tuple[list[list[int]], Any]:
-        """TRL's `_generate_single_turn`, below a user's: new tokens for the chunk's rows, whatever tokens they have."""
-        chunk, call = self.chunk, self._next_call()
-        assert chunk is not None
-        rows = []
-        for place, ids in enumerate(prompt_ids):
-            row = chunk[min(place, len(chunk) - 1)]
-            key, cut = row.key, len(ids) - len(row.ids)
-            if place >= len(chunk) or call:  # a row that the user has added, or a further call
-                key = int(mix(torch.tensor(key), _BEYOND + place * (place >= len(chunk)) + (call << 20)))
-            shown = row.images if images is None else list(images[place] or ())
-            tokens: Any = {"prompt_ids": list(ids[:cut]), "ids": list(ids[cut:])}
-            rows.append(dataclasses.replace(row, key=key, images=shown, **tokens))
-        engine = self.worker.parts.engine
-        sampled = engine.generate(rows, config, num_generations)
-        logps = [values for _, values in sampled]
-        return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
 
     def rewards(self, columns: tuple[Any, ...], context: Context) -> torch.Tensor:
         """TRL's `_calculate_rewards`: of the rows it is given, the rewards (B, F) of all processes, in global order.
@@ -521,26 +387,5 @@ class Rollouts:
                     metrics.setdefault(name, []).append(value)
                 for name, values in call.columns.items():
                     extra.setdefault(name, []).extend(values)
-        local.reward_calls = [call for _, made in shares for call in made]
+        local.reward_calls = [call for _, part in shares for call in part]
         return torch.cat([rewards for rewards, _ in shares]).to(self.accelerator.device)
-
-
-def why_equal(args: Any, sharded: bool) -> str | None:
-    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
-    if sharded:
-        return "a forward of a sharded model is a collective"
-    if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
-        return "vLLM cuts what several processes sampled together as if all had as many"
-    return None
-
-
-def keys_of(request: RolloutRequest, rows: int, seed: int, training: bool, call: int) -> list[int]:
-    """Keys of any number of rows: those of the request, and beyond them further ones; others for a further call."""
-    stream = TRAIN_STREAM if training else EVAL_STREAM
-    keys = request_keys(request, seed, stream)
-    if (missing := rows - len(keys)) > 0:
-        places = torch.arange(missing)
-        start = _BEYOND + (request.prompts.start << 20)
-        more = completion_keys(seed, stream, request.epoch, request.layout.rollout, places + start, places * 0)
-        keys = torch.cat([keys, more])
-    return (mix(keys, call) if call else keys)[:rows].tolist()

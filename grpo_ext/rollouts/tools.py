@@ -25,12 +25,6 @@ logger = get_logger(__name__)
 Tool = Callable[..., Any]
 _TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
 
-# what the model is told where a call fails, as TRL words it
-_FAILED = "error"
-_UNKNOWN = "Tool {name} not found."
-_UNSUPPORTED = "Unsupported tool call type: {kind}"
-_HANGS = "an earlier call has not come back"
-
 
 class Toolbox:
     """The tools of a run.
@@ -39,23 +33,13 @@ class Toolbox:
         tools: those that belong to no environment.
         environments: whose public methods are tools too.
         loop: that runs asynchronous tools, on a thread of its own; None where all are synchronous.
-
-    Attributes:
-        calls, failures: of tools, since `take_counts`.
     """
 
     def __init__(
         self, tools: Sequence[Tool], environments: Environments, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.tools, self.environments, self.loop = list(tools), environments, loop
-        self.calls = self.failures = 0
         self._warned: set[str] = set()
-
-    def take_counts(self) -> tuple[int, int]:
-        """How many calls there were, and how many of them failed, since this was last asked."""
-        counts = self.calls, self.failures
-        self.calls = self.failures = 0
-        return counts
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
         """The tools that a transcript may call, by name; of two of one name, the synchronous and then the last."""
@@ -91,30 +75,28 @@ class Toolbox:
         results: list[tuple[str, Any]] = []
         later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for call in transcript.calls:
-            self.calls += 1
+            transcript.tool_calls += 1
             function = call.get("function")
             if call.get("type") != "function" or not isinstance(function, Mapping):
-                error = _UNSUPPORTED.format(kind=call.get("type"))
-                results.append((call.get("name", "unknown"), self._failure(error)))
+                error = f"Unsupported tool call type: {call.get('type')}"
+                results.append((call.get("name", "unknown"), _failure(transcript, error)))
                 continue
             name = function["name"]
             try:
                 if name not in tools:
-                    raise ValueError(_UNKNOWN.format(name=name))
+                    raise ValueError(f"Tool {name} not found.")
                 begun = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
             except Exception as error:
-                results.append((name, self._failure(error)))
+                results.append((name, _failure(transcript, error)))
             else:
                 (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, begun))
-        results += self._awaited(later)
+        results += self._awaited(transcript, later)
         contents = [(name, result if isinstance(result, list) else str(result)) for name, result in results]
         return [{"role": "tool", "name": name, "content": content} for name, content in contents]
 
-    def _failure(self, error: object) -> dict[str, str]:
-        self.failures += 1
-        return {_FAILED: str(error)}
-
-    def _awaited(self, later: list[tuple[str, Coroutine[Any, Any, Any]]]) -> list[tuple[str, Any]]:
+    def _awaited(
+        self, transcript: Transcript, later: list[tuple[str, Coroutine[Any, Any, Any]]]
+    ) -> list[tuple[str, Any]]:
         if not later:
             return []
         assert self.loop is not None
@@ -123,7 +105,7 @@ class Toolbox:
             return await asyncio.gather(*(coroutine for _, coroutine in later), return_exceptions=True)
 
         results = asyncio.run_coroutine_threadsafe(together(), self.loop).result()
-        failed = [self._failure(result) if isinstance(result, Exception) else result for result in results]
+        failed = [_failure(transcript, result) if isinstance(result, Exception) else result for result in results]
         return [(name, result) for (name, _), result in zip(later, failed, strict=True)]
 
     # ---- Within a time --------------------------------------------------------------------------------------------
@@ -134,7 +116,7 @@ class Toolbox:
         if seconds is None:
             return tool(**arguments)
         if owner is not None and not self.environments.uses(owner):
-            raise TimeoutError(_HANGS)
+            raise TimeoutError("an earlier call has not come back")
         if inspect.iscoroutinefunction(tool):
             return self._in_time_later(tool.__name__, tool(**arguments), owner, seconds)
         try:
@@ -167,6 +149,12 @@ class Toolbox:
                 f"tool '{name}' gave no answer within tool_timeout={seconds} seconds: {what}, and the model is told "
                 "that the call failed. Said once for each tool; tools/failure_frequency counts every call."
             )
+
+
+def _failure(transcript: Transcript, error: object) -> dict[str, str]:
+    """What the model is told of a call that failed, as TRL words it."""
+    transcript.tool_failures += 1
+    return {"error": str(error)}
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Transcript:
         environment_name: its name among several factories; None where there is one.
         calls: tool calls of the last message that wait for an answer.
         turns: how often tools have answered.
+        tool_calls, tool_failures: numbers of calls so far, and of those that failed.
     """
 
     row: dict[str, Any]
@@ -53,6 +54,8 @@ class Transcript:
     environment_name: str | None = None
     calls: list[Mapping[str, Any]] = field(default_factory=list)
     turns: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
 
     def add_sampled(self, ids: list[int], logps: list[float | None] | None) -> None:
         """Append tokens that the model wrote."""

@@ -11,51 +11,33 @@ from typing import Any
 import torch
 
 from ..errors import RolloutError
-from .batch import ROW_IMAGES, to_device
-from .join import JoinRules, Round, columns_of
+from .batch import RolloutBatch, to_device
+from .join import Round, trl_columns
 from .local import LocalRollout, Parts
-from .ragged import Ragged, padded
-from .transcript import Transcript
 
 _GENERATED = 8
 
 
-def trl_dictionary(local: LocalRollout, one: Round, rules: JoinRules, parts: Parts) -> dict[str, Any]:
+def trl_dictionary(local: LocalRollout, one: Round, parts: Parts) -> dict[str, Any]:
     """TRL's padded dictionary of this process's rows, with their part of the advantages of the whole rollout batch.
 
     A process without prompts gets that of its stand-ins, with advantages of zero.
     """
-    transcripts, device, multiple = local.transcripts, parts.device, parts.multiple
-    masked = local.terms.masked(transcripts, rules.ends)
-    columns = columns_of(local, rules, transcripts)
-    del columns["completion_ids"], columns["completion_mask"]
-    whole: dict[str, Ragged] = {
-        "completion_ids": Ragged.of([t.ids for t in transcripts], torch.long),
-        "completion_mask": Ragged.of([torch.full((len(t.ids),), int(not out)) for t, out in zip(transcripts, masked)]),
-    }
-    found: dict[str, Any] = {}
-    for name, column in {**columns, **whole}.items():
-        if not isinstance(column, Ragged):
-            found[name] = column
-        elif name != ROW_IMAGES:
-            left = name.startswith("prompt_")
-            fill = parts.pad if name.endswith("_ids") else int(name in ("tool_mask", "importance_sampling_ratio"))
-            found[name] = padded(list(column), fill, "left" if left else "right", multiple)
-    width = found["completion_ids"].size(1)
-    for name in columns:  # those of masked completions have one token
-        if isinstance(columns[name], Ragged) and not name.startswith("prompt_") and name in found:
-            more = width - found[name].size(1)
-            found[name] = torch.nn.functional.pad(found[name], (0, more), value=float(name == "tool_mask"))
-    if "tool_mask" in found:
-        found["tool_mask"][torch.tensor(masked)] = 0
-    advantages = one.advantages_B[one.own.start : one.own.stop]
-    found["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
-    found["num_items_in_batch"] = one.batch.loss_masks.values.sum()
-    found = to_device(found, device)
+    transcripts, settings = local.transcripts, parts.settings
+    columns = trl_columns(local, transcripts, whole=True)
+    advantages = one.advantages_B[one.local_rows.start : one.local_rows.stop]
+    columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
+    batch = RolloutBatch.of_columns(columns, local.request.num_generations)
+    dictionary = batch.collate(settings.pad, settings.multiple)
+    if "tool_mask" in dictionary:  # as in TRL, on the padding too
+        dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
+    dictionary["num_items_in_batch"] = one.batch.loss_masks.values.sum()
+    dictionary = to_device(dictionary, settings.device)
     if (images := parts.images.of_transcripts(transcripts)) is not None:
-        ids = torch.cat([found["prompt_ids"], found["completion_ids"]], dim=1)
-        found |= images.as_trl(ids, [len(t.prompt_ids) for t in transcripts], found["prompt_ids"].size(1))
-    return found
+        ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
+        prompts_B = [len(transcript.prompt_ids) for transcript in transcripts]
+        dictionary |= images.as_trl(ids, prompts_B, dictionary["prompt_ids"].size(1))
+    return dictionary
 
 
 def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
@@ -90,41 +72,33 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
     rows = local.transcripts
     if len(ids) != len(rows):
         raise RolloutError(f"_generate returned {len(ids)} completions for {len(rows)} prompts; return one for each.")
+    _fill(local, prompt_ids, ids, masks, logps, extra_fields)
     for place, row in enumerate(rows):
-        row.prompt_ids, row.ids = list(prompt_ids[place]), list(ids[place])
-        row.mask = [1] * len(row.ids) if masks is None else list(masks[place])
-        row.logps = None if logps is None else list(logps[place])
         row.completion = completions[place]
         if not row.ids:
             raise RolloutError(f"_generate returned no tokens for prompt {place}; return at least the end token.")
         if images is not None:
             row.images = list(images[place] or ())
-    local.has_mask = masks is not None
-    add_fields(rows, extra_fields)
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     """Take over what a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks = fields.pop("env_mask", None)
-    for place, row in enumerate(local.transcripts):
-        row.prompt_ids = list(output["prompt_ids"][place])
-        row.add_sampled(list(output["completion_ids"][place]), _row_of(output["logprobs"], place))
-        if masks is not None:
-            row.mask = list(masks[place])
-    local.has_mask, local.extra_fields = masks is not None, fields
-    add_fields(local.transcripts, fields)
+    _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
+    local.extra_fields = fields
 
 
-def _row_of(values: Any, place: int) -> Any:
-    return None if values is None else list(values[place])
-
-
-def add_fields(rows: Sequence[Transcript], fields: Mapping[str, Any]) -> None:
-    """Add a `rollout_func`'s further fields to the rows that reward functions get: a list by row, else one for all."""
-    for place, row in enumerate(rows):
+def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any, fields: Mapping[str, Any]) -> None:
+    """Tokens of each transcript, and further fields of the rows that reward functions get: a list by row, else one
+    for all."""
+    for place, transcript in enumerate(local.transcripts):
+        transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
+        transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
+        transcript.logps = None if logps is None else list(logps[place])
         for name, values in fields.items():
             if not isinstance(values, list):
-                row.row[name] = values
+                transcript.row[name] = values
             elif place < len(values):
-                row.row[name] = values[place]
+                transcript.row[name] = values[place]
+    local.has_mask = masks is not None

@@ -42,7 +42,7 @@ class TurnLimits:
         return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < context
 
 
-def context_of(config: Any, takes_images: bool, engine: Any = None) -> int | None:
+def context_length(config: Any, takes_images: bool, engine: Any = None) -> int | None:
     """Tokens that sampling can read: the engine's limit where it runs in this process, else the model's.
 
     Args:

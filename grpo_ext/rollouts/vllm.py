@@ -146,18 +146,13 @@ def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:
-    """The seeds of a turn."""
-    keys_B = torch.tensor([transcript.key for transcript in transcripts])
-    offsets_B = torch.tensor([len(transcript.ids) for transcript in transcripts])
-    return completion_seeds(keys_B, offsets_B, num_generations)
-
-
-def completion_seeds(keys_B: torch.Tensor, offsets_B: torch.Tensor, num_generations: int) -> list[int]:
-    """Seeds of rows, from their keys and the position of the first token that is sampled.
+    """The seeds of a turn, from the keys and the position of the first token that is sampled.
 
     In the first turn the completions of a group have consecutive seeds, because vLLM gives the i-th of `n` completions
     the seed of the request plus i; so both modes sample the same. In a later turn each row has a seed of its own.
     """
+    keys_B = torch.tensor([transcript.key for transcript in transcripts])
+    offsets_B = torch.tensor([len(transcript.ids) for transcript in transcripts])
     if bool((offsets_B > 0).any()):
         return (mix(keys_B, offsets_B) & _BITS).tolist()
     firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]
@@ -194,8 +189,8 @@ def _generating_with(generation: Any, instead: dict[str, Any]) -> View:
 
 def _generate_seeded(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
     params = [sampling_params.clone() for _ in seeds]
-    for own, seed in zip(params, seeds):
-        own.seed = seed
+    for one, seed in zip(params, seeds):
+        one.seed = seed
     return engine.generate(prompts, sampling_params=params, **options)
 
 

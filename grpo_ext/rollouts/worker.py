@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..batching.prompt_order import RolloutRequest
+from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
 from ..forward.rows import TokenRows
 from ..rewards.calls import RewardCall
@@ -28,12 +28,11 @@ from ..runtime.collectives import any_process
 from .chat import images_in
 from .decoding import unique
 from .engine import Sampled
+from .keyed import request_keys
 from .local import LocalRollout, Parts, Terms
 from .transcript import Transcript
 from .trl_shapes import take_rollout
 from .turns import continue_with
-
-Rows = Sequence[dict[str, Any]]
 
 
 class RolloutWorker:
@@ -41,37 +40,28 @@ class RolloutWorker:
 
     Args:
         parts: see there.
-        begun: told of the transcripts, once their environments are reset.
         scores: log-probabilities are taken here; else where `join` is (see `add_logprobs`).
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        begun: Callable[[list[Transcript]], None] = lambda transcripts: None,
-        scores: bool = True,
-    ) -> None:
-        self.parts, self.begun, self.scores = parts, begun, scores
+    def __init__(self, parts: Parts, scores: bool = True) -> None:
+        self.parts, self.scores = parts, scores
 
-    def sample(
-        self, request: RolloutRequest, rows: Rows, keys: Sequence[int], numbers: Sequence[int], terms: Terms
-    ) -> LocalRollout:
+    def sample(self, rows: StepRows, terms: Terms, call: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
             rows: one for each completion.
-            keys: of their random numbers.
-            numbers: of the rows in the data set; empty for a stream.
+            call: which call of TRL's method by a user's override it is, from 0; each draws other random numbers.
         """
-        local = LocalRollout(request, terms)
+        local = LocalRollout(rows.request, terms)
         try:
-            if not request.empty or terms.hooks.any or self.parts.shards_vision:
-                local.transcripts = self.begin(rows, keys, numbers, terms)
-            self.complete(local)
+            if not rows.request.empty or terms.hooks.any or self.parts.shards_vision:
+                local.transcripts = self.begin(rows, terms, call)
+            self.converse(local)
         except Exception:
-            if self.scores and not self.parts.sharded:  # the others compare their forwards with this process
+            if self.scores and not self.parts.settings.sharded:  # the others compare their forwards with this process
                 with contextlib.suppress(Exception):
-                    self.add_logprobs(LocalRollout(request, terms))
+                    self.add_logprobs(LocalRollout(rows.request, terms))
             raise
         if self.scores:
             self.add_logprobs(local)
@@ -80,19 +70,17 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: Rows, keys: Sequence[int], numbers: Sequence[int], terms: Terms) -> list[Transcript]:
+    def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
-        transcripts = [
-            Transcript(row, key, place, number)
-            for place, (row, key, number) in enumerate(itertools.zip_longest(rows, keys, numbers))
-        ]
+        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, call)
+        columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
+        transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
         self.parts.environments.begin(transcripts, terms.limits.seconds)
         for transcript in transcripts:
             transcript.prompt = self.parts.chat.with_images(transcript.prompt, transcript.row)
             if not isinstance(transcript.prompt, str):
                 transcript.images = images_in(transcript.prompt)
                 transcript.prompt_images = len(transcript.images)
-        self.begun(transcripts)
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
@@ -107,13 +95,6 @@ class RolloutWorker:
             transcript.prompt_ids = list(ids[number])
 
     # ---- Turns ----------------------------------------------------------------------------------------------------
-
-    def complete(self, local: LocalRollout) -> None:
-        """Completions of the transcripts, by the user's `_generate` or by `converse`."""
-        if (generate := local.terms.hooks.generate) is None:
-            self.converse(local)
-        else:
-            generate(local)
 
     def converse(self, local: LocalRollout) -> None:
         """The turns: the model writes, tools answer, until no transcript wants a turn."""
@@ -132,30 +113,30 @@ class RolloutWorker:
         while self._any(active := parts.toolbox.answer(active, parts.chat, terms.limits)):
             for transcript, (ids, logps) in zip(active, self.generate(local, active)):
                 continue_with(transcript, ids, logps, parts.chat, terms.limits)
-        local.tool_calls, local.tool_failures = parts.toolbox.take_counts()
 
     def _any(self, active: Sequence[Transcript]) -> bool:
-        return any_process(bool(active), self.parts.device) if self.parts.sharded else bool(active)
+        return any_process(bool(active), self.parts.settings.device) if self.parts.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn of some transcripts; where a forward is a collective every process comes here for every turn."""
-        terms, parts, group = local.terms, self.parts, local.request.num_generations
-        counted = [] if local.request.empty else transcripts
-        with parts.clock.phase("rollout"):
-            if terms.hooks.turn is not None and (counted or not parts.sharded):
-                sampled = terms.hooks.turn(transcripts)
-            else:
-                rows = counted or self._rows_with_images(local)
-                sampled = parts.engine.generate(rows, terms.generation_config, group)
-                if not counted:  # they reach no result
-                    by_vllm = terms.generation_config is None  # which tells log-probabilities
-                    sampled = [([parts.filler], [0.0] if by_vllm else None) for _ in transcripts]
+        with self.parts.clock.phase("rollout"):
+            sampled = self.sample_turn(local, transcripts)
         if missing := len(transcripts) - len(sampled):
             raise RuntimeError(
                 f"No completions were generated for {missing} of {len(transcripts)} prompts. This usually means that "
                 "the generation backend failed to return any results; see the generation logs above for the error."
             )
         return sampled
+
+    def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+        """What the engine samples for transcripts; a token for each of those that reach no result."""
+        request, config = local.request, local.terms.generation_config
+        rows = self._rows_with_images(local) if request.empty else transcripts
+        sampled = self.parts.engine.generate(rows, config, request.num_generations)
+        if not request.empty:
+            return sampled
+        logps: list[float | None] | None = [0.0] if config is None else None  # vLLM tells log-probabilities
+        return [([self.parts.settings.filler], logps) for _ in transcripts]
 
     def _rows_with_images(self, local: LocalRollout) -> list[Transcript]:
         """A prompt for the turns of other processes, where their forwards see images: so must those of this one."""
@@ -170,16 +151,15 @@ class RolloutWorker:
         parts, terms = self.parts, local.terms
         if not (terms.old_logps or terms.reference):
             return
-        rows = token_rows(local.transcripts, terms.masked(local.transcripts, parts.ends), parts)
+        rows = token_rows(local.transcripts, terms, parts)
         counted = bool(len(rows))
         if not counted:  # the others want this process: a forward may be a collective, as its first comparison is
-            rows = TokenRows(torch.tensor([parts.filler] * 2, device=parts.device), [1], [1], [])
+            filler = torch.tensor([parts.settings.filler] * 2, device=parts.settings.device)
+            rows = TokenRows(filler, [1], [1], [])
 
         def score(model: Any) -> list[torch.Tensor]:
             logps_S = parts.logps(model, rows, terms, local.request.num_generations).cpu()
-            # a completion that is masked out has no tokens here, and one in the rollout batch
-            values = [row if len(row) else row.new_zeros(1) for row in logps_S.split(list(rows.completions_B))]
-            return values if counted else []
+            return list(logps_S.split(list(rows.completions_B))) if counted else []
 
         with parts.clock.phase("logps"):
             if terms.old_logps:
@@ -197,27 +177,28 @@ class RolloutWorker:
         with self.parts.clock.phase("rewards"):
             local.rewards_BF, calls = self.score_rewards(local, *reward_columns(local.counted))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
-            if self.parts.sharded and not local.counted:  # reward models may be sharded too
-                self.parts.rewards.keep_company(local.terms.rewards, RewardRows([{}], [""], [""], [[]]))
+            if self.parts.settings.sharded and not local.counted:  # reward models may be sharded too
+                filler = RewardRows([{}], [""], [""], [[]])
+                self.parts.rewards.join_remaining_forwards(local.terms.rewards, filler)
 
     def score_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
-        first, terms = local.request.prompts.start * local.request.num_generations, local.terms
-        chunk, group = self.parts.chunk, local.request.num_generations
-        chunk = None if chunk is None else max(1, chunk // group) * group
-        reward_rows = RewardRows(rows, prompts, completions, ids, environments_of(local.counted), first, chunk)
+        terms, chunk = local.terms, self.parts.settings.groups_of(local.request.num_generations)
+        acting = [t.environment for t in local.counted if t.environment is not None]
+        reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, local.first, chunk)
         with self.parts.rewards.profile("_calculate_rewards"):
             return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 
 
-def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts: Parts) -> TokenRows:
+def token_rows(transcripts: Sequence[Transcript], terms: Terms, parts: Parts) -> TokenRows:
     """The transcripts for a forward; a completion that is masked out has no tokens, and so no images of tools."""
+    masked = terms.masked(transcripts)
     tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
-    ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.device)
-    seen = [replace(t, images=t.images[: t.prompt_images]) if out else t for t, out in zip(transcripts, masked)]
-    images = parts.images.of_transcripts(seen) if seen else None
+    ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.settings.device)
+    shown = [replace(t, images=t.images[: t.prompt_images]) if out else t for t, out in zip(transcripts, masked)]
+    images = parts.images.of_transcripts(shown) if shown else None
     same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(transcripts)]
     if images is not None:
         same = [text and pixels for text, pixels in zip(same, images.same)]
@@ -227,8 +208,9 @@ def token_rows(transcripts: Sequence[Transcript], masked: Sequence[bool], parts:
 
 def _prompt_name(transcript: Transcript) -> Hashable:
     """What tells the prompts of different transcripts apart."""
-    own = transcript.number is None or transcript.environment is not None  # an environment may show each another image
-    images = () if not transcript.images else (own, transcript.place if own else transcript.number)
+    # an environment may show images that are not the row's
+    number = transcript.number if transcript.environment is None else None
+    images = (number, transcript.place if number is None else None) if transcript.images else ()
     shown = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
     return transcript.environment_name, images, shown
 
@@ -248,16 +230,9 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
     metrics, columns = local.terms.pending
     if not metrics and not columns:
         return []
-    first = local.request.prompts.start * local.request.num_generations
-    call = RewardCall("log_extra", -1, first, len(local.counted))
+    call = RewardCall("log_extra", -1, local.first, len(local.counted))
     call.metrics = [(name, value) for name, values in metrics.items() for value in values]
     call.columns = {name: list(values) for name, values in columns.items()}
     metrics.clear()
     columns.clear()
     return [call]
-
-
-def environments_of(transcripts: Sequence[Transcript]) -> list[Any] | None:
-    """The environment of each transcript; None without any."""
-    environments = [transcript.environment for transcript in transcripts]
-    return None if all(environment is None for environment in environments) else environments

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..batching.plan_text import describe_plan
 from ..config import GRPOConfig
 from ..errors import CheckpointError
-from ..rollouts.build import described
+from ..rollouts.build_ahead import described
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
 from .checkpoint import checkpoints, publish, rotate, set_aside_later, write_listing, writing_folder
 from .fingerprint import fingerprint_of, save_fingerprint

@@ -23,4 +23,4 @@ def share_forwards(trainer: GRPOTrainer) -> None:
     rollouts, worker = trainer._rollouts, trainer._rollouts.worker
     engine: Any = worker.parts.engine
     engine.settings = dataclasses.replace(engine.settings, sharded=True)
-    rollouts.sharded, worker.parts = True, dataclasses.replace(worker.parts, sharded=True)
+    rollouts.sharded, worker.parts = True, dataclasses.replace(worker.parts, settings=engine.settings)

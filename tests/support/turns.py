@@ -347,7 +347,7 @@ def by_transcripts(worker: Worker, kind: str, case: Case) -> dict[str, Any]:
     while active := toolbox.answer(active, chat, limits):
         for t, ids, logps in sample(active):
             continue_with(t, ids, logps, chat, limits)
-    calls, failures = toolbox.take_counts()
+    calls, failures = (sum(getattr(t, f"tool_{name}") for t in transcripts) for name in ("calls", "failures"))
     pools, acting = worker.environments.pools, [t for t in transcripts if t.environment is not None]
     return {
         "prompts": [t.prompt for t in transcripts],

@@ -108,7 +108,7 @@ def test_what_is_scored_is_what_was_sampled_from(tmp_path, monkeypatch, kind):
     with trainer._scorer.without_gradients(trainer.model):
         scored = trainer._score(trainer.model, batch, tokens)[0]
     for row in range(len(rollout)):
-        prompt, completion = rollout.prompt_ids.row(row).tolist(), rollout.completion_ids.row(row).tolist()
+        prompt, completion = list(rollout.prompt_ids)[row].tolist(), list(rollout.completion_ids)[row].tolist()
         length = len(completion)
         logps = next(p for ids, tokens, p in chosen if ids == prompt and tokens[:length] == completion)
         assert torch.allclose(scored[row, :length], torch.tensor(logps[:length]), atol=1e-4)

@@ -21,7 +21,7 @@ from grpo_ext import GRPOConfig, checks
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.ahead import Worker
+from grpo_ext.rollouts.ahead import RolloutThread
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
@@ -52,7 +52,7 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
         model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
         for row in range(len(state.rollout)):
             one = state.rollout.select([row])
-            prompt, completion = one.prompt_ids.row(0).tolist(), one.completion_ids.row(0).tolist()
+            prompt, completion = one.prompt_ids.values.tolist(), one.completion_ids.values.tolist()
             expected = log_probs(model, prompt, completion)
             assert torch.allclose(one.old_per_token_logps.values, expected, atol=2e-5), (step, row)
 
@@ -364,7 +364,7 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
-    worker, order = Worker(None, torch.device("cpu")), []
+    worker, order = RolloutThread(None, torch.device("cpu")), []
 
     def work(number: int) -> Any:
         def run(idle: float) -> int:
@@ -384,7 +384,7 @@ def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
 
 def test_a_thread_has_threads_of_its_own():
     before = torch.get_num_threads()
-    worker = Worker(before + 1, torch.device("cpu"))
+    worker = RolloutThread(before + 1, torch.device("cpu"))
     assert worker.submit(lambda idle: torch.get_num_threads()).result(10) == before + 1
     assert torch.get_num_threads() == before
     worker.close(10)

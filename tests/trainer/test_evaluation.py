@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollouts import source
+from grpo_ext.rollouts import keyed
 from tests.support.tiny import prompts
 from tests.support.trainers import make
 
@@ -154,7 +154,7 @@ def test_evaluation_and_training_sample_the_same_prompt_by_other_keys(tmp_path, 
 
     evaluated, trained = sampled()
     assert sum(a != b for a, b in zip(evaluated, trained)) >= 15
-    monkeypatch.setattr(source, "EVAL_STREAM", source.TRAIN_STREAM)  # with one stream they would be the same
+    monkeypatch.setattr(keyed, "EVAL_STREAM", keyed.TRAIN_STREAM)  # with one stream they would be the same
     evaluated, trained = sampled()
     assert evaluated == trained
 

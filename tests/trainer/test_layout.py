@@ -79,7 +79,7 @@ def prompt_mean(rollout: Any, rows: range, groups: list[int]) -> float:
     """The loss of on-policy rows: minus the mean over groups of the mean advantage of the group's tokens."""
     tokens, weighted = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0.0)
     for row, group in zip(rows, groups):
-        count = int(rollout.loss_mask(row).sum())
+        count = int(list(rollout.loss_masks)[row].sum())
         tokens[group] += count
         weighted[group] += count * float(rollout.advantages[row])
     return -sum(weighted[group] / tokens[group] for group in tokens) / len(tokens)

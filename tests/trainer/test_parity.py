@@ -143,7 +143,7 @@ class Steps(transformers.TrainerCallback):
 
 def stock_gradient(stock, step, parts: int) -> torch.Tensor:
     """Stock TRL's gradient of a step's completions, accumulated over equal parts."""
-    rows, tokens = len(step) // parts, sum(int(step.loss_mask(row).sum()) for row in range(len(step)))
+    rows, tokens = len(step) // parts, int(step.loss_masks.values.sum())
     # it counts the tokens of the generation batch and takes the step's part of that
     items = torch.tensor(tokens * stock.args.steps_per_generation // parts)
     stock.model.train()

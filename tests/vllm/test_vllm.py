@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.vllm import completion_seeds, seeded
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.vllm import seeded, seeds_of
 from grpo_ext.tools.check.runs import free_port
 from tests.support.launch import ROOT
 
@@ -140,7 +141,7 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     rows = torch.arange(3).repeat_interleave(4)
     keys = completion_keys(3, 1, 0, 0, rows, torch.arange(4).repeat(3))
-    seeds = completion_seeds(keys, torch.zeros_like(keys), 4)
+    seeds = seeds_of([Transcript({}, key) for key in keys.tolist()], 4)
 
     def ask(which: list[int], n: int, seeds: list[int]) -> list[list[int]]:
         generation = Asking(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))

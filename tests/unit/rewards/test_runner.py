@@ -241,7 +241,7 @@ def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itse
     trainer = stock(tmp_path, [graded, model], [None, tiny_tokenizer()])
     score(trainer, rows(chunk=1))
     assert (called, shapes) == ([1, 1, 1], [3])
-    RewardRunner(torch.device("cpu")).keep_company(sources_of(trainer), rows())
+    RewardRunner(torch.device("cpu")).join_remaining_forwards(sources_of(trainer), rows())
     assert (called, shapes) == ([1, 1, 1], [3, 3])
 
 

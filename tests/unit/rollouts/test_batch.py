@@ -89,9 +89,9 @@ def test_some_rows_are_padded_to_their_own_longest(rows):
     assert torch.equal(batch["advantages"], ADVANTAGES[rows])
     for place, row in enumerate(rows):
         n, p = COMPLETION_LENGTHS[row], PROMPT_LENGTHS[row]
-        assert torch.equal(batch["completion_ids"][place, :n], rollout.completion_ids.row(row))
+        assert torch.equal(batch["completion_ids"][place, :n], list(rollout.completion_ids)[row])
         assert (batch["completion_ids"][place, n:] == PAD).all()
-        assert torch.equal(batch["prompt_ids"][place, -p:], rollout.prompt_ids.row(row))
+        assert torch.equal(batch["prompt_ids"][place, -p:], list(rollout.prompt_ids)[row])
         assert batch["completion_mask"][place].sum() == n
 
 
@@ -105,8 +105,8 @@ def test_padding_to_a_multiple_widens_both_sides():
 
 def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
     rollout = batch_of_trl(scored_batch(masked=(1,)), 2)
-    assert [int(rollout.loss_mask(row).sum()) for row in range(4)] == [2, 0, 1, 3]
-    assert len(rollout.completion_ids.row(1)) == 1
+    assert [int(mask.sum()) for mask in rollout.loss_masks] == [2, 0, 1, 3]
+    assert len(list(rollout.completion_ids)[1]) == 1
     alone = rollout.select([1]).collate(PAD)
     assert alone["completion_ids"].shape == (1, 1)
     assert alone["completion_mask"].tolist() == [[0]]
@@ -116,14 +116,14 @@ def test_a_completion_that_is_masked_out_carries_no_loss_and_keeps_one_column():
 
 def test_tokens_of_a_tool_carry_no_loss():
     rollout = batch_of_trl(scored_batch(tools=True), 2)
-    assert [rollout.loss_mask(row).tolist() for row in range(4)] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
+    assert [mask.tolist() for mask in rollout.loss_masks] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
 
 
 def test_a_ratio_per_token_survives_gathering():
     scored = scored_batch(ratio="token")
     rollout = batch_of_trl(dict(scored), 2)
     for row, n in enumerate(COMPLETION_LENGTHS):
-        assert torch.equal(rollout.importance_sampling_ratio.row(row), scored["importance_sampling_ratio"][row, :n])
+        assert torch.equal(list(rollout.importance_sampling_ratio)[row], scored["importance_sampling_ratio"][row, :n])
 
 
 def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():

@@ -12,7 +12,7 @@ from grpo_ext.rollouts.chat import Chat, images_in
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.turns import TurnLimits, context_of, continue_with
+from grpo_ext.rollouts.turns import TurnLimits, context_length, continue_with
 from tests.support.images import image, image_model, image_processor
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tool_runs import count
@@ -59,8 +59,7 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
     assert toolbox.answer([transcript], chat, TurnLimits(10**4, None)) == [transcript]
     kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
     assert [m["content"] for m in transcript.completion[1:]] == [str({"error": text}) for text in kinds]
-    assert toolbox.take_counts() == (3, 3)
-    assert toolbox.take_counts() == (0, 0)
+    assert (transcript.tool_calls, transcript.tool_failures) == (3, 3)
 
 
 def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
@@ -73,12 +72,12 @@ def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
 
 def test_the_context_is_the_engines_in_this_process_and_the_models_otherwise():
     text = tiny_model(max_position_embeddings=77).config
-    assert context_of(text, False) == 77
+    assert context_length(text, False) == 77
     pictures = image_model("llava").config
-    assert context_of(pictures, True) == pictures.text_config.max_position_embeddings
+    assert context_length(pictures, True) == pictures.text_config.max_position_embeddings
     engine = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=55)))
-    assert context_of(text, False, SimpleNamespace(mode="colocate", llm=engine)) == 55
-    assert context_of(text, False, SimpleNamespace(mode="server")) == 77
+    assert context_length(text, False, SimpleNamespace(mode="colocate", llm=engine)) == 55
+    assert context_length(text, False, SimpleNamespace(mode="server")) == 77
 
 
 def test_images_of_a_row_stand_in_its_prompt_or_are_refused():

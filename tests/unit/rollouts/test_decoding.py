@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.rollouts import decoding
 from grpo_ext.rollouts.decoding import (
-    PLAIN_GENERATE,
     GrowingLayer,
     _left,
     growing_cache,
@@ -218,7 +217,5 @@ def test_every_architecture_that_overrides_generate_is_known():
     assert len(names) > 100
     undecided = found - set(SAMPLE_THEIR_OWN_WAY)
     assert not undecided, (
-        f"{undecided} override generate: if that has no say in what is sampled, they belong to PLAIN_GENERATE, with "
-        "the reason, and else to the list above"
+        f"{undecided} override generate: see whether that has a say in what is sampled; they belong to the list above"
     )
-    assert not set(PLAIN_GENERATE) & set(SAMPLE_THEIR_OWN_WAY)

@@ -15,12 +15,13 @@ from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
-from grpo_ext.rollouts.join import JoinRules, join
+from grpo_ext.rollouts.images import ImageSource
+from grpo_ext.rollouts.join import JoinRules, exchange, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
-RULES = JoinRules(AdvantageRule(), torch.ones(1), frozenset({END}))
+RULES = JoinRules(AdvantageRule(), torch.ones(1), ImageSource())
 
 
 def part(
@@ -32,7 +33,7 @@ def part(
     """Groups of two, of prompts whose rewards are their numbers and half a point more."""
     layout = StepLayout(0, 0, 0, range(4), range(8))
     numbers = range(min(prompts, default=0), max(prompts, default=-1) + 1)
-    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None)
+    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None, ends={END})
     terms.masked = partial(Terms.masked, terms)
     local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), terms, failure=failure)
     for prompt in prompts:
@@ -50,7 +51,7 @@ def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> An
     """As the process `rank` of several sees it."""
     shares = [module._share(local, RULES) for local in parts]
     monkeypatch.setattr(module, "gather_lists", lambda own: shares)
-    return join(parts[rank], RULES, rank)
+    return join(exchange(parts[rank], RULES), RULES, rank, num_generations=2)
 
 
 def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):
@@ -62,7 +63,7 @@ def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(mo
             assert torch.equal(found.advantages_B, alone.advantages_B)
             assert [entry.prompt for entry in found.entries] == ["p0", "p0", "p1", "p1", "p2", "p2"]
             assert found.batch.prompt_ids.values.tolist() == [10, 10, 11, 11, 12, 12]
-            assert list(found.own) == [
+            assert list(found.local_rows) == [
                 i for i, e in enumerate(found.entries) if int(e.prompt[1]) in local.request.prompts
             ]
 

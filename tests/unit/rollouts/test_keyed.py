@@ -16,7 +16,7 @@ from packaging.version import Version
 from scipy import stats
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_ext.algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, completion_keys
+from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
@@ -99,37 +99,20 @@ def transformers_filters(model, config: GenerationConfig):
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_the_filters_are_those_of_generate_in_its_order(model, name):
-    config = sampling(**FILTERS[name])
-    ours, theirs = sampling_filters(config), list(transformers_filters(model, config))
-    assert [type(f) for f in ours] == [type(f) for f in theirs]
-    for mine, reference in zip(ours, theirs):
-        for attribute, value in vars(reference).items():
-            assert torch.equal(torch.as_tensor(vars(mine)[attribute]), torch.as_tensor(value)), attribute
-
-
-@pytest.mark.parametrize("name", FILTERS)
 def test_the_filters_leave_the_scores_that_generate_samples_from(model, name):
     config = sampling(**FILTERS[name])
     ids = torch.zeros(16, 3, dtype=torch.long)
     scores = 2 * torch.randn(16, VOCABULARY, generator=torch.Generator().manual_seed(0))
     theirs = transformers_filters(model, config)(ids, scores.clone())
     ours = scores.clone()
-    for each in sampling_filters(config):
+    for each in sampling_filters(model, config):
         ours = each(ids, ours)
     assert torch.equal(ours, theirs)
 
 
-def test_a_filter_that_filters_nothing_is_left_out(model):
-    config = sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0)
-    assert sampling_filters(config) == []
-    scores = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(transformers_filters(model, config)(torch.zeros(4, 1, dtype=torch.long), scores.clone()), scores)
-
-
 def test_a_filter_that_is_not_known_is_not_silently_ignored(model):
     config = sampling(top_h=0.3)
-    known = [type(f) for f in sampling_filters(config)] == [type(f) for f in transformers_filters(model, config)]
+    known = [type(f) for f in sampling_filters(model, config)] == [type(f) for f in transformers_filters(model, config)]
     assert known or not can_sample_by_key(config)
 
 
@@ -327,16 +310,19 @@ def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
     g = geometry()
     layout = EpochLayout(g, 12)[1]
     requests = [ProcessSlices(2, g.rollout_chunk_size, processes, rank).request(3, layout) for rank in range(processes)]
-    parts = [request_keys(request, seed=5, stream=TRAIN_STREAM) for request in requests if not request.empty]
+    rows = [len(request.prompts) * 2 for request in requests]
+    parts = [request_keys(one, n, seed=5, training=True) for one, n in zip(requests, rows) if not one.empty]
     index = torch.arange(12)
-    assert torch.equal(torch.cat(parts), completion_keys(5, TRAIN_STREAM, 3, 1, index // 2, index % 2))
+    assert [key for part in parts for key in part] == completion_keys(
+        5, TRAIN_STREAM, 3, 1, index // 2, index % 2
+    ).tolist()
 
 
 def test_keys_of_other_streams_epochs_rollouts_and_seeds_differ():
     g, found = geometry(), set()
-    for epoch, rollout, stream, seed in itertools.product((0, 1), (0, 1), (TRAIN_STREAM, EVAL_STREAM), (0, 1)):
+    for epoch, rollout, training, seed in itertools.product((0, 1), (0, 1), (True, False), (0, 1)):
         request = ProcessSlices(2, g.rollout_chunk_size, 1, 0).request(epoch, EpochLayout(g, 12)[rollout])
-        found |= set(request_keys(request, seed, stream).tolist())
+        found |= set(request_keys(request, 12, seed, training))
     assert len(found) == 16 * 12
 
 
@@ -369,7 +355,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 
 def engine_of(model, sharded: bool = False) -> TransformersEngine:
     """With chunks of two groups of four."""
-    settings = EngineSettings(CPU, chunk_size=8, eos_token_ids=[EOS], filler=EOS, sharded=sharded)
+    settings = EngineSettings(CPU, chunk_size=8, eos_token_ids=[EOS], filler=EOS, pad=EOS, sharded=sharded)
     memory = Halving("generation", "", not sharded)
     return TransformersEngine(lambda: model, lambda: nullcontext(model), settings, lambda rows: None, memory)
 

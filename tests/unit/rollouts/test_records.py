@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 
 import pytest
@@ -15,12 +16,13 @@ from tests.support.batches import batch_of_rows
 
 
 def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], calls: int, failures: int) -> Round:
-    entries = [Entry("p", "c", None, None, 1, n, cut) for n, cut in zip(tokens, truncated, strict=True)]
+    entries = [Entry("p", "c", None, None, 1, n, cut, 0, 0) for n, cut in zip(tokens, truncated, strict=True)]
+    entries[0] = dataclasses.replace(entries[0], tool_calls=calls, tool_failures=failures)
     batch = batch_of_rows([[1]] * len(entries), [[2] * n for n in tokens], torch.zeros(len(entries)), 2)
     logged = RewardCall("f", 0, 0, len(entries))
     logged.log_metric("share", rewards[0])
     columns = torch.tensor(rewards)[:, None]
-    return Round(batch, columns, torch.zeros(len(entries)), entries, [logged], calls, failures, range(len(entries)))
+    return Round(batch, columns, torch.zeros(len(entries)), entries, [logged], range(len(entries)))
 
 
 def logged(rounds: list[Round]) -> dict[str, float]:

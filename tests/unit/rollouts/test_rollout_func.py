@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts import source
+from grpo_ext.rollouts import rollout_func as module
 from grpo_ext.rollouts.rollout_func import checked_rollout
 
 TRAINER = SimpleNamespace()
@@ -90,8 +89,11 @@ def test_it_is_called_with_the_prompts_and_the_trainer_as_it_is():
 
 def test_where_generation_is_a_collective_processes_need_as_many_prompts(monkeypatch):
     args = SimpleNamespace(use_vllm=True, vllm_mode="server")
-    check = functools.partial(source.Rollouts.refuse_unequal_prompts, SimpleNamespace(args=args, sharded=False))
-    monkeypatch.setattr(source, "gather_lists", lambda own: [*own, 1])
+
+    def check(prompts: int) -> None:
+        module.refuse_unequal_prompts(prompts, module.why_equal(args, sharded=False))
+
+    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1])
     with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and vLLM cuts"):
         check(2)
     check(1)

@@ -42,14 +42,19 @@ def loop():
     return made
 
 
-def answers(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> list[str]:
-    """What the model is told, one answer for each call in the order in which they come."""
+def answered(toolbox: Toolbox, chat: Chat, calls: list[str], environment: Any = None, **arguments: Any) -> Transcript:
+    """A transcript whose calls are answered."""
     asked = [
         {"type": "function", "function": {"name": name, "arguments": {"number": 8, **arguments}}} for name in calls
     ]
     transcript = Transcript({}, key=0, completion=[], calls=asked, environment=environment)
     assert toolbox.answer([transcript], chat, LIMITS) == [transcript]
-    return [message["content"] for message in transcript.completion]
+    return transcript
+
+
+def answers(*args: Any, **arguments: Any) -> list[str]:
+    """What the model is told, one answer for each call in the order in which they come."""
+    return [message["content"] for message in answered(*args, **arguments).completion]
 
 
 def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat, caplog):
@@ -61,9 +66,10 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat
 
     toolbox = Toolbox([hang, count], Environments())
     with caplog.at_level(logging.WARNING):
-        assert answers(toolbox, chat, ["hang", "count", "hang"]) == [NO_ANSWER, "1", NO_ANSWER]
+        transcript = answered(toolbox, chat, ["hang", "count", "hang"])
     release.set()
-    assert toolbox.take_counts() == (3, 2)
+    assert [message["content"] for message in transcript.completion] == [NO_ANSWER, "1", NO_ANSWER]
+    assert (transcript.tool_calls, transcript.tool_failures) == (3, 2)
     assert caplog.text.count("its thread is left behind") == 1
 
 

@@ -9,6 +9,7 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_ext.rollouts import tools
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox
@@ -65,7 +66,7 @@ def without_shown_tools(monkeypatch):
 
 
 def uncounted_failures(monkeypatch):
-    monkeypatch.setattr(Toolbox, "_failure", lambda self, error: {"error": str(error)})
+    monkeypatch.setattr(tools, "_failure", lambda transcript, error: {"error": str(error)})
 
 
 def images_of_answers_without_room(monkeypatch):

@@ -22,7 +22,8 @@ from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.join import Entry, Round
 from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
-from grpo_ext.rollouts.vllm import VllmEngine, completion_seeds, seeded
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.rollouts.vllm import VllmEngine, seeded, seeds_of
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import METRIC
 
@@ -34,7 +35,7 @@ def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
 
 def seeds(prompts: range, group: int = 4, rollout: int = 0) -> list[int]:
     rows = keys(prompts, group, rollout)
-    return completion_seeds(rows, torch.zeros_like(rows), group)
+    return seeds_of([Transcript({}, key) for key in rows.tolist()], group)
 
 
 def test_every_completion_has_a_seed_of_its_own_that_a_server_takes():
@@ -56,8 +57,7 @@ def test_a_group_has_consecutive_seeds_because_vllm_counts_up_within_a_request()
 
 def test_a_later_turn_has_other_seeds():
     rows = keys(range(3))
-    first = completion_seeds(rows, torch.zeros_like(rows), 4)
-    later = completion_seeds(rows, torch.full_like(rows, 7), 4)
+    first, later = (seeds_of([Transcript({}, key, ids=[0] * n) for key in rows.tolist()], 4) for n in (0, 7))
     assert len(set(first) | set(later)) == 24
 
 
@@ -219,7 +219,7 @@ def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[s
     for part in parts:
         entries = [Entry("", "", None, None, 1, 1, False)] * len(part)
         rewards_BF, advantages = torch.zeros(len(part), 1), torch.zeros(len(part))
-        rounds.append(Round(part, rewards_BF, advantages, entries, [], 0, 0, range(len(part))))
+        rounds.append(Round(part, rewards_BF, advantages, entries, [], range(len(part))))
     found = rollout_metrics(rounds, ["r"], torch.ones(1), AdvantageRule(), 1, False, ratios)
     return {name: value for name, value in found if name.startswith("sampling/")}
 
@@ -261,7 +261,7 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
     name = "sampling/importance_sampling_ratio/min"
     assert found[name] >= 1.0
     assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
-    masks = [whole.loss_mask(row).bool() for row in range(len(whole))]
+    masks = [mask.bool() for mask in whole.loss_masks]
     ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole.importance_sampling_ratio, masks)])
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
 

@@ -1,0 +1,195 @@
+"""Sampling ahead, built from a trainer's parts: its worker, on copies of the models, and when it begins.
+
+Reads a trainer, as rollouts.build does; what it makes does not. Called by the trainer, with `rollout_lag`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..batching.prompt_order import StepRows
+from ..forward.images import PromptProcessor
+from ..forward.lm_head import install
+from ..forward.reference import base_model_of
+from ..forward.scorer import Scorer
+from ..forward.shards import ShardedSnapshot
+from ..forward.snapshot import Snapshot, Weights
+from ..rewards.runner import RewardRunner
+from ..runtime.clock import PhaseClock
+from ..runtime.collectives import wait_for_all
+from ..runtime.determinism import align_memory
+from .ahead import RolloutsAhead, RolloutThread, SampledAhead
+from .build import log_probabilities, terms_of
+from .engine import Engine, TransformersEngine
+from .local import Hooks, Terms
+from .tools import Toolbox
+from .vllm import VllmServer
+from .worker import RolloutWorker
+
+# what reward functions may read of the Trainer's state, as it was when the weights were taken
+_PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
+
+
+def described(trainer: Any) -> str | None:
+    """How far a trainer samples ahead and what it holds for that, in words; None where it does not."""
+    lag, reference = trainer.args.rollout_lag, trainer.ref_model
+    if not lag:
+        return None
+    moved = reference.parameters() if reference is not None and trainer.args.sync_ref_model else ()
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
+    size = "this process's part of" if trainer._scorer.sharded else f"{mebibytes:,.0f} MiB,"
+    return f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
+
+
+def sample_ahead(trainer: Any, only_due: bool = False) -> None:
+    """With `rollout_lag`: begin with the rollout batches that the weights as they are now have to sample.
+
+    Args:
+        only_due: begin with that of this step alone, which may want further prompts before others have their turn.
+    """
+    rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
+    if not lag:
+        return
+    if rollouts.ahead is None:
+        if number := len(rollouts.waiting):
+            which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
+            trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
+        rollouts.ahead, rollouts.waiting = _begin(trainer), ()
+    progress = {name: getattr(trainer.state, name) for name in _PROGRESS}
+    rollouts.ahead.begin(progress, rollouts.held, 0 if only_due else lag)
+
+
+def _begin(trainer: Any) -> RolloutsAhead:
+    device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    accelerator = accelerator_alone(trainer.accelerator, device)
+    snapshot = _snapshot(trainer, accelerator, device)
+    scorer = trainer._scorer.copy(accelerator)
+    worker = build_worker_ahead(trainer, trainer._rollouts.worker, snapshot, accelerator, scorer)
+
+    def terms(weights: Weights) -> Terms:
+        state = copy.copy(trainer.state)
+        history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+        vars(state).update({**weights.progress, "log_history": history})
+        config = copy.deepcopy(getattr(trainer, "generation_config", None))
+        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards"))
+        now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
+        processors = copy.deepcopy(now.rewards.processing_classes)
+        return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))
+
+    def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
+        snapshot.put_in_place(weights)
+        if terms.hooks.rewards:  # environments are asked for rewards by the main thread, when others are begun with
+            worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
+        local = worker.sample(rows, terms)
+        models = () if scorer.sharded else (snapshot.policy, snapshot.reference)
+        forms = tuple(scorer.form(model) for model in models if model is not None)
+        return SampledAhead(local, forms, worker.parts.clock.take(), idle)
+
+    send = _sender(trainer, snapshot) if trainer.use_vllm else None
+    steps, last, watch = trainer._rollouts.steps, trainer.state.max_steps, trainer._keeper.watch
+    thread = RolloutThread(trainer._rollouts.threads, device)
+    ahead = RolloutsAhead(steps, last, snapshot, thread, sample, terms, lambda: watch.requested, send)
+    try:
+        ahead.resume(trainer._rollouts.waiting)
+    except BaseException:
+        ahead.close()
+        raise
+    return ahead
+
+
+def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot | ShardedSnapshot:
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+    if trainer._scorer.sharded:
+        return ShardedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
+
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
+        return accelerator.prepare_model(model, evaluation_mode=True)
+
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare, not trainer.use_vllm)
+    if trainer.args.bitwise_invariant:
+        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+    return snapshot
+
+
+def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], None]:
+    """What sends the weights that are in place to the vLLM server."""
+    generation = copy.copy(trainer.vllm_generation)
+    generation.model = snapshot.sent
+
+    def send() -> None:
+        generation.sync_weights()
+        wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
+        trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
+
+    return send
+
+
+# ---- The worker ------------------------------------------------------------------------------------------------------
+
+
+def build_worker_ahead(
+    trainer: Any, worker: RolloutWorker, snapshot: Snapshot | ShardedSnapshot, accelerator: Any, scorer: Scorer
+) -> RolloutWorker:
+    """A second worker, for a thread: on copies of the models, with tokenizers, environments and a clock of its own."""
+    parts = worker.parts
+    chat, environments = parts.chat.copy(), parts.environments.copy()
+    images = parts.images
+    if images.prepare is not None:
+        prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
+        images = dataclasses.replace(images, prepare=prepare)
+    settings = dataclasses.replace(parts.settings, device=accelerator.device)
+    if trainer.use_vllm:
+        generation = trainer.vllm_generation
+        engine: Engine = VllmServer(generation, compat.client_of(generation))
+    else:
+        generating = functools.partial(_generating_alone, trainer, snapshot.policy, accelerator)
+        assert isinstance(parts.engine, TransformersEngine)
+        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, parts.memory)
+    ahead = dataclasses.replace(
+        parts,
+        policy=lambda: snapshot.policy,
+        reference=lambda: snapshot.reference,
+        as_reference=lambda: compat.as_reference(snapshot.policy),
+        logps=log_probabilities(trainer, scorer),
+        engine=engine,
+        chat=chat,
+        environments=environments,
+        toolbox=Toolbox(parts.toolbox.tools, environments, parts.toolbox.loop),
+        rewards=RewardRunner(accelerator.device, parts.rewards.faults, parts.rewards.workers, parts.rewards.async_loop),
+        images=images,
+        clock=PhaseClock(),
+        settings=settings,
+    )
+    return RolloutWorker(ahead, scores=not settings.sharded)
+
+
+@contextlib.contextmanager
+def _generating_alone(trainer: Any, model: Any, accelerator: Any) -> Iterator[Any]:
+    """The contexts of generation with a copy of the model."""
+    checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
+    with (
+        compat.unwrapped_for_generation(model, accelerator, checkpointing, generation_kwargs=kwargs) as inner,
+        torch.no_grad(),
+    ):
+        yield inner
+
+
+def accelerator_alone(accelerator: Any, device: torch.device) -> Any:
+    """An accelerator for a thread that works by itself: it prepares no model of the first, on a device of its own."""
+    alone = copy.copy(accelerator)
+    alone._models, alone.state = [], copy.copy(accelerator.state)
+    alone.state.device = device
+    return alone
