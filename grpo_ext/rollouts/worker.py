@@ -131,9 +131,10 @@ class RolloutWorker:
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """What the engine samples for transcripts; a token for each of those that reach no result."""
         request, config = local.request, local.terms.generation_config
-        rows = self._rows_with_images(local) if request.empty else transcripts
+        counted = [] if request.empty else transcripts
+        rows = counted or self._rows_with_images(local)
         sampled = self.parts.engine.generate(rows, config, request.num_generations)
-        if not request.empty:
+        if counted:
             return sampled
         logps: list[float | None] | None = [0.0] if config is None else None  # vLLM tells log-probabilities
         return [([self.parts.settings.filler], logps) for _ in transcripts]
