@@ -45,10 +45,17 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def forms_of(forward: str, packed_forward: bool = True) -> tuple[Form, ...]:
-    """The forms that may be run by these settings, the best first; padded batches are always the last resort."""
+# settings of earlier versions, and what to write now
+REMOVED_SETTINGS = {
+    "packed_forward": "forward='padded' in place of False; leave True out",
+    "score_completions_only": "leave it out; only completion tokens go through the language-model head",
+}
+
+
+def forms_of(forward: str) -> tuple[Form, ...]:
+    """The forms that `forward` allows, the best first; padded batches are always the last resort."""
     if forward == "auto":
-        return ("packed", "prefix") if packed_forward else ()
+        return ("packed", "prefix")
     return () if forward == "padded" else (cast(Form, forward),)
 
 
@@ -140,11 +147,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     # What is not computed: each can be turned off, none changes the update.
-    packed_forward: bool = _setting(
-        True,
-        "Run the prompt of a group once and its completions after it, without padding, for policy, old "
-        "and reference log-probabilities. False means forward='padded'; `forward` has more to choose from.",
-    )
     forward: str = _setting(
         "auto",
         "How completions run through the model, for policy, old and reference log-probabilities. 'packed': the prompt "
@@ -153,10 +155,6 @@ class GRPOConfig(trl.GRPOConfig):
         "completion with its prompt. A model that cannot run what is set pads, and says so. 'auto' is the first that "
         "the model can run.",
         choices=["auto", *get_args(Form)],
-    )
-    score_completions_only: bool = _setting(
-        True,
-        "Send only the positions that predict a completion token through the language-model head. Packs always do.",
     )
     skip_zero_contribution: bool = _setting(
         True,
@@ -277,7 +275,6 @@ class GRPOConfig(trl.GRPOConfig):
         compat.verify()
         self._refuse_text()
         self._check_names()
-        self._check_forward()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
@@ -553,14 +550,10 @@ class GRPOConfig(trl.GRPOConfig):
                 shared = "there is one CPU" if kind == "cpu" else "all processes would share it"
                 raise ConfigError(f"{said}: {shared}; use {kind!r}, or leave it out.")
 
-    def _check_forward(self) -> None:
-        if self.forward != "auto" and not self.packed_forward:
-            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
-
     @property
     def forms(self) -> tuple[Form, ...]:
         """The forms of the forward that may be run: see `forms_of`."""
-        return forms_of(self.forward, self.packed_forward)
+        return forms_of(self.forward)
 
     @property
     def unit_rows(self) -> int | None:
@@ -665,6 +658,8 @@ def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known.keys():
+            if name in REMOVED_SETTINGS:
+                raise ConfigError(f"{name} was removed: {REMOVED_SETTINGS[name]}.")
             hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
             raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
         init(self, *args, **kwargs)

@@ -214,12 +214,11 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         wanted, fused = kwargs.pop(SCORE, None), kwargs.pop("fused_lm_head", False)
         if wanted is None and not fused:
             return below(self, *args, **kwargs)
-        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        kwargs.pop("num_items_in_batch", None)
+        labels = kwargs.pop("labels", None)
         run = functools.partial(_run, self, transform, cast_to_fp32)
         if wanted is not None:
             return run(wanted, *args, **kwargs)
-        return _as_trl(run, experts_per_token(self), labels, shifted, *args, **kwargs)
+        return _as_trl(run, experts_per_token(self), labels, *args, **kwargs)
 
     forward.of_grpo_ext = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -260,20 +259,14 @@ def _run(
 def _as_trl(
     run: Callable[..., ScoredOutput],
     top_k: int,
-    labels: torch.Tensor | None,
-    shifted: torch.Tensor | None,
+    labels: torch.Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> ScoredOutput:
     """Answer TRL's call: values in the shape of the shifted labels, 0 where a label is -100."""
-    if shifted is None:
-        assert labels is not None
-        labels_BT = labels[:, 1:]
-        scored = torch.nn.functional.pad(labels_BT != -100, (0, 1))
-    else:
-        labels_BT = shifted
-        scored = shifted != -100
+    labels_BT = labels[:, 1:]
     mask = labels_BT != -100
+    scored = torch.nn.functional.pad(mask, (0, 1))
     predictor_S = scored.reshape(-1).nonzero().squeeze(1)
     router = bool(kwargs.get("output_router_logits"))
     output = run(Wanted(predictor_S, labels_BT[mask], router=router), *args, **kwargs)

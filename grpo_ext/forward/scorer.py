@@ -26,12 +26,21 @@ from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
 from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
 from .lm_head import RouterOutput, Scores
+from .packed import score_packed
+from .padded import score_padded
+from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged
 
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+LogProbs = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
+_FORWARDS: dict[Form, Callable[..., Scores]] = {
+    "packed": score_packed,
+    "prefix": score_prefix,
+    "padded": score_padded,
+}
 
 
 @dataclass
@@ -57,54 +66,44 @@ _request: ContextVar[Request | None] = ContextVar("request", default=None)  # of
 
 
 class Scorer:
-    """Scores completions.
+    """Computes log-probabilities of completions.
 
     Args:
-        args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
-        multiple: TRL's `pad_to_multiple_of`.
-        trl_scorer: TRL's own method, for what the other forwards cannot do.
+        args: `forms`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        multiple: int | None,
-        trl_scorer: Callable[..., Any],
-        refused: Mapping[Form, str] | None = None,
-    ) -> None:
-        self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple or 1, trl_scorer
+    def __init__(self, accelerator: Accelerator, args: GRPOConfig, refused: Mapping[Form, str] | None = None) -> None:
+        self.accelerator, self.args = accelerator, args
+        multiple: Any = args.pad_to_multiple_of
+        self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
-        self.memory = Halving("scoring", remedy, may_cut)
-        given: Any = args.gradient_checkpointing_kwargs or {}
-        checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
-        own_head, device = args.score_completions_only, accelerator.device
-        self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
+        self.memory = Halving("computing log-probabilities", remedy, may_cut)
+        kwargs: Any = args.gradient_checkpointing_kwargs or {}
+        checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
+        self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
 
     def copy(self, accelerator: Accelerator) -> Scorer:
         """One for another thread, with an accelerator of its own."""
-        scorer = Scorer(accelerator, self.args, self.multiple, self.trl_scorer, self.choice.all_refused)
+        scorer = Scorer(accelerator, self.args, self.choice.all_refused)
         scorer.memory = self.memory
         return scorer
 
     @property
     def of_this_thread(self) -> Scorer:
-        """The scorer whose `scoring` this thread is inside; this one outside."""
+        """The scorer whose `requested` this thread is inside; this one outside."""
         request = _request.get()
         return self if request is None else request.scorer
 
     def form(self, model: Any) -> Form:
         """How the completions of `model` run."""
-        wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.form(base_model_of(wrapped), wrapped)
+        return self.choice.form(self.accelerator.unwrap_model(model))
 
     def described(self, model: Any) -> str:
         """How the completions of `model` run, and why not in another form, for people."""
-        wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.described(base_model_of(wrapped), wrapped)
+        return self.choice.described(self.accelerator.unwrap_model(model))
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
@@ -115,17 +114,17 @@ class Scorer:
 
     @contextmanager
     def without_gradients(self, model: Any) -> Iterator[None]:
-        """Inside, `model` scores in its training precision, without gradients and without checkpointing its layers."""
+        """Inside, `model` runs in its training precision, without gradients and without checkpointing its layers."""
         plain = without_checkpointing(model, self.args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
         with torch.no_grad(), plain, self.accelerator.autocast():
             yield
 
     def settled(self, model: Any) -> bool:
-        """Whether `check` has nothing left to look at."""
-        return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
+        """Whether `check` has nothing left to compare."""
+        return self.choice.settled(self.accelerator.unwrap_model(model))
 
     @contextmanager
-    def scoring(
+    def requested(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -145,16 +144,14 @@ class Scorer:
             _request.reset(token)
 
     def knows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
-        """Whether these are the tensors of `scoring`, unchanged."""
+        """Whether these are the tensors of `requested`, unchanged."""
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
 
     def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
         if not self.settled(model):
-            wrapped = self.accelerator.unwrap_model(model)
-            plain = replace(rows, attended_N=None)
-            self.choice.check(model, base_model_of(wrapped), wrapped, plain, everywhere)
+            self.choice.check(model, self.accelerator.unwrap_model(model), replace(rows, attended_N=None), everywhere)
 
     def score_rollout(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
@@ -194,7 +191,7 @@ class Scorer:
         inputs: dict[str, Any],
         rows: TokenRows,
         with_router: bool,
-        override: Callable[..., Any] | None,
+        override: LogProbs | None,
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Score a micro-batch that TRL's loss takes.
 
@@ -216,7 +213,7 @@ class Scorer:
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
-        with self.scoring(ids, mask, rows) as request:
+        with self.requested(ids, mask, rows) as request:
             logps, entropies, _ = override(model, ids, mask, width, **options)
         return logps, entropies, request.router
 
@@ -232,7 +229,7 @@ class Scorer:
     ) -> TrlScores:
         """Score a padded batch, as `_get_per_token_logps_and_entropies` does, in forwards of `batch_size` rows.
 
-        Of the tensors of `scoring`, the rows that they were made of, whose router output the request then holds.
+        Of the tensors of `requested`, the rows that they were made of, whose router output the request then holds.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
@@ -267,17 +264,16 @@ class Scorer:
         with_entropy: bool = False,
         with_router: bool = False,
     ) -> list[Scores]:
-        wrapped = self.accelerator.unwrap_model(model)
-        policy = base_model_of(wrapped)
+        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
-        inside = runs_packs(policy) if self.form(model) == "packed" else keeps_caches(policy)
+        inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
 
         def score(part: TokenRows) -> Scores:
             has_gaps = part.attended_N is not None
-            forward = self.choice.forward(policy, wrapped, self.trl_scorer, again or has_gaps)
+            forward = _FORWARDS["padded" if again or has_gaps else form]
             with plain_attention(policy) if has_gaps else nullcontext():
-                return forward(model, policy, part, with_router=with_router, with_entropy=with_entropy)
+                return forward(model, policy, part, with_router, with_entropy, self.multiple)
 
         with self.accelerator.autocast():
             return score_in_chunks(score, rows, chunking)

@@ -16,7 +16,6 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import PrecisionError
-from ..forward.adapters import is_prompt_learning
 from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
@@ -47,17 +46,15 @@ class Engine(Protocol):
         ...
 
 
-def chunks_of(transcripts: Sequence[Transcript], size: int, equal_lengths: bool = False) -> list[list[Transcript]]:
+def chunks_of(transcripts: Sequence[Transcript], size: int) -> list[list[Transcript]]:
     """The transcripts of each chunk; later turns keep the chunks of the first.
 
     Args:
         size: completions of a chunk, in whole groups.
-        equal_lengths: cut chunks further, shortest first, so that no row is padded.
     """
-    chunks: dict[tuple[int, int], list[Transcript]] = {}
+    chunks: dict[int, list[Transcript]] = {}
     for transcript in transcripts:
-        length = len(transcript.prompt_ids) + len(transcript.ids) if equal_lengths else 0
-        chunks.setdefault((transcript.place // size, length), []).append(transcript)
+        chunks.setdefault(transcript.place // size, []).append(transcript)
     return [chunks[key] for key in sorted(chunks)]
 
 
@@ -114,8 +111,7 @@ class TransformersEngine:
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
         """The chunks of a turn, one `generate` each."""
         size = max(1, self.settings.chunk_size // num_generations) * num_generations
-        # virtual tokens stand before the padding, so there must be none
-        return chunks_of(transcripts, size, equal_lengths=is_prompt_learning(self.model()))
+        return chunks_of(transcripts, size)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -140,22 +136,23 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
     ) -> list[list[int]]:
-        rows, settings, policy = [chunk[i] for i in part], self.settings, self.model()
+        rows, settings = [chunk[i] for i in part], self.settings
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
-        multiple = None if is_prompt_learning(policy) else settings.multiple
         if not self.samples_by_key(config):
-            return sample_once(model, prompts, config, settings.eos_token_ids, settings.device, multiple, images)
+            return sample_once(
+                model, prompts, config, settings.eos_token_ids, settings.device, settings.multiple, images
+            )
         keys_B, offsets_B = (torch.tensor(values) for values in ([r.key for r in rows], [len(r.ids) for r in rows]))
         compact = settings.compact and not settings.sharded and why_not_compact(model, config) is None
         arguments = (prompts, keys_B, offsets_B, config, settings.eos_token_ids, settings.device)
         try:
-            return sample_chunk(model, *arguments, multiple, compact, images)
+            return sample_chunk(model, *arguments, settings.multiple, compact, images)
         except PrecisionError as error:
             if settings.sharded:  # the other processes would not come along
                 raise
             first = FirstModule()
             with first.watching(model), contextlib.suppress(PrecisionError):
-                sample_chunk(model, *arguments, multiple, compact, images)
+                sample_chunk(model, *arguments, settings.multiple, compact, images)
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
 
 

@@ -132,6 +132,6 @@ class LiveRun:
 
         def score(row: int) -> torch.Tensor:
             with trainer._scorer.without_gradients(model):
-                return trainer._score(model, *trainer._step_runner.collate(rollout, (row,)))[0][0]
+                return trainer._score(model, *trainer._step_runner.parts.collate(rollout, (row,)))[0][0]
 
         return record(rollout, score, model, trainer.args, trainer.temperature, trainer.accelerator)

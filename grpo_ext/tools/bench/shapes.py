@@ -350,13 +350,7 @@ class Part:
 
 
 PARTS = (
-    Part("packed_forward", "long prompt", {"packed_forward": False}),
-    Part(
-        "score_completions_only (padded)",
-        "long prompt",
-        {"packed_forward": False, "score_completions_only": False},
-        {"packed_forward": False},
-    ),
+    Part("packs", "long prompt", {"forward": "padded"}),
     Part("skip_zero_contribution", "half without variance", {"skip_zero_contribution": False}),
     Part("micro_batch_tokens=1024", "ragged answers", {}, {"micro_batch_tokens": 1024}),
     Part("compact_rollouts", "rollout, ragged answers", {"compact_rollouts": False}),

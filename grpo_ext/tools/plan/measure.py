@@ -149,7 +149,7 @@ def measure(
         return [(more - less) / (long - short) for more, less in pairs]
 
     saved, products = (two - one for one, two in zip(per_token(1), per_token(2)))
-    size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, True, torch.device("cpu"))
+    size, choice = DTYPES[compute].itemsize, ForwardChoice(forms, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -221,7 +221,7 @@ def expected_memory(
     check_recompute(settings, zero3=settings["engine"] == "zero3")
     longest, stated = settings.get("max_completion_length") or 512, settings.get("mean_completion_length")
     mean = stated or max(longest // 2, 1)
-    forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
+    forms = forms_of(settings.get("forward", "auto"))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
