@@ -1,8 +1,8 @@
 """Attention over a pack: every completion sees its prompt and itself, and nothing is computed for what is masked.
 
 Differs from a 4-D mask over the pack: the scores between different completions are never computed. Registered with
-transformers under its own name, which a model is given only while a pack runs (`packed_attention`), so nothing global
-changes. Called by every attention layer of a model. Shapes: H heads, N tokens of the pack, D head dimension.
+transformers under its own name, which a model has only while a pack runs (`packed_attention`); nothing global changes.
+Called by every attention layer of a model. Shapes: H heads, N tokens of the pack, D head dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
+from .pack_masks import block_mask, seen_mask
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -190,51 +191,6 @@ class _SharedPrefixAttention(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def seen_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
-
-    Args:
-        window: a query sees keys less than this many positions back; None without a sliding window.
-    """
-    start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
-    prompt = group.prompt[1] - start
-    segment = torch.zeros(stop - start, dtype=torch.long, device=device)
-    position = torch.arange(stop - start, device=device)
-    for number, (first, last) in enumerate(group.completions, start=1):
-        segment[first - start : last - start] = number
-        position[first - start : last - start] = torch.arange(prompt, prompt + last - first, device=device)
-    back = position[:, None] - position[None, :]
-    mask = (back >= 0) & ((segment[:, None] == segment[None, :]) | (segment[None, :] == 0))
-    return mask if window is None else mask & (back < window)
-
-
-def block_mask(layout: PackLayout, window: int | None, device: torch.device) -> Any:
-    """FlexAttention's mask of a whole pack, which lets its kernel leave out the blocks in which nothing is seen.
-
-    The layers of a forward (and of its recomputation) share it through `layout.masks`.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    if window not in layout.masks:
-        group_N, segment_N, position_N = (torch.zeros(layout.tokens, dtype=torch.long, device=device) for _ in range(3))
-        for number, group in enumerate(layout.groups):
-            prompt = group.prompt[1] - group.prompt[0]
-            group_N[group.prompt[0] : max(group.answers[1], group.prompt[1])] = number
-            position_N[slice(*group.prompt)] = torch.arange(prompt, device=device)
-            for segment, (start, stop) in enumerate(group.completions, start=1):
-                segment_N[start:stop] = segment
-                position_N[start:stop] = torch.arange(prompt, prompt + stop - start, device=device)
-
-        def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            own = (segment_N[query] == segment_N[key]) | (segment_N[key] == 0)
-            mask = (query >= key) & (group_N[query] == group_N[key]) & own
-            return mask if window is None else mask & (position_N[query] - position_N[key] < window)
-
-        size, compiled = layout.tokens, device.type != "cpu"  # uncompiled, all (query, key) pairs are laid out first
-        layout.masks[window] = create_block_mask(seen, None, None, size, size, device=device, _compile=compiled)
-    return layout.masks[window]
-
-
 def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     """The model's own attention function of that name."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -363,9 +319,11 @@ AttentionInterface.register(PACKED, packed_attention_forward)
 AttentionMaskInterface.register(PACKED, _window)
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [c for c in found.values() if getattr(c, "_attn_implementation", None) not in (None, PACKED)]
+def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
+    """The configurations in a model that name an attention: that of packs, or another."""
+    configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
+    return [config for config in named if (config._attn_implementation == PACKED) == packed]
 
 
 def runs_packs(policy: Any) -> bool:
@@ -379,7 +337,7 @@ def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[N
 
     The backward pass belongs inside too, because gradient checkpointing runs the layers again.
     """
-    configs = [(config, config._attn_implementation) for config in _configs(model)] if enabled else []
+    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)] if enabled else []
     for config, name in configs:
         config.grpo_ext_attention = name
     for config, _ in configs:
@@ -395,8 +353,7 @@ def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[N
 @contextmanager
 def plain_attention(model: torch.nn.Module) -> Iterator[None]:
     """Inside, `model` attends as it does outside `packed_attention`, for the forward of a padded batch."""
-    configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    packing = [config for config in configs if getattr(config, "_attn_implementation", None) == PACKED]
+    packing = _configs(model, packed=True)
     for config in packing:
         config._attn_implementation = config.grpo_ext_attention
     try:

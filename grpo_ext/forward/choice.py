@@ -140,31 +140,29 @@ class ForwardChoice:
                 return
             # a forward may be a collective, so all processes run it
             some = rows.part(slice(0, 1) if telling is None else telling)
-            mine, failure = self._try(form, wrapped, model, some, telling is not None)
+            mine = self._try(form, wrapped, model, some, telling is not None)
             trials = gather_lists(mine)
             if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
-                raise failure or MemoryShortageError(shortage)
+                raise MemoryShortageError(shortage)
             difference = next((trial.difference for trial in trials if trial.difference), None)
             reason = next((trial.refused for trial in trials if trial.refused), None)
             if difference is not None and form == "packed":
                 raise ModelError(f"{difference}. Set forward='padded'.")
             if difference is None and reason is None:
-                known.evidence.add(mine if everywhere else trials)
+                known.evidence += mine if everywhere else trials
                 return
             known.refused[form], known.evidence = str(reason or difference), Evidence()
             self._warn_of_padding(known)
             if self.form(model) != "padded":
                 logger.warning(f"Completions do not run as planned: {self.described(model)}.")
 
-    def _try(
-        self, form: Form, wrapped: Any, model: Any, rows: TokenRows, telling: bool
-    ) -> tuple[list[Trial], MemoryShortageError | None]:
+    def _try(self, form: Form, wrapped: Any, model: Any, rows: TokenRows, telling: bool) -> list[Trial]:
         def work(piece: Sequence[int]) -> Trial:
             part = rows.part(slice(piece[0], piece[-1] + 1))
             trial = try_form(form, wrapped, base_model_of(model), part, self.checkpointing_kwargs)
             return trial if telling and len(piece) > 1 else trial.inconclusive
 
         try:
-            return self._memory.run(range(len(rows)), work), None
+            return self._memory.run(range(len(rows)), work)
         except MemoryShortageError as error:  # raised once the other processes know of it
-            return [Trial(shortage=str(error))], error
+            return [Trial(shortage=str(error))]

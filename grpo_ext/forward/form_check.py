@@ -69,29 +69,23 @@ class Trial:
         return replace(self, tokens=0, longest=0)
 
 
-@dataclass
-class Evidence:
-    """What the trials of all processes have covered so far."""
-
-    tokens: int = 0
-    longest: int = 0
-    windows: tuple[int, ...] = ()
+class Evidence(list[Trial]):
+    """The trials of all processes so far."""
 
     @property
     def settled(self) -> bool:
         """Whether the form needs no further trial."""
-        return self.tokens >= _ENOUGH and self.longer_than == 0
+        return self._enough and self.longer_than == 0
 
     @property
     def longer_than(self) -> int:
         """The smallest window that no compared sequence has exceeded; 0 where there is none."""
-        return min((w for w in self.windows if w >= self.longest), default=0) if self.tokens >= _ENOUGH else 0
+        longest = max((trial.longest for trial in self), default=0)
+        return min((w for trial in self for w in trial.windows if w >= longest), default=0) if self._enough else 0
 
-    def add(self, trials: Sequence[Trial]) -> None:
-        """Add the trials of all processes."""
-        self.tokens += sum(trial.tokens for trial in trials)
-        self.longest = max(self.longest, *(trial.longest for trial in trials))
-        self.windows += tuple(w for trial in trials for w in trial.windows if w not in self.windows)
+    @property
+    def _enough(self) -> bool:
+        return sum(trial.tokens for trial in self) >= _ENOUGH
 
 
 def telling_rows(

@@ -170,21 +170,22 @@ def refuse_unknown_head(model: Any) -> None:
         )
     if isinstance(head, BaseTunerLayer):
         raise ModelError(
-            f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
-            "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+            f"the adapter reaches the language-model head of {type(model).__name__}, whose own weight makes the "
+            "log-probabilities: leave it out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
     inner = getattr(head, "original_module", head)  # PEFT's modules_to_save wraps the head
     if type(inner).forward is not torch.nn.Linear.forward:
         raise ModelError(
             f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
-            "and scoring reads its weight as that of a linear layer. Use a model with a plain, unquantised head."
+            "and log-probabilities need the weight of a linear layer. Use a model with a plain, unquantised head."
         )
     known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if further:
         raise ModelError(
             f"{type(model).__name__} has more than a linear layer between its hidden states and its logits "
-            f"({', '.join(further[:4])}), which scoring would leave out. Use a model with a plain language-model head."
+            f"({', '.join(further[:4])}), which log-probabilities would leave out. Use a model with a plain "
+            "language-model head."
         )
 
 

@@ -7,7 +7,7 @@ micro-batch is scored in one forward, whose gradients are kept. TRL's `_get_per_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ import torch
 from accelerate import Accelerator
 
 from .. import compat
-from ..batching.micro_batches import Form
+from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
+from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
 from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
-from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
 from .lm_head import RouterOutput, Scores
 from .packed import score_packed
 from .padded import score_padded
@@ -115,9 +115,15 @@ class Scorer:
     @contextmanager
     def without_gradients(self, model: Any) -> Iterator[None]:
         """Inside, `model` runs in its training precision, without gradients and without checkpointing its layers."""
-        plain = without_checkpointing(model, self.args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
-        with torch.no_grad(), plain, self.accelerator.autocast():
-            yield
+        checkpointing, kwargs = model.is_gradient_checkpointing, self.args.gradient_checkpointing_kwargs
+        if checkpointing:
+            model.gradient_checkpointing_disable()
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                yield
+        finally:
+            if checkpointing:
+                model.gradient_checkpointing_enable(kwargs)
 
     def settled(self, model: Any) -> bool:
         """Whether `check` has nothing left to compare."""
@@ -155,35 +161,15 @@ class Scorer:
 
     def score_rollout(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
-    ) -> Scores:
-        """Score this process's part of a rollout batch, without gradients; every process comes here together.
+    ) -> torch.Tensor:
+        """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
         Args:
             batch_size, max_tokens: completions and tokens of a forward, at most.
             group_size: completions per group, which canonical units are cut within.
-
-        Returns:
-            Log-probabilities alone.
         """
-
-        with self.accelerator.autocast():
-            self.check(model, rows, everywhere=False)
-        return joined(self._score(model, rows, self._cut(model, rows, batch_size, max_tokens, group_size)))
-
-    def _cut(
-        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
-    ) -> Chunking:
-        def align(chunks: int) -> int:  # where every forward is a collective, all make as many
-            return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
-
-        unit = self.args.unit_rows
-        units = None if unit is None else (group_size, unit)
-        form = self._form(model, rows)
-        return Chunking(batch_size, max_tokens, form, self.multiple, align, units, self.memory)
-
-    def score_micro_batch(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
-        """Score a micro-batch in one forward; its graph is kept where gradients are on."""
-        return joined(self._score(model, rows, self._whole(model, rows), with_entropy, with_router))
+        parts = self._score_chunks(model, rows, (batch_size, max_tokens, group_size))
+        return torch.cat([scores.logps_S for scores in parts])
 
     def score_inputs(
         self,
@@ -204,7 +190,7 @@ class Scorer:
         """
         width = inputs["completion_ids"].size(1)
         if override is None:
-            scores, device = self.score_micro_batch(model, rows, True, with_router), inputs["completion_ids"].device
+            scores, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
             assert scores.entropies_S is not None
             logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
             return logps, entropies, scores.router
@@ -233,47 +219,69 @@ class Scorer:
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
-        chunking = replace(self._whole(model, rows), max_rows=batch_size)
         if request is not None and request.limits is not None:
-            with self.accelerator.autocast():
-                self.check(model, rows, everywhere=False)
-            chunking = self._cut(model, rows, *request.limits)
-        parts = self._score(model, rows, chunking, compute_entropy, compute_aux_loss)
+            parts = self._score_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)
+        else:
+            chunks = self._cut(model, rows, batch_size)
+            parts = [self._forward(model, rows.part(part), compute_entropy, compute_aux_loss) for part in chunks]
         routers = [scores.router for scores in parts if scores.router is not None]
         aux_loss = None
         if routers:
             experts = experts_per_token(base_model_of(self.accelerator.unwrap_model(model)))
             aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
-        scores = joined(parts)
-        if request is not None:
-            request.router = scores.router
-        entropies = None if scores.entropies_S is None else rows.to_columns(scores.entropies_S, width)
-        return rows.to_columns(scores.logps_S, width), entropies, aux_loss
+        if request is not None and len(parts) == 1:
+            request.router = parts[0].router
+        logps_S, entropies = torch.cat([scores.logps_S for scores in parts]), None
+        if compute_entropy:
+            entropies_S = torch.cat([scores.entropies_S for scores in parts if scores.entropies_S is not None])
+            entropies = rows.to_columns(entropies_S, width)
+        return rows.to_columns(logps_S, width), entropies, aux_loss
 
-    def _form(self, model: Any, rows: TokenRows) -> Form:
-        return self.form(model) if rows.attended_N is None else "padded"
+    # ---- Forwards -------------------------------------------------------------------------------------------------
 
-    def _whole(self, model: Any, rows: TokenRows) -> Chunking:
-        return Chunking(None, None, self._form(model, rows), self.multiple)
+    def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
+        """Rows in order, in chunks of at most so many completions and tokens."""
+        form = self.form(model) if rows.attended_N is None else "padded"
+        lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
+        return cut_in_order(*lengths, batch_size or len(rows), max_tokens, form, self.multiple)
 
-    def _score(
+    def _score_chunks(
         self,
         model: Any,
         rows: TokenRows,
-        chunking: Chunking,
+        limits: tuple[int | None, int | None, int],
         with_entropy: bool = False,
         with_router: bool = False,
     ) -> list[Scores]:
+        """Score a rollout in chunks that fit into memory, canonical units in bitwise mode; see `score_rollout`."""
+        with self.accelerator.autocast():
+            self.check(model, rows, everywhere=False)
+        batch_size, max_tokens, group_size = limits
+        if (unit := self.args.unit_rows) is None:
+            chunks = self._cut(model, rows, batch_size, max_tokens)
+        else:
+            sizes = StepSizes(group_numbers(len(rows), group_size), [], [])
+            chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
+
+        def work(piece: Sequence[int]) -> Scores:
+            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), with_entropy, with_router)
+
+        # where a forward is a collective all processes make as many; what a process repeats for that is thrown away
+        calls = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
+        found: list[Scores] = []
+        for number in range(calls):
+            chunk = chunks[min(number, len(chunks) - 1)]
+            scores = self.memory.run(range(chunk.start, chunk.stop), work)
+            found += scores if number < len(chunks) else []
+        return found
+
+    def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
+        """Score rows in one forward; its graph is kept where gradients are on."""
         policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
-
-        def score(part: TokenRows) -> Scores:
-            has_gaps = part.attended_N is not None
-            forward = _FORWARDS["padded" if again or has_gaps else form]
-            with plain_attention(policy) if has_gaps else nullcontext():
-                return forward(model, policy, part, with_router, with_entropy, self.multiple)
-
-        with self.accelerator.autocast():
-            return score_in_chunks(score, rows, chunking)
+        has_gaps = rows.attended_N is not None
+        forward = _FORWARDS["padded" if again or has_gaps else form]
+        with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
+            return forward(model, policy, rows, with_router, with_entropy, self.multiple)

@@ -354,7 +354,7 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
         limits = (terms.batch_size, terms.max_tokens, num_generations)
         with scorer.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
-                return scorer.score_rollout(model, rows, *limits).logps_S
+                return scorer.score_rollout(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
             with scorer.requested(ids, mask, rows, limits):

@@ -38,13 +38,13 @@ def assemble_loss(
         router: router output of a MoE model.
 
     Raises:
-        ConfigError: a term needs reference log-probabilities, which the rollout was scored without.
-        ModelError: a term needs router logits, which scoring did not bring.
+        ConfigError: a term needs reference log-probabilities, which the rollout was made without.
+        ModelError: a term needs router logits, which came with no log-probabilities.
     """
     if cfg.beta != 0.0 and "ref_per_token_logps" not in inputs:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
-            "because beta was 0 when they were scored; start with the beta that the run ends with, or any above 0."
+            "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     part: StepPart = inputs[STEP_PART]
     context, weight, keep, mask = part.context, part.weight, part.entropy_keep_BT, loss_mask(inputs)
@@ -69,8 +69,8 @@ def assemble_loss(
     if terms.router_coefficient is not None:
         if router is None:
             raise ModelError(
-                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and scoring "
-                "brought no router logits; set router_aux_loss_coef=0, or let an override of "
+                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and the "
+                "forward returned no router logits; set router_aux_loss_coef=0, or let an override of "
                 "_get_per_token_logps_and_entropies pass compute_aux_loss on."
             )
         aux = router_term(router, context)

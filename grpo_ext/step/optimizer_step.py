@@ -15,17 +15,19 @@ import torch
 from accelerate.logging import get_logger
 
 from ..batching.micro_batches import Form, StepSizes, oversized
+from ..batching.sizes import group_numbers
 from ..errors import MemoryShortageError, PrecisionError
-from ..forward.rows import TokenRows
+from ..forward.rows import TokenRows, Unchanged
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import first_of_all_processes, max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, free_memory
 from .attempt import Attempt, Inputs, StepParts
 from .gradients import FixedPointGradients, NativeGradients
-from .metrics import StepWork
-from .plan import MicroBatchLayout, plan_step
-from .statistics import STEP_PART, padded_ids_and_mask, whole_step
+from .loss import loss_mask
+from .metrics import StepMetrics, StepWork
+from .plan import MicroBatch, MicroBatchLayout, plan_step
+from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, padded_ids_and_mask, set_statistics
 from .terms import StepTerms
 
 logger = get_logger(__name__)
@@ -113,14 +115,22 @@ class OptimizerStep:
         return rows
 
     def as_step(self, model: Any, inputs: Inputs, num_generations: int, terms: StepTerms) -> Inputs:
-        """A scored batch that is no part of a step (a user's own call), with itself as its step."""
-        rows, entropies = self.tokens_of(inputs, terms.training), None
-        if (quantile := terms.top_entropy_quantile) < 1.0:
+        """A batch with log-probabilities and advantages that is no part of a step, with itself as its step.
+
+        Args:
+            inputs: TRL's dictionary, of a user's own call; it begins with a whole group.
+        """
+        rows, mask = self.tokens_of(inputs, terms.training), loss_mask(inputs)
+        part, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
+        metrics = StepMetrics(self.parts.accelerator.device)
+        context, keep = StepContext(counted(mask.sum(1).tolist(), groups), metrics, top_k=terms.experts_per_token), None
+        if terms.top_entropy_quantile < 1.0:
             with torch.no_grad():
                 scores = self.parts.scorer.score_inputs(model, inputs, rows, terms.router, terms.log_probs)
-            entropies = scores[1]
-        top_k, device = terms.experts_per_token, self.parts.accelerator.device
-        return whole_step(inputs, rows, device, top_k, num_generations, quantile, entropies)
+            set_statistics(context, [Measured(part, scores[1], mask)], terms.top_entropy_quantile)
+            keep = context.keep_mask(part.rows, mask.size(1), scores[1].device)
+        padded = Unchanged(*(inputs[name] for name in TOKENS))
+        return {**inputs, STEP_PART: StepPart(context, part.weight, groups, rows, padded, keep)}
 
     # ---- Gradients and memory -------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
-from ..batching.sizes import group_numbers
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
@@ -118,7 +117,8 @@ class StepPart:
         )
 
 
-def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+    """The denominators of completions, from the tokens of each that carry loss and the group it belongs to."""
     by_group = dict.fromkeys(groups_B, 0)
     for group, tokens in zip(groups_B, tokens_B):
         by_group[group] += tokens
@@ -157,7 +157,7 @@ class Measured:
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
     """Count the step. Every process holds the whole step, so the counts need no collective."""
-    counts = _counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
+    counts = counted([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
     return StepContext(counts, metrics, top_k=top_k)
@@ -201,32 +201,3 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     if share is None:  # the batch is the whole step
         share, total = chosen / max(rows, 1), rows
     return load_balancing_loss(probs, share.to(probs), probs.numel(), total)
-
-
-def whole_step(
-    inputs: dict[str, Any],
-    rows: TokenRows,
-    device: torch.device,
-    top_k: int,
-    num_generations: int,
-    top_entropy_quantile: float,
-    entropies_BT: torch.Tensor | None,
-) -> dict[str, Any]:
-    """A scored batch that is no part of a step (a user's own call), with itself as its step.
-
-    Args:
-        inputs: as TRL scored it; it begins with a whole group.
-        rows: its tokens.
-        entropies_BT: of its tokens, where a quantile is set.
-    """
-    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    groups = group_numbers(mask.size(0), num_generations)
-    context = StepContext(_counts(mask.sum(1).tolist(), groups), StepMetrics(device), top_k=top_k)
-    keep = None
-    if entropies_BT is not None:
-        numbers = list(range(mask.size(0)))
-        by_row = dict(zip(numbers, entropies_BT)), dict(zip(numbers, mask))
-        _set_entropy_keep(context, *by_row, numbers, top_entropy_quantile)
-        keep = context.keep_mask(numbers, mask.size(1), entropies_BT.device)
-    padded = Unchanged(*(inputs[name] for name in TOKENS))
-    return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}

@@ -230,11 +230,11 @@ def test_rows_that_can_tell():
 
 def test_what_could_not_tell_is_looked_at_again():
     evidence = Evidence()
-    evidence.add([Trial(tokens=3, longest=9, windows=(16,))])
+    evidence.extend([Trial(tokens=3, longest=9, windows=(16,))])
     assert (evidence.settled, evidence.longer_than) == (False, 0)
-    evidence.add([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
+    evidence.extend([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
     assert (evidence.settled, evidence.longer_than) == (False, 16)  # nothing has left the window so far
-    evidence.add([Trial(tokens=2, longest=17, windows=(16,))])
+    evidence.extend([Trial(tokens=2, longest=17, windows=(16,))])
     assert evidence.settled
 
 
