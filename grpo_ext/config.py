@@ -47,8 +47,8 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
 
 # settings of earlier versions, and what to write now
 REMOVED_SETTINGS = {
-    "packed_forward": "forward='padded' in place of False; leave True out",
-    "score_completions_only": "leave it out; only completion tokens go through the language-model head",
+    "packed_forward": "use forward='padded' in place of False, and leave True out",
+    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
 }
 
 
@@ -659,7 +659,7 @@ def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - known.keys():
             if name in REMOVED_SETTINGS:
-                raise ConfigError(f"{name} was removed: {REMOVED_SETTINGS[name]}.")
+                raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
             hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
             raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
         init(self, *args, **kwargs)
