@@ -225,15 +225,15 @@ class GRPOTrainer(trl.GRPOTrainer):
             with attempt.fitting():
                 attempt.measure(self.model)
                 with attempt.accumulating() as gradients:
-                    for inputs in self._with_events(attempt.micro_batches()):
+                    for micro_batch in self._with_events(attempt.micro_batches()):
                         with gradients.micro_batch():
-                            gradients.backward(self._loss_of(model, inputs))
+                            gradients.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
             with self._step_runner.explaining(model, what):
-                for inputs in attempt.micro_batches():
-                    self._loss_of(model, inputs)
+                for micro_batch in attempt.micro_batches():
+                    self._loss_of(model, micro_batch)
         self._losses.append(loss)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
@@ -262,8 +262,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
             evaluation.measure(self.model)
-            for inputs in self._with_events(evaluation.micro_batches()):
-                self._loss_of(self.model, inputs)
+            for micro_batch in self._with_events(evaluation.micro_batches()):
+                self._loss_of(self.model, micro_batch)
             self._clock.take()  # the phases that are logged are those of training
             loss = self._log_step(evaluation.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None

@@ -63,14 +63,14 @@ class _Part:
     """One call of a kernel: which tokens of the pack are queries, and which are keys.
 
     Attributes:
-        own: a segment's attention to itself, which is causal; else completions' attention to their prompt.
+        causal: a segment's attention to itself; else that of completions to their prompt.
         bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
             and the longest of both.
     """
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    own: bool
+    causal: bool
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
 
@@ -82,15 +82,15 @@ def _parts(group: PackedGroup) -> Iterator[_Part]:
 
     for segment in (group.prompt, *group.completions):
         if segment[1] > segment[0]:
-            yield _Part(place(segment), place(segment), own=True)
+            yield _Part(place(segment), place(segment), causal=True)
     if group.answers[1] > group.answers[0]:
-        yield _Part(place(group.answers), place(group.prompt), own=False)
+        yield _Part(place(group.answers), place(group.prompt), causal=False)
 
 
 def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
     """Two calls for a whole pack: all segments, and the completions of all prompts."""
 
-    def part(pairs: list[tuple[tuple[int, int], tuple[int, int]]], own: bool) -> _Part:
+    def part(pairs: list[tuple[tuple[int, int], tuple[int, int]]], causal: bool) -> _Part:
         places: list[slice | torch.Tensor] = []
         bounds, longest = [], []
         for ranges in zip(*pairs):
@@ -102,13 +102,13 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
                 places.append(slice(first, end))
             else:
                 places.append(torch.cat([torch.arange(*tokens, device=device) for tokens in ranges]))
-        return _Part(places[0], places[1], own, (bounds[0], bounds[1], longest[0], longest[1]))
+        return _Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]))
 
     if device not in layout.masks:
         segments = [s for group in layout.groups for s in (group.prompt, *group.completions) if s[1] > s[0]]
         answers = [(group.answers, group.prompt) for group in layout.groups if group.answers[1] > group.answers[0]]
-        parts = [part([(s, s) for s in segments], own=True)]
-        layout.masks[device] = parts + ([part(answers, own=False)] if answers else [])
+        parts = [part([(s, s) for s in segments], causal=True)]
+        layout.masks[device] = parts + ([part(answers, causal=False)] if answers else [])
     return cast("list[_Part]", layout.masks[device])
 
 
@@ -123,20 +123,20 @@ def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (1, H, n, D) and log-sum-exp (1, H, n) of one call."""
     if part.bounds is None:
-        return _flash(*states, 0.0, part.own, scale=scale)
-    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, part.own, False, scale=scale)[:2]
+        return _flash(*states, 0.0, part.causal, scale=scale)
+    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, part.causal, False, scale=scale)[:2]
     return out.transpose(0, 1)[None], lse[None]
 
 
 def _attend_backward(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value; `states` are the gradient of the output, these three, output, log-sum-exp."""
     if part.bounds is None:
-        return _flash_backward(*states, 0.0, part.own, scale=scale)
+        return _flash_backward(*states, 0.0, part.causal, scale=scale)
     *rows, lse = states
     rows = [x[0].transpose(0, 1) for x in rows]
     unused = lse.new_empty(0)  # the random state of dropout
     # the kernel reads the log-sum-exp as if it were contiguous, and does not check
-    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, part.own, unused, unused, scale=scale)
+    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, part.causal, unused, unused, scale=scale)
     return tuple(x.transpose(0, 1)[None] for x in grads)
 
 
@@ -165,12 +165,12 @@ class _SharedPrefixAttention(torch.autograd.Function):
         for part in parts:  # a token's own part comes before what it sees of its prompt
             rows = part.queries
             states = query[:, :, rows], key[:, :, part.keys], value[:, :, part.keys]
-            found, found_lse = _attend(part, states, scale)
-            if not part.own:
-                joint = torch.logaddexp(lse[:, :, rows], found_lse)
-                share = torch.exp(found_lse - joint).unsqueeze(-1).to(out.dtype)
-                found, found_lse = torch.lerp(out[:, :, rows], found, share), joint
-            out[:, :, rows], lse[:, :, rows] = found, found_lse
+            result, result_lse = _attend(part, states, scale)
+            if not part.causal:
+                joint = torch.logaddexp(lse[:, :, rows], result_lse)
+                share = torch.exp(result_lse - joint).unsqueeze(-1).to(out.dtype)
+                result, result_lse = torch.lerp(out[:, :, rows], result, share), joint
+            out[:, :, rows], lse[:, :, rows] = result, result_lse
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.parts, ctx.scale = parts, scale
         return out
@@ -182,9 +182,9 @@ class _SharedPrefixAttention(torch.autograd.Function):
         for part in ctx.parts:
             rows, keys = part.queries, part.keys
             states = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows]
-            found = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
-            for whole, place, piece in zip(grads, (rows, keys, keys), found):
-                if part.own:
+            pieces = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
+            for whole, place, piece in zip(grads, (rows, keys, keys), pieces):
+                if part.causal:
                     whole[:, :, place] = piece
                 else:
                     whole[:, :, place] += piece
@@ -295,11 +295,11 @@ def _by_segment(
     for start, stop in group.completions:
         if stop == start:
             continue
-        own, length = slice(start - base, stop - base), stop - start
-        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, own]], dim=2) for x in (key, value))
+        segment, length = slice(start - base, stop - base), stop - start
+        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, segment]], dim=2) for x in (key, value))
         sequence = PackedGroup((0, prompt), ((prompt, prompt + length),))
         mask = seen_mask(sequence, window, query.device)[prompt:]
-        yield _masked(module, name, (query[:, :, own], keys, values), mask, **options)
+        yield _masked(module, name, (query[:, :, segment], keys, values), mask, **options)
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -51,11 +51,11 @@ def block_mask(layout: PackLayout, window: int | None, device: torch.device) -> 
             torch.nn.functional.pad(torch.cat(parts), (0, spare)) for parts in (numbers, segments, positions)
         )
 
-        def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            own = (segment_N[query] == segment_N[key]) | (segment_N[key] == 0)
-            mask = (query >= key) & (group_N[query] == group_N[key]) & own
+        def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            same = (segment_N[query] == segment_N[key]) | (segment_N[key] == 0)
+            mask = (query >= key) & (group_N[query] == group_N[key]) & same
             return mask if window is None else mask & (position_N[query] - position_N[key] < window)
 
         size, compiled = layout.tokens, device.type != "cpu"  # uncompiled, all (query, key) pairs are laid out first
-        layout.masks[window] = create_block_mask(seen, None, None, size, size, device=device, _compile=compiled)
+        layout.masks[window] = create_block_mask(attends, None, None, size, size, device=device, _compile=compiled)
     return layout.masks[window]

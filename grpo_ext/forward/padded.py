@@ -27,11 +27,11 @@ def score_padded(
     """As `forward.packed.score_packed`, through a padded batch; prompts and completions are padded to `multiple`."""
     ids, mask, width = rows.padded(multiple)
     images = rows.image_inputs(range(len(rows)), ids, ids.size(1) - width)
-    seen = rows.attention_mask(mask)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": seen, **images}
+    attended = rows.attention_mask(mask)
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions
-    targets = torch.zeros_like(seen, dtype=torch.bool)
-    targets[:, -width:] = seen[:, -width:].bool()
+    targets = torch.zeros_like(attended, dtype=torch.bool)
+    targets[:, -width:] = attended[:, -width:].bool()
     predictor = targets.reshape(-1).nonzero().squeeze(1) - 1
-    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), seen)
+    return scored(model, inputs, Wanted(predictor, rows.targets(), with_entropy, with_router), attended)

@@ -194,7 +194,7 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
         make(tmp_path, forward="fast")
     with pytest.raises(ConfigError, match=r"packed_forward.*use forward='padded' in place of False"):
         make(tmp_path, packed_forward=False)
-    with pytest.raises(ConfigError, match="score_completions_only.*leave it out"):
+    with pytest.raises(ConfigError, match=r"score_completions_only.*leave it out"):
         make(tmp_path, score_completions_only=True)
 
 
