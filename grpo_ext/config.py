@@ -47,6 +47,8 @@ _LAYOUT_FIELDS = (
 )
 # settings that earlier versions had, and what to write now
 REMOVED_SETTINGS = {
+    "packed_forward": "use forward='padded' in place of False, and leave True out",
+    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
     "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
     "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
     "fp16_initial_scale": "use fp16_loss_scale={'initial_scale_power': 16} for 2**16",
@@ -61,10 +63,10 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def forms_of(forward: str, packed_forward: bool = True) -> tuple[Form, ...]:
-    """The forms that may be run by these settings, the best first; padded batches are always the last resort."""
+def forms_of(forward: str) -> tuple[Form, ...]:
+    """The forms that `forward` allows, the best first; padded batches are always the last resort."""
     if forward == "auto":
-        return ("packed", "prefix") if packed_forward else ()
+        return ("packed", "prefix")
     return () if forward == "padded" else (cast(Form, forward),)
 
 
@@ -158,11 +160,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     # What is not computed: each can be turned off, none changes the update.
-    packed_forward: bool = _setting(
-        True,
-        "Run the prompt of a group once and its completions after it, without padding, for policy, old "
-        "and reference log-probabilities. False means forward='padded'; `forward` has more to choose from.",
-    )
     forward: str = _setting(
         "auto",
         "How completions run through the model, for policy, old and reference log-probabilities. 'packed': the prompt "
@@ -171,10 +168,6 @@ class GRPOConfig(trl.GRPOConfig):
         "completion with its prompt. A model that cannot run what is set pads, and says so. 'auto' is the first that "
         "the model can run.",
         choices=["auto", *get_args(Form)],
-    )
-    score_completions_only: bool = _setting(
-        True,
-        "Send only the positions that predict a completion token through the language-model head. Packs always do.",
     )
     skip_zero_contribution: bool = _setting(
         True,
@@ -346,8 +339,6 @@ class GRPOConfig(trl.GRPOConfig):
                 check_choice(spec.name, getattr(self, spec.name), spec.metadata["choices"])
         settings = vars(self)
         check_values(settings)
-        if self.forward != "auto" and not self.packed_forward:
-            raise ConfigError(f"forward={self.forward!r} and packed_forward=False; leave one of the two out.")
         check_algorithm(settings)
         check_ahead(settings)
         if self.bitwise_invariant:
@@ -369,7 +360,7 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def forms(self) -> tuple[Form, ...]:
         """The forms of the forward that may be run: see `forms_of`."""
-        return forms_of(self.forward, self.packed_forward)
+        return forms_of(self.forward)
 
     @property
     def unit_rows(self) -> int | None:

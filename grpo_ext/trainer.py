@@ -9,10 +9,9 @@ step through them. The contract in `compat` names what is overridden; it is veri
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import experts_per_token, token_cost
+from .forward.architecture import token_cost
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, build_reference, reference_source
@@ -48,11 +47,13 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order, naming_failures
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
+from .step.attempt import StepParts
 from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
-from .step.loss import assemble_loss, loss_config_of, loss_terms_of
-from .step.optimizer_step import OptimizerStep, StepTerms, log_step, reduced
-from .step.statistics import STEP_PART
+from .step.loss import assemble_loss
+from .step.optimizer_step import OptimizerStep
+from .step.statistics import STEP_PART, StepPart
+from .step.terms import StepTerms, loss_config_of, loss_terms_of, step_terms_of
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -152,11 +153,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model))
-        self._scorer, self._rollouts = build_rollouts(self, super()._get_per_token_logps_and_entropies, self._clock)
-        self._step_runner = OptimizerStep(
-            self.accelerator, self.args, self._scorer, self._rollouts.worker.parts.settings.pad, cost, self._clock,
-            lambda columns: self._rollouts.images.of_batch(columns, self.model.training),
-        )  # fmt: skip
+        self._scorer, self._rollouts = build_rollouts(self, self._clock)
+        images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
+        parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
+        self._step_runner = OptimizerStep(parts)
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
@@ -221,12 +221,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        terms = self._terms(model)
-        context, plan = self._step_runner.run(model, completions, terms)
-        loss = self._log_step(log_step(context, plan, self._clock.take()))
+        for attempt in self._step_runner.attempts(model, completions, self._terms()):  # smaller where memory ends
+            with attempt.fitting():
+                attempt.measure(self.model)
+                with attempt.accumulating() as gradients:
+                    for micro_batch in self._with_events(attempt.micro_batches()):
+                        with gradients.micro_batch():
+                            gradients.backward(self._loss_of(model, micro_batch))
+        loss = self._log_step(attempt.log_values())
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            self._step_runner.explain(model, completions, context, plan, terms, what)
+            with self._step_runner.explaining(model, what):
+                for micro_batch in attempt.micro_batches():
+                    self._loss_of(model, micro_batch)
         self._losses.append(loss)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
@@ -253,9 +260,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
             completions = self._prepare_inputs(inputs)
-            context = self._step_runner.evaluate(self.model, completions, self._terms(model))
+            evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
+            evaluation.measure(self.model)
+            for micro_batch in self._with_events(evaluation.micro_batches()):
+                self._loss_of(self.model, micro_batch)
             self._clock.take()  # the phases that are logged are those of training
-            loss = self._log_step(reduced(context))
+            loss = self._log_step(evaluation.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
@@ -286,38 +296,30 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._passes.observe(self._rollouts.rewards_BF, self.reward_weights, self.reward_func_names)
         return batch
 
-    def _terms(self, model: Any) -> StepTerms:
-        """What the loss of a step is made of; `model` as the loop calls it."""
+    def _terms(self) -> StepTerms:
+        """What the loss of a step is made of."""
         own_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
-        # what adds to the loss of a completion whose advantage is zero; "vespo" logs a weight of every sequence
-        others = self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled or own_loss
-        others = others or self.top_entropy_quantile < 1.0 or self.loss_type == "vespo"
-        return StepTerms(
-            functools.partial(self._loss_of, model),
-            functools.partial(self._score, self.model),
-            self.args.skip_zero_contribution and self.model.training and not others,
-            self.top_entropy_quantile,
-            self.aux_loss_enabled,
-            experts_per_token(self.model),
-            self._between_micro_batches,
-            own_loss,
-            self.model.training,
-        )
+        return step_terms_of(self, own_loss, self._override_of(LOGPS))
 
-    def _between_micro_batches(self) -> None:
-        """The event that transformers' loop has between batches; a step and an evaluation are one batch to it."""
+    def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Micro-batches, and between two the event that transformers' loop has there; to it a step is one batch."""
         event = "on_substep_end" if self.model.training else "on_prediction_step"
-        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+        for number, inputs in enumerate(micro_batches):
+            if number:
+                self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+            yield inputs
 
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
 
         What is read from TRL's attributes there is that of the micro-batch: see `StepPart`.
         """
-        accumulation = inputs[STEP_PART].accumulation_steps
+        part: StepPart = inputs[STEP_PART]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        with assigned(self, current_gradient_accumulation_steps=accumulation), self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs, **options)
+        steps = part.accumulation_steps
+        with assigned(self, current_gradient_accumulation_steps=steps), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, **options)
+        return part.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
@@ -325,13 +327,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         `inputs[STEP_PART]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
         if STEP_PART not in inputs:
-            inputs = self._step_runner.as_step(inputs, self._group_size, self._terms(model))
-        logps, entropies, router = self._score(model, inputs, self._step_runner.tokens_of(inputs))
+            inputs = self._step_runner.as_step(self.model, inputs, self._group_size, self._terms())
+        rows = self._step_runner.tokens_of(inputs, self.model.training)
+        logps, entropies, router = self._score(model, inputs, rows)
         return assemble_loss(loss_config_of(self), loss_terms_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
-        loss, entropy, args = values.pop("loss"), values.pop("bonus_entropy", math.nan), self.args
+        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
         if self._entropy_bonus_enabled and self.model.training:
             if self.use_adaptive_entropy:
                 self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy

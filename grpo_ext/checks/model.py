@@ -301,3 +301,18 @@ def refuse_dora_in_8_bits(policy: nn.Module) -> None:
             "use_dora=True on 8-bit weights, which PEFT reads before bitsandbytes has put them in place: the second "
             "forward fails; load the model in 4 bits, or set use_dora=False."
         )
+
+
+def refuse_prompt_learning(policy: nn.Module) -> None:
+    """Refuse adapters that put virtual tokens before the prompt (prompt tuning, p-tuning, prefix tuning).
+
+    Raises:
+        ModelError: names the adapter.
+    """
+    for name, config in (getattr(policy, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            raise ModelError(
+                f"adapter {name!r} ({kind}) puts virtual tokens before the prompt, which packs, shared prefixes and "
+                "padded batches do not hold; train another kind of adapter, for example LoRA."
+            )

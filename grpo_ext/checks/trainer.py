@@ -49,6 +49,7 @@ from .model import (
     disable_random_parts,
     refuse,
     refuse_dora_in_8_bits,
+    refuse_prompt_learning,
     said_of_half_weights,
     split_dependence,
 )
@@ -167,6 +168,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_dora_in_8_bits(policy)
+    refuse_prompt_learning(policy)
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())
     check_optimizer(trainer.optimizer, policy)

@@ -1,8 +1,8 @@
 """Attention over a pack: every completion sees its prompt and itself, and nothing is computed for what is masked.
 
 Differs from a 4-D mask over the pack: the scores between different completions are never computed. Registered with
-transformers under its own name, which a model is given only while a pack runs (`packed_attention`), so nothing global
-changes. Called by every attention layer of a model. Shapes: H heads, N tokens of the pack, D head dimension.
+transformers under its own name, which a model has only while a pack runs (`packed_attention`); nothing global changes.
+Called by every attention layer of a model. Shapes: H heads, N tokens of the pack, D head dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
+from .pack_masks import block_mask, seen_mask
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
@@ -62,14 +63,14 @@ class _Part:
     """One call of a kernel: which tokens of the pack are queries, and which are keys.
 
     Attributes:
-        own: a segment's attention to itself, which is causal; else completions' attention to their prompt.
+        causal: a segment's attention to itself; else that of completions to their prompt.
         bounds: for several sequences in one call, where each begins and ends among the queries and the keys (int32),
             and the longest of both.
     """
 
     queries: slice | torch.Tensor
     keys: slice | torch.Tensor
-    own: bool
+    causal: bool
     bounds: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
 
@@ -81,15 +82,15 @@ def _parts(group: PackedGroup) -> Iterator[_Part]:
 
     for segment in (group.prompt, *group.completions):
         if segment[1] > segment[0]:
-            yield _Part(place(segment), place(segment), own=True)
+            yield _Part(place(segment), place(segment), causal=True)
     if group.answers[1] > group.answers[0]:
-        yield _Part(place(group.answers), place(group.prompt), own=False)
+        yield _Part(place(group.answers), place(group.prompt), causal=False)
 
 
 def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
     """Two calls for a whole pack: all segments, and the completions of all prompts."""
 
-    def part(pairs: list[tuple[tuple[int, int], tuple[int, int]]], own: bool) -> _Part:
+    def part(pairs: list[tuple[tuple[int, int], tuple[int, int]]], causal: bool) -> _Part:
         places: list[slice | torch.Tensor] = []
         bounds, longest = [], []
         for ranges in zip(*pairs):
@@ -101,13 +102,13 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
                 places.append(slice(first, end))
             else:
                 places.append(torch.cat([torch.arange(*tokens, device=device) for tokens in ranges]))
-        return _Part(places[0], places[1], own, (bounds[0], bounds[1], longest[0], longest[1]))
+        return _Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]))
 
     if device not in layout.masks:
         segments = [s for group in layout.groups for s in (group.prompt, *group.completions) if s[1] > s[0]]
         answers = [(group.answers, group.prompt) for group in layout.groups if group.answers[1] > group.answers[0]]
-        parts = [part([(s, s) for s in segments], own=True)]
-        layout.masks[device] = parts + ([part(answers, own=False)] if answers else [])
+        parts = [part([(s, s) for s in segments], causal=True)]
+        layout.masks[device] = parts + ([part(answers, causal=False)] if answers else [])
     return cast("list[_Part]", layout.masks[device])
 
 
@@ -122,20 +123,20 @@ def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 def _attend(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (1, H, n, D) and log-sum-exp (1, H, n) of one call."""
     if part.bounds is None:
-        return _flash(*states, 0.0, part.own, scale=scale)
-    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, part.own, False, scale=scale)[:2]
+        return _flash(*states, 0.0, part.causal, scale=scale)
+    out, lse = _varlen(*(x[0].transpose(0, 1) for x in states), *part.bounds, 0.0, part.causal, False, scale=scale)[:2]
     return out.transpose(0, 1)[None], lse[None]
 
 
 def _attend_backward(part: _Part, states: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
     """Gradients of query, key and value; `states` are the gradient of the output, these three, output, log-sum-exp."""
     if part.bounds is None:
-        return _flash_backward(*states, 0.0, part.own, scale=scale)
+        return _flash_backward(*states, 0.0, part.causal, scale=scale)
     *rows, lse = states
     rows = [x[0].transpose(0, 1) for x in rows]
     unused = lse.new_empty(0)  # the random state of dropout
     # the kernel reads the log-sum-exp as if it were contiguous, and does not check
-    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, part.own, unused, unused, scale=scale)
+    grads = _varlen_backward(*rows, lse[0].contiguous(), *part.bounds, 0.0, part.causal, unused, unused, scale=scale)
     return tuple(x.transpose(0, 1)[None] for x in grads)
 
 
@@ -164,12 +165,12 @@ class _SharedPrefixAttention(torch.autograd.Function):
         for part in parts:  # a token's own part comes before what it sees of its prompt
             rows = part.queries
             states = query[:, :, rows], key[:, :, part.keys], value[:, :, part.keys]
-            found, found_lse = _attend(part, states, scale)
-            if not part.own:
-                joint = torch.logaddexp(lse[:, :, rows], found_lse)
-                share = torch.exp(found_lse - joint).unsqueeze(-1).to(out.dtype)
-                found, found_lse = torch.lerp(out[:, :, rows], found, share), joint
-            out[:, :, rows], lse[:, :, rows] = found, found_lse
+            result, result_lse = _attend(part, states, scale)
+            if not part.causal:
+                joint = torch.logaddexp(lse[:, :, rows], result_lse)
+                share = torch.exp(result_lse - joint).unsqueeze(-1).to(out.dtype)
+                result, result_lse = torch.lerp(out[:, :, rows], result, share), joint
+            out[:, :, rows], lse[:, :, rows] = result, result_lse
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.parts, ctx.scale = parts, scale
         return out
@@ -181,58 +182,13 @@ class _SharedPrefixAttention(torch.autograd.Function):
         for part in ctx.parts:
             rows, keys = part.queries, part.keys
             states = grad[:, :, rows], query[:, :, rows], key[:, :, keys], value[:, :, keys], out[:, :, rows]
-            found = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
-            for whole, place, piece in zip(grads, (rows, keys, keys), found):
-                if part.own:
+            pieces = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
+            for whole, place, piece in zip(grads, (rows, keys, keys), pieces):
+                if part.causal:
                     whole[:, :, place] = piece
                 else:
                     whole[:, :, place] += piece
         return (*grads, None, None)
-
-
-def seen_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
-
-    Args:
-        window: a query sees keys less than this many positions back; None without a sliding window.
-    """
-    start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
-    prompt = group.prompt[1] - start
-    segment = torch.zeros(stop - start, dtype=torch.long, device=device)
-    position = torch.arange(stop - start, device=device)
-    for number, (first, last) in enumerate(group.completions, start=1):
-        segment[first - start : last - start] = number
-        position[first - start : last - start] = torch.arange(prompt, prompt + last - first, device=device)
-    back = position[:, None] - position[None, :]
-    mask = (back >= 0) & ((segment[:, None] == segment[None, :]) | (segment[None, :] == 0))
-    return mask if window is None else mask & (back < window)
-
-
-def block_mask(layout: PackLayout, window: int | None, device: torch.device) -> Any:
-    """FlexAttention's mask of a whole pack, which lets its kernel leave out the blocks in which nothing is seen.
-
-    The layers of a forward (and of its recomputation) share it through `layout.masks`.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    if window not in layout.masks:
-        group_N, segment_N, position_N = (torch.zeros(layout.tokens, dtype=torch.long, device=device) for _ in range(3))
-        for number, group in enumerate(layout.groups):
-            prompt = group.prompt[1] - group.prompt[0]
-            group_N[group.prompt[0] : max(group.answers[1], group.prompt[1])] = number
-            position_N[slice(*group.prompt)] = torch.arange(prompt, device=device)
-            for segment, (start, stop) in enumerate(group.completions, start=1):
-                segment_N[start:stop] = segment
-                position_N[start:stop] = torch.arange(prompt, prompt + stop - start, device=device)
-
-        def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            own = (segment_N[query] == segment_N[key]) | (segment_N[key] == 0)
-            mask = (query >= key) & (group_N[query] == group_N[key]) & own
-            return mask if window is None else mask & (position_N[query] - position_N[key] < window)
-
-        size, compiled = layout.tokens, device.type != "cpu"  # uncompiled, all (query, key) pairs are laid out first
-        layout.masks[window] = create_block_mask(seen, None, None, size, size, device=device, _compile=compiled)
-    return layout.masks[window]
 
 
 def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
@@ -339,11 +295,11 @@ def _by_segment(
     for start, stop in group.completions:
         if stop == start:
             continue
-        own, length = slice(start - base, stop - base), stop - start
-        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, own]], dim=2) for x in (key, value))
+        segment, length = slice(start - base, stop - base), stop - start
+        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, segment]], dim=2) for x in (key, value))
         sequence = PackedGroup((0, prompt), ((prompt, prompt + length),))
         mask = seen_mask(sequence, window, query.device)[prompt:]
-        yield _masked(module, name, (query[:, :, own], keys, values), mask, **options)
+        yield _masked(module, name, (query[:, :, segment], keys, values), mask, **options)
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -363,9 +319,11 @@ AttentionInterface.register(PACKED, packed_attention_forward)
 AttentionMaskInterface.register(PACKED, _window)
 
 
-def _configs(model: torch.nn.Module) -> list[Any]:
-    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    return [c for c in found.values() if getattr(c, "_attn_implementation", None) not in (None, PACKED)]
+def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
+    """The configurations in a model that name an attention: that of packs, or another."""
+    configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
+    return [config for config in named if (config._attn_implementation == PACKED) == packed]
 
 
 def runs_packs(policy: Any) -> bool:
@@ -379,7 +337,7 @@ def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[N
 
     The backward pass belongs inside too, because gradient checkpointing runs the layers again.
     """
-    configs = [(config, config._attn_implementation) for config in _configs(model)] if enabled else []
+    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)] if enabled else []
     for config, name in configs:
         config.grpo_ext_attention = name
     for config, _ in configs:
@@ -395,8 +353,7 @@ def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[N
 @contextmanager
 def plain_attention(model: torch.nn.Module) -> Iterator[None]:
     """Inside, `model` attends as it does outside `packed_attention`, for the forward of a padded batch."""
-    configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    packing = [config for config in configs if getattr(config, "_attn_implementation", None) == PACKED]
+    packing = _configs(model, packed=True)
     for config in packing:
         config._attn_implementation = config.grpo_ext_attention
     try:

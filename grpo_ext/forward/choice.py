@@ -1,13 +1,12 @@
-"""Which forward scores a model's completions (packed, prefix, padded, TRL's own), decided once for each model.
+"""Which form scores a model's completions (packed, prefix or padded), decided once for each model.
 
-Differs from TRL, which always pads. Called by the trainer for the policy and the reference model.
+Differs from TRL, which always pads. Asked for the policy and the reference model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +16,13 @@ from ..batching.micro_batches import Form
 from ..errors import MemoryShortageError, ModelError
 from ..runtime.collectives import any_process, gather_lists
 from ..runtime.out_of_memory import Halving
-from .adapters import is_prompt_learning, needs_whole_rows
-from .form_check import Evidence, Trial, telling_rows, try_pack, try_prefix
-from .lm_head import Scores
-from .packed import score_packed, why_not_packed
-from .padded import score_padded, score_through_trl
-from .prefix import score_prefix, why_no_prefix
+from .form_check import Evidence, Trial, telling_rows, try_form
+from .packed import why_not_packed
+from .prefix import why_no_prefix
+from .reference import base_model_of
 from .rows import TokenRows
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class _Known:
-    """What is known of a model: the forms it does not run, with the reason, and what was compared of each."""
-
-    refused: dict[Form, str] = field(default_factory=dict)
-    evidence: dict[Form, Evidence] = field(default_factory=dict)
-
 
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
@@ -42,6 +30,22 @@ _MEANINGS: dict[Form, str] = {
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }
+
+
+def needs_whole_rows(model: Any) -> str | None:
+    """Why the adapter of a model needs every prompt whole in a row of its own, as a sentence; None if it does not."""
+    configs = getattr(model, "peft_config", {}).values()
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        return "its adapter looks for tokens in every row of a batch"
+    return None
+
+
+@dataclass
+class _Known:
+    """What is known of a model: the forms it does not run, with the reason, and the evidence for the one it runs."""
+
+    refused: dict[Form, str] = field(default_factory=dict)
+    evidence: Evidence = field(default_factory=Evidence)
 
 
 class ForwardChoice:
@@ -52,166 +56,113 @@ class ForwardChoice:
     model runs packs if it can, else the prefix form if it can; inside a pack, `forward.attention.split_is_cheaper`
     decides for each group how its attention is computed.
 
+    Every method takes a model without what an engine wraps it in, but with its adapters.
+
     Args:
-        forms: what may be run, the best first; padded batches run where a model can run none of them.
-        score_completions_only: padded batches go through our head, else through TRL's method.
+        forms: the forms that may be run, the best first; a model that can run none of them pads.
         may_cut: whether the comparison may run in smaller pieces where memory is short; not where a forward is a
             collective.
         checkpointing_kwargs: of gradient checkpointing; None where activations are kept.
-        multiple: TRL's `pad_to_multiple_of`.
         refused: forms that no model of this run takes, with the reason.
     """
 
     def __init__(
         self,
         forms: Sequence[Form],
-        score_completions_only: bool,
         device: torch.device,
         may_cut: bool = True,
         checkpointing_kwargs: dict[str, Any] | None = None,
-        multiple: int | None = None,
         refused: Mapping[Form, str] | None = None,
     ) -> None:
+        self.forms, self.device, self.checkpointing_kwargs = tuple(forms), device, checkpointing_kwargs
         self.refused = refused or {}
-        self.forms, self.score_completions_only, self.multiple = tuple(forms), score_completions_only, multiple or 1
-        self.device, self.checkpointing_kwargs = device, checkpointing_kwargs
         self._memory = Halving("comparing two forms of the forward", "set forward='padded'", may_cut)
-        self._known: dict[int, _Known] = {}
-        self._said: set[str] = set()
+        self._known: dict[int, _Known] = {}  # by the id of the causal language model
+        self._warned: set[str] = set()
 
-    def form(self, policy: Any, wrapped: Any = None) -> Form:
-        """How the completions of `policy` run; says once what they do not run as, and why.
-
-        Args:
-            policy: the causal language model.
-            wrapped: it, as PEFT wraps it.
-        """
-        if id(policy) not in self._known:
-            known = self._known[id(policy)] = _Known()
-            for form in self.forms:
-                reason = self.refused.get(form) or needs_whole_rows(wrapped) or self._why_not(form, policy)
-                if reason is not None:
-                    known.refused[form] = reason
-            self._say(known)
-        refused = self._known[id(policy)].refused
+    def form(self, model: Any) -> Form:
+        """The form that a model runs; warns once of a model that pads, with the reasons."""
+        refused = self._of(model).refused
         return next((form for form in self.forms if form not in refused), "padded")
 
-    def described(self, policy: Any, wrapped: Any = None) -> str:
-        """How the completions of `policy` run, and why not in another form, for people."""
-        form = self.form(policy, wrapped)
-        refused = self._known[id(policy)].refused
-        reasons = "; ".join(f"no {_NAMES[other]}: {reason}" for other, reason in refused.items())
-        return _MEANINGS[form] + (f" ({reasons})" if reasons else "")
+    def described(self, model: Any) -> str:
+        """How a model runs, and why not in another form, for people."""
+        reasons = "; ".join(f"no {_NAMES[form]}: {why}" for form, why in self._of(model).refused.items())
+        return _MEANINGS[self.form(model)] + (f" ({reasons})" if reasons else "")
 
     @property
     def all_refused(self) -> dict[Form, str]:
         """The forms that no model takes, or that one was found not to run, with the reason."""
         return {**self.refused, **{form: why for known in self._known.values() for form, why in known.refused.items()}}
 
-    def _why_not(self, form: Form, policy: Any) -> str | None:
-        if form == "packed":
-            return why_not_packed(policy)
-        return why_no_prefix(policy, bool((self.checkpointing_kwargs or {}).get("use_reentrant")))
+    def _of(self, model: Any) -> _Known:
+        policy = base_model_of(model)
+        if id(policy) not in self._known:
+            reentrant = bool((self.checkpointing_kwargs or {}).get("use_reentrant"))
+            known = self._known[id(policy)] = _Known()
+            for form in self.forms:
+                reason = self.refused.get(form) or needs_whole_rows(model)
+                reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
+                if reason is not None:
+                    known.refused[form] = reason
+            self._warn_of_padding(known)
+        return self._known[id(policy)]
 
-    def _say(self, known: _Known) -> None:
-        if len(known.refused) < len(self.forms):
-            return
+    def _warn_of_padding(self, known: _Known) -> None:
         reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in known.refused.items())
-        if reasons and reasons not in self._said:  # policy and reference are often of one kind
+        # policy and reference are often of one kind
+        if reasons and len(known.refused) == len(self.forms) and reasons not in self._warned:
+            self._warned.add(reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
-        self._said.add(reasons)
 
-    def forward(
-        self, policy: Any, wrapped: Any, trl_scorer: Callable[..., Any], padded: bool = False
-    ) -> Callable[..., Scores]:
-        """The function that scores rows: `(model, policy, rows, with_router, with_entropy)`.
+    def settled(self, model: Any) -> bool:
+        """Whether `check` has nothing left to compare."""
+        return self.form(model) == "padded" or self._of(model).evidence.settled
 
-        Args:
-            policy: the causal language model.
-            wrapped: it, as PEFT wraps it.
-            trl_scorer: TRL's own method, for what the other forwards cannot do.
-            padded: these rows take no other form.
-        """
-        form = self.form(policy, wrapped)
-        if form != "padded" and not padded:
-            return partial(score_packed if form == "packed" else score_prefix, multiple=self.multiple)
-        if is_prompt_learning(wrapped):
-            return partial(score_through_trl, trl_scorer, multiple=self.multiple, virtual_tokens=True)
-        if self.score_completions_only:
-            return partial(score_padded, multiple=self.multiple)
-        return partial(score_through_trl, trl_scorer, multiple=self.multiple)
-
-    def settled(self, policy: Any) -> bool:
-        """Whether `check` has nothing left to look at."""
-        if not self.forms:
-            return True
-        known = self._known.get(id(policy))
-        form = None if known is None else self.form(policy)
-        return known is not None and form is not None and (form == "padded" or self._evidence(known, form).settled)
-
-    @staticmethod
-    def _evidence(known: _Known, form: Form) -> Evidence:
-        return known.evidence.setdefault(form, Evidence())
-
-    def check(
-        self,
-        model: Any,
-        policy: Any,
-        wrapped: Any,
-        rows: TokenRows,
-        everywhere: bool,
-    ) -> None:
+    def check(self, wrapped: Any, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before a model's first pack or shared prefix, run it and padded on real completions; all processes together.
 
-        What one process finds holds for all. Where the completions at hand cannot tell (one token each; none longer
-        than the sliding window), the next ones are looked at too.
+        What one process finds holds for all. Where these completions cannot show a fault (one token each; none longer
+        than the sliding window), the next ones are compared too.
 
         Args:
-            rows: the completions at hand.
-            everywhere: whether all processes have the same completions at hand.
+            wrapped: the model as the loop calls it.
+            everywhere: whether all processes have the same completions.
 
         Raises:
             ModelError: on every process, where packed and padded differ by more than rounding on one of them.
             MemoryShortageError: on every process, where the comparison does not fit on one of them.
         """
-        while (form := self.form(policy, wrapped)) != "padded":
-            known = self._known[id(policy)]
-            evidence = self._evidence(known, form)
-            if evidence.settled:
-                return
-            telling = telling_rows(rows.prompts_B, rows.completions_B, rows.same_prompt, evidence.longer_than)
+        while not self.settled(model):
+            known, form = self._of(model), self.form(model)
+            telling = telling_rows(rows.prompts_B, rows.completions_B, rows.same_prompt, known.evidence.longer_than)
             if not (telling is not None if everywhere else any_process(telling is not None, self.device)):
                 return
             # a forward may be a collective, so all processes run it
             some = rows.part(slice(0, 1) if telling is None else telling)
-            own, failure = self._try(form, model, policy, some, telling is not None)
-            trials = gather_lists(own)
+            mine = self._try(form, wrapped, model, some, telling is not None)
+            trials = gather_lists(mine)
             if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
-                raise failure or MemoryShortageError(shortage)
+                raise MemoryShortageError(shortage)
             difference = next((trial.difference for trial in trials if trial.difference), None)
             reason = next((trial.refused for trial in trials if trial.refused), None)
             if difference is not None and form == "packed":
-                raise ModelError(f"{difference}. Set packed_forward=False.")
+                raise ModelError(f"{difference}. Set forward='padded'.")
             if difference is None and reason is None:
-                evidence.add(own if everywhere else trials)
+                known.evidence += mine if everywhere else trials
                 return
-            known.refused[form] = str(reason or difference)
-            self._say(known)
-            if self.form(policy, wrapped) != "padded":
-                logger.warning(f"Completions do not run as planned: {self.described(policy, wrapped)}.")
+            known.refused[form], known.evidence = str(reason or difference), Evidence()
+            self._warn_of_padding(known)
+            if self.form(model) != "padded":
+                logger.warning(f"Completions do not run as planned: {self.described(model)}.")
 
-    def _try(
-        self, form: Form, model: Any, policy: Any, some: TokenRows, telling: bool
-    ) -> tuple[list[Trial], MemoryShortageError | None]:
+    def _try(self, form: Form, wrapped: Any, model: Any, rows: TokenRows, telling: bool) -> list[Trial]:
         def work(piece: Sequence[int]) -> Trial:
-            part = some.part(slice(piece[0], piece[-1] + 1))
-            if form == "packed":
-                trial = try_pack(model, policy, part)
-            else:
-                trial = try_prefix(model, policy, part, self.checkpointing_kwargs)
-            return trial if telling and len(piece) > 1 else trial.untold
+            part = rows.part(slice(piece[0], piece[-1] + 1))
+            trial = try_form(form, wrapped, base_model_of(model), part, self.checkpointing_kwargs)
+            return trial if telling and len(piece) > 1 else trial.inconclusive
 
         try:
-            return self._memory.run(range(len(some)), work), None
-        except MemoryShortageError as error:  # raised below, once the other processes know of it
-            return [Trial(shortage=str(error))], error
+            return self._memory.run(range(len(rows)), work)
+        except MemoryShortageError as error:  # raised once the other processes know of it
+            return [Trial(shortage=str(error))]

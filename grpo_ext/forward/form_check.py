@@ -1,29 +1,31 @@
-"""Whether a model takes a form, found out by trying: a few completions run in it and padded, and are compared inside.
+"""Whether a model computes the same in a form as padded: a few completions run both ways and are compared inside.
 
-Differs from TRL, which always pads. Stands before the first pack, or the first shared prefix, of a model
-(forward.choice). What either could get wrong shows where tokens meet, so positions and what attends or mixes tokens in
-every layer are compared, not only what comes out at the end, where a deep model in half precision has multiplied
-rounding. How much rounding there is, is measured: the padded batch runs again with every module's output off by a unit
-in the last place. Shapes: B completions, N tokens of the pack, C channels.
+Differs from TRL, which always pads. Runs before a model's first pack or first shared prefix (forward.choice). What a
+form can get wrong shows where tokens meet, so positions and whatever attends or mixes tokens are compared in every
+layer, not only the scores, where a deep model in half precision has multiplied rounding. The rounding is measured: the
+padded batch runs again with every module's output off by a unit in the last place. Shapes: B completions, N tokens of
+the pack, C channels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import PackLayout, build_pack, group_runs
+from ..batching.packing import Pack
 from ..runtime.out_of_memory import is_out_of_memory
-from .attention import LAYOUT, TakesNoPacks
-from .packed import score_packed
+from .attention import TakesNoPacks
+from .lm_head import Scores
+from .packed import pack_of, score_packed
 from .padded import score_padded
 from .prefix import columns_of, score_prefix
 from .prefix_cache import windows_of
@@ -38,18 +40,20 @@ _CHANNELS = 64  # of a module's output that are compared, at most
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards
 _ENOUGH = 32  # completion tokens; attention that is sharp hides a neighbour from a few
 
+Outputs = dict[tuple[str, int, int], torch.Tensor]  # of modules, by name, call and place in what the call returns
+
 
 @dataclass(frozen=True)
 class Trial:
-    """What one process found out with a few completions.
+    """The result of one comparison on one process.
 
     Attributes:
-        refused: why the model takes no packs, as a sentence without its end; None where it ran one.
-        difference: how packed and padded differ by more than rounding, as a sentence; None where they do not.
-        shortage: the comparison did not fit into memory, as a sentence; None where it did.
-        tokens: completion tokens that were compared.
-        longest: tokens of the longest sequence that was compared.
-        windows: sizes of the sliding windows that attention layers asked for.
+        refused: why the model does not run the form, as a sentence without its end; None where it ran.
+        difference: how the form and padding differ by more than rounding, as a sentence; None where they do not.
+        shortage: that the comparison did not fit into memory, as a sentence; None where it did.
+        tokens: completion tokens compared.
+        longest: tokens of the longest sequence compared.
+        windows: sizes of the model's sliding windows.
     """
 
     refused: str | None = None
@@ -60,43 +64,37 @@ class Trial:
     windows: tuple[int, ...] = ()
 
     @property
-    def untold(self) -> Trial:
-        """The same of completions that could not have shown what a pack gets wrong."""
+    def inconclusive(self) -> Trial:
+        """The same trial, of completions too few to show a fault."""
         return replace(self, tokens=0, longest=0)
 
 
-@dataclass
-class Evidence:
-    """What all processes have seen of one model so far."""
-
-    tokens: int = 0
-    longest: int = 0
-    windows: tuple[int, ...] = ()
+class Evidence(list[Trial]):
+    """The trials of all processes so far."""
 
     @property
     def settled(self) -> bool:
-        """Whether enough was compared to run packs without looking again."""
-        return self.tokens >= _ENOUGH and self.longer_than == 0
+        """Whether the form needs no further trial."""
+        return self._enough and self.longer_than == 0
 
     @property
     def longer_than(self) -> int:
-        """The window that no sequence has left so far: a longer one is worth looking at. 0 where there is none."""
-        return min((w for w in self.windows if w >= self.longest), default=0) if self.tokens >= _ENOUGH else 0
+        """The smallest window that no compared sequence has exceeded; 0 where there is none."""
+        longest = max((trial.longest for trial in self), default=0)
+        return min((w for trial in self for w in trial.windows if w >= longest), default=0) if self._enough else 0
 
-    def add(self, trials: Sequence[Trial]) -> None:
-        """Take in the trials of all processes."""
-        self.tokens += sum(trial.tokens for trial in trials)
-        self.longest = max(self.longest, *(trial.longest for trial in trials))
-        self.windows += tuple(w for trial in trials for w in trial.windows if w not in self.windows)
+    @property
+    def _enough(self) -> bool:
+        return sum(trial.tokens for trial in self) >= _ENOUGH
 
 
 def telling_rows(
     prompts_B: Sequence[int], completions_B: Sequence[int], same: Sequence[bool], longer_than: int
 ) -> slice | None:
-    """Consecutive rows that can show what a pack gets wrong, None if there are none.
+    """Consecutive rows that can show a fault; None if there are none.
 
-    Two completions of one prompt have a second token, which is the first one that the other could disturb, and a
-    sequence is longer than `longer_than` tokens.
+    Two completions of one prompt need a second token, the first that the other could disturb, and one sequence has to
+    be longer than `longer_than` tokens.
 
     Args:
         same: for each row but the first, whether its prompt is that of the row before.
@@ -111,54 +109,175 @@ def telling_rows(
     return None
 
 
-@dataclass
-class _Record:
-    """What modules have put out for some of the tokens of a forward, by name, call and place in the output.
+# ---- One comparison -------------------------------------------------------------------------------------------------
 
-    Attributes:
-        tokens: their places in the flattened batch.
-        shape: of the batch; what modules put out in another one is not kept.
+
+def try_form(
+    form: Form,
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    checkpointing_kwargs: dict[str, Any] | None = None,
+) -> Trial:
+    """Run some completions in a form and padded, and compare the outputs of modules.
+
+    Every process runs the same number of forwards, whatever it finds, unless the model refuses or memory is short.
+
+    Args:
+        model: the model as the loop calls it.
+        policy: the causal language model inside it.
+        checkpointing_kwargs: of gradient checkpointing, under which a shared prefix runs too; None where training runs
+            without.
+    """
+    pack = pack_of(rows) if form == "packed" else None
+    score: Callable[..., Scores] = score_prefix if pack is None else functools.partial(score_packed, pack=pack)
+    reason = _why_refused(score, model, policy, rows, None if pack is not None else checkpointing_kwargs)
+    if reason is not None:
+        return Trial(refused=reason)
+    readers = None if pack is None else pack.layout.readers
+    asked = windows_of(policy.config.get_text_config(decoder=True)) if readers is None else readers.values()
+    run = functools.partial(_outputs, model, policy, rows, _compared_modules(policy, readers))
+    tokens, source, shape = _compared_tokens(rows, pack)
+    mask = rows.padded()[1]
+    column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
+    padded = score_padded, [column_N[token] for token in source], (mask.size(0), mask.size(1))
+    with torch.no_grad():
+        (ours, logps), (right, padded_logps) = run(score, tokens, shape), run(*padded)
+        unit, others = rounding_unit(policy, rows.ids_N.device), []
+        for seed in range(_DRAWS):
+            with _rounded_otherwise(policy, unit, seed):
+                others.append(run(*padded)[0])
+    if not torch.isfinite(padded_logps).all():
+        return Trial()  # nothing to compare with; a loss that is not finite is an error of its own
+    ratios = compare(ours, right, others, unit) if tokens else []
+    wrong = next(((place, ratio) for (place, *_), ratio in ratios if not ratio <= LIMIT), None)
+    if wrong is None:
+        longest = max(map(sum, zip(rows.prompts_B, rows.completions_B)))
+        return Trial(tokens=len(tokens), longest=longest, windows=tuple({window for window in asked if window}))
+    gap = float((logps - padded_logps).abs().float().mean())
+    return Trial(
+        difference=(
+            f"{form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
+            f"completions, and the output of {wrong[0]} by {wrong[1]:.0f} times the rounding (at most {LIMIT:.0f} is "
+            "rounding): the model does something between tokens that this form does not keep, such as ignoring "
+            "position_ids"
+        )
+    )
+
+
+def _why_refused(
+    score: Callable[..., Scores],
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    checkpointing_kwargs: dict[str, Any] | None,
+) -> str | None:
+    """Why a model does not run a form, found by running it; None if it does."""
+    name = type(policy).__name__
+    try:
+        with torch.no_grad():
+            plain = score(model, policy, rows).logps_S
+        if checkpointing_kwargs is not None:
+            with torch.enable_grad(), _checkpointing(policy, checkpointing_kwargs):
+                again = score(model, policy, rows).logps_S.detach()
+            if not torch.allclose(again, plain, rtol=1e-2, atol=1e-2, equal_nan=True):
+                return f"{name} loses the cache under gradient checkpointing"
+    except TakesNoPacks as error:
+        return str(error)
+    except Exception as error:  # whatever a model does with what it does not expect
+        if is_out_of_memory(error):
+            raise
+        with torch.no_grad():
+            score_padded(model, policy, rows)  # a model that fails here too has a fault of its own
+        what = "completions after a cached prompt" if score is score_prefix else "a pack"
+        return f"{name} fails on {what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+    return None
+
+
+@contextmanager
+def _checkpointing(policy: Any, kwargs: dict[str, Any]) -> Iterator[None]:
+    before = policy.is_gradient_checkpointing
+    policy.gradient_checkpointing_enable(kwargs)
+    try:
+        yield
+    finally:
+        if not before:
+            policy.gradient_checkpointing_disable()
+
+
+def _compared_tokens(rows: TokenRows, pack: Pack | None) -> tuple[list[int], list[int], tuple[int, int]]:
+    """Places of completion tokens in the flattened batch of a form and among the tokens of the rows; the batch's shape.
+
+    Args:
+        pack: of the packed form; None for the prefix form, whose batch is that of the completions.
+    """
+    if pack is not None:
+        tokens = [token for group in pack.layout.groups for token in range(*group.answers)]
+        return tokens, [pack.source_N[token] for token in tokens], (1, pack.layout.tokens)
+    columns, starts = columns_of(max(rows.completions_B)), rows.starts_B
+    grid = [(row, t) for row, length in enumerate(rows.completions_B) for t in range(length - 1)]
+    source = [starts[row] + rows.prompts_B[row] + t for row, t in grid]
+    return [row * columns + t for row, t in grid], source, (len(rows), columns)
+
+
+def _compared_modules(policy: Any, readers: Mapping[object, Any] | None) -> dict[str, torch.nn.Module]:
+    """The modules outside of layers, and in each layer those that mix tokens.
+
+    Args:
+        readers: the attention layers that read a pack; None: what stands directly in a layer.
     """
 
-    tokens: torch.Tensor
-    shape: tuple[int, int]
-    values: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+    def is_compared(path: str, module: torch.nn.Module) -> bool:
+        parts = path.split(".")
+        layers = [place for place, part in enumerate(parts) if part.isdigit()]
+        mixes = layers == [len(parts) - 2] if readers is None else module in readers
+        return bool(path) and (not layers or mixes)
 
-    def keep(self, name: str, output: Any) -> None:
-        call = sum(key[0] == name and key[2] == 0 for key in self.values)
+    return {path: module for path, module in policy.named_modules() if is_compared(path, module)}
+
+
+def _outputs(
+    model: Callable[..., Any],
+    policy: Any,
+    rows: TokenRows,
+    modules: Mapping[str, torch.nn.Module],
+    score: Callable[..., Scores],
+    tokens: Sequence[int],
+    shape: tuple[int, int],
+) -> tuple[Outputs, torch.Tensor]:
+    """What modules put out for some tokens of a forward, and the log-probabilities.
+
+    Args:
+        tokens: their places in the flattened batch.
+        shape: of the batch; outputs of another shape are left out.
+    """
+    index, values = torch.tensor(tokens, dtype=torch.long), Outputs()
+
+    def keep(module: Any, args: Any, output: Any, name: str) -> None:
+        call = sum(key[0] == name and key[2] == 0 for key in values)
         for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
-            if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-                continue
-            if value.dim() < 3 or value.shape[:2] != self.shape:
-                continue
-            real = torch.view_as_real(value) if value.is_complex() else value
-            rows = real.flatten(0, 1).flatten(1)
-            thin = rows[self.tokens.to(rows.device), :: -(-rows.size(1) // _CHANNELS)]
-            self.values[name, call, place] = thin.to(torch.promote_types(thin.dtype, torch.float32))
+            if _is_batch(value, shape):
+                real = torch.view_as_real(value) if value.is_complex() else value
+                channels = real.flatten(0, 1).flatten(1)
+                thin = channels[index.to(real.device), :: -(-channels.size(1) // _CHANNELS)]
+                values[name, call, place] = thin.to(torch.promote_types(thin.dtype, torch.float32))
 
-
-@contextmanager
-def _recording(modules: dict[str, torch.nn.Module], record: _Record) -> Iterator[None]:
     with ExitStack() as hooks:
         for name, module in modules.items():
-            handle = module.register_forward_hook(lambda m, args, output, name=name: record.keep(name, output))
-            hooks.callback(handle.remove)
-        yield
+            hooks.callback(module.register_forward_hook(functools.partial(keep, name=name)).remove)
+        logps = score(model, policy, rows).logps_S
+    if not values:  # no module's output has one row per token
+        values["the head", 0, 0] = logps[:, None].float()
+    return values, logps
 
 
-@contextmanager
-def _layouts(policy: Any) -> Iterator[list[PackLayout]]:
-    """The layouts of the packs that run inside."""
-    seen: list[PackLayout] = []
+def _is_batch(value: Any, shape: tuple[int, int]) -> bool:
+    """Whether a module's output is numbers for every token of a batch."""
+    numbers = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return numbers and value.dim() >= 3 and value.shape[:2] == shape
 
-    def keep(module: Any, args: Any, kwargs: Any) -> None:
-        seen.extend(value for name, value in kwargs.items() if name == LAYOUT)
 
-    handle = policy.base_model.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+# ---- The rounding ---------------------------------------------------------------------------------------------------
 
 
 def _unit(kind: torch.dtype) -> float:
@@ -183,7 +302,7 @@ def rounding_unit(policy: Any, device: torch.device) -> float:
 
 @contextmanager
 def _rounded_otherwise(policy: Any, unit: float, seed: int) -> Iterator[None]:
-    """Inside, every module that holds no others puts out what it does, off by up to a unit in the last place."""
+    """Inside, the output of every module without children is off by up to a unit in the last place."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(module: Any, args: Any, output: Any) -> Any:
@@ -203,175 +322,27 @@ def _rounded_otherwise(policy: Any, unit: float, seed: int) -> Iterator[None]:
         yield
 
 
-def _size(values: torch.Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
 def compare(
-    packed: dict[Any, torch.Tensor],
-    padded: dict[Any, torch.Tensor],
-    others: Sequence[dict[Any, torch.Tensor]],
+    tried: Mapping[Any, torch.Tensor],
+    padded: Mapping[Any, torch.Tensor],
+    others: Sequence[Mapping[Any, torch.Tensor]],
     unit: float,
 ) -> list[tuple[Any, float]]:
-    """At each place, how far packed and padded lie apart, in units of the rounding there.
+    """At each place, the difference of a form from padding, in units of the rounding there.
 
     Args:
         others: the padded values, rounded otherwise.
-        unit: relative rounding of one operation; there is at least that much.
+        unit: relative rounding of one operation, the least that a place is taken to have.
     """
-    found = []
-    for place in [place for place in padded if place in packed and math.isfinite(_size(padded[place]))]:
+
+    def size(values: torch.Tensor) -> float:
+        return float(values.square().mean().sqrt())
+
+    ratios = []
+    for place in [place for place in padded if place in tried and math.isfinite(size(padded[place]))]:
         right = padded[place]
         # a value near the end of its type's range may leave it, rounded otherwise
-        rounding = max(unit * _size(right), *(_size((other[place] - right).nan_to_num(0, 0, 0)) for other in others))
-        error = _size(packed[place] - right)
-        found.append((place, error / rounding if rounding else float("inf") if error else 0.0))
-    return found
-
-
-def try_pack(model: Callable[..., Any], policy: Any, rows: TokenRows) -> Trial:
-    """Run some completions as a pack, and if the model takes it, compare with the padded batch.
-
-    Every process runs the same number of forwards, whatever it finds, unless the model takes no packs or memory is
-    short.
-
-    Args:
-        model: the model as the loop calls it.
-        policy: the causal language model inside it.
-    """
-    with torch.no_grad():
-        try:
-            with _layouts(policy) as layouts:
-                score_packed(model, policy, rows)
-        except TakesNoPacks as error:
-            return Trial(refused=str(error))
-        except Exception as error:  # whatever a model does with what it does not expect
-            return _failed(model, policy, rows, error, "a pack")
-        readers = layouts[-1].readers
-        places = {
-            path: module
-            for path, module in policy.named_modules()
-            if module in readers or (path and not any(part.isdigit() for part in path.split(".")))
-        }
-        windows = tuple({window for window in readers.values() if window})
-        pack = build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), False)
-        tokens = [t for group in pack.layout.groups for t in range(*group.answers)]
-        source, shape = [pack.source_N[t] for t in tokens], (1, pack.layout.tokens)
-        return _compared(model, policy, rows, _Way("packed", score_packed, places, windows, tokens, source, shape))
-
-
-def try_prefix(
-    model: Callable[..., Any], policy: Any, rows: TokenRows, checkpointing_kwargs: dict[str, Any] | None
-) -> Trial:
-    """As `try_pack`, in the prefix form.
-
-    Args:
-        checkpointing_kwargs: of gradient checkpointing, under which it is run too; None where training runs without.
-    """
-    config = policy.config.get_text_config(decoder=True)
-    try:
-        with torch.no_grad():
-            plain = score_prefix(model, policy, rows).logps_S
-        if checkpointing_kwargs is not None:
-            with torch.enable_grad(), _checkpointing(policy, checkpointing_kwargs):
-                again = score_prefix(model, policy, rows).logps_S.detach()
-            if not torch.allclose(again, plain, rtol=1e-2, atol=1e-2, equal_nan=True):
-                return Trial(refused=f"{type(policy).__name__} loses the cache under gradient checkpointing")
-    except Exception as error:  # whatever a model does with what it does not expect
-        return _failed(model, policy, rows, error, "completions after a cached prompt")
-    columns = columns_of(max(rows.completions_B))
-    places = {path: module for path, module in policy.named_modules() if _is_part_of_a_layer(path)}
-    grid = [(row, t) for row, length in enumerate(rows.completions_B) for t in range(length - 1)]
-    starts, tokens = rows.starts_B, [row * columns + t for row, t in grid]
-    source, shape = [starts[row] + rows.prompts_B[row] + t for row, t in grid], (len(rows), columns)
-    way = _Way("prefix", score_prefix, places, windows_of(config), tokens, source, shape)
-    with torch.no_grad():
-        return _compared(model, policy, rows, way)
-
-
-def _is_part_of_a_layer(path: str) -> bool:
-    """Whether a module stands directly in a layer, as what mixes tokens does, or in none."""
-    parts = path.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return bool(path) and numbers in ([], [len(parts) - 2])
-
-
-@contextmanager
-def _checkpointing(policy: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    before = policy.is_gradient_checkpointing
-    policy.gradient_checkpointing_enable(kwargs)
-    try:
-        yield
-    finally:
-        if not before:
-            policy.gradient_checkpointing_disable()
-
-
-def _failed(model: Callable[..., Any], policy: Any, rows: TokenRows, error: Exception, what: str) -> Trial:
-    if is_out_of_memory(error):
-        raise error
-    with torch.no_grad():
-        score_padded(model, policy, rows)  # a model that fails here too has another fault, which is its own
-    first = next(iter(str(error).splitlines()), "")
-    return Trial(refused=f"{type(policy).__name__} fails on {what} ({type(error).__name__}: {first})")
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A form that is compared with the padded one, and what is looked at.
-
-    Attributes:
-        form, score: its name, and the function that scores in it.
-        places: the modules whose outputs are compared, by name.
-        windows: sizes of the sliding windows.
-        tokens: places of the tokens that are looked at, in the flattened batch of the form.
-        source: places of the same tokens among those of all rows.
-        shape: of the batch of the form.
-    """
-
-    form: Form
-    score: Callable[..., Any]
-    places: dict[str, torch.nn.Module]
-    windows: tuple[int, ...]
-    tokens: list[int]
-    source: list[int]
-    shape: tuple[int, int]
-
-
-def _compared(model: Callable[..., Any], policy: Any, rows: TokenRows, way: _Way) -> Trial:
-    unit = rounding_unit(policy, rows.ids_N.device)
-
-    def run(score: Callable[..., Any], index: list[int], shape: tuple[int, int]) -> tuple[_Record, torch.Tensor]:
-        record = _Record(torch.tensor(index, dtype=torch.long), shape)
-        with _recording(way.places, record):
-            logps = score(model, policy, rows).logps_S
-        if not record.values:  # no module's output has one row per token
-            record.values["the head", 0, 0] = logps[:, None].float()
-        return record, logps
-
-    mask = rows.padded()[1]
-    column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
-    columns = [column_N[t] for t in way.source]
-    tried, ours = run(way.score, way.tokens, way.shape)
-    shape = (mask.size(0), mask.size(1))
-    padded, theirs = run(score_padded, columns, shape)
-    others = []
-    for seed in range(_DRAWS):
-        with _rounded_otherwise(policy, unit, seed):
-            others.append(run(score_padded, columns, shape)[0].values)
-    if not torch.isfinite(theirs).all():
-        return Trial()  # nothing to compare with; such a loss is an error of its own
-    longest, tokens = max(map(sum, zip(rows.prompts_B, rows.completions_B))), len(way.tokens)
-    found = compare(tried.values, padded.values, others, unit) if tokens else []
-    wrong = [(place, ratio) for place, ratio in found if not ratio <= LIMIT]
-    if not wrong:
-        return Trial(tokens=tokens, longest=longest, windows=way.windows)
-    gap = float((ours - theirs).abs().float().mean())
-    return Trial(
-        difference=(
-            f"{way.form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
-            f"completions, and what {wrong[0][0][0]} puts out by {wrong[0][1]:.0f} times the rounding (it may by "
-            f"{LIMIT:.0f}): the model does something between tokens that this form does not keep, such as ignoring "
-            "position_ids"
-        )
-    )
+        rounding = max(unit * size(right), *(size((other[place] - right).nan_to_num(0, 0, 0)) for other in others))
+        error = size(tried[place] - right)
+        ratios.append((place, error / rounding if rounding else float("inf") if error else 0.0))
+    return ratios

@@ -71,11 +71,11 @@ class PromptProcessor:
         """What the processor makes of the prompt of a row of the data set."""
         count = 0
         if isinstance(row["prompt"], str):
-            found = self.processor(text=[row["prompt"]], return_tensors="pt")
+            prepared = self.processor(text=[row["prompt"]], return_tensors="pt")
         else:
             messages = messages_of(row)
             count = count_images(messages)
-            found = self.processor.apply_chat_template(
+            prepared = self.processor.apply_chat_template(
                 conversation=[messages],
                 add_generation_prompt=True,
                 tokenize=True,
@@ -83,11 +83,11 @@ class PromptProcessor:
                 return_tensors="pt",
                 **self.template,
             )
-        known = {name: found[name] for name in IMAGE_ARGUMENTS if isinstance(found.get(name), torch.Tensor)}
+        known = {name: prepared[name] for name in IMAGE_ARGUMENTS if isinstance(prepared.get(name), torch.Tensor)}
         types = {name: known.pop(name)[0] for name in TOKEN_TYPES if name in known}
         if count and not known:
             raise ModelError(
-                f"{type(self.processor).__name__} makes {', '.join(found)} of a prompt with images, and none of the "
+                f"{type(self.processor).__name__} makes {', '.join(prepared)} of a prompt with images, and none of the "
                 f"arguments that TRL knows ({', '.join(IMAGE_ARGUMENTS)}); use a model whose processor does."
             )
         return Prepared(known, types, count)
@@ -96,13 +96,13 @@ class PromptProcessor:
         """What the processor makes of images, wherever they stand."""
         if not images:
             return Prepared({}, {}, 0)
-        found = self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
-        return Prepared(found.tensors, {}, len(images))
+        prepared = self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
+        return Prepared(prepared.tensors, {}, len(images))
 
     @cached_property
     def _type_names(self) -> list[str]:
-        found = self.processor(text=["."], return_tensors="pt")
-        return [name for name in TOKEN_TYPES if name in found]
+        prepared = self.processor(text=["."], return_tensors="pt")
+        return [name for name in TOKEN_TYPES if name in prepared]
 
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
         """The types of tokens among which images stand anywhere, where the model takes them."""
@@ -157,10 +157,10 @@ class RowImages:
         """
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
-        found = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
+        arguments = {name: joined([row.tensors[name] for row in rows if name in row.tensors]) for name in names}
         for name in dict.fromkeys(name for row in rows for name in row.types):
-            found[name] = torch.zeros(ids_BL.shape, dtype=torch.long)
-            for values, tokens, row in zip(found[name], prompts_B, rows):
+            arguments[name] = torch.zeros(ids_BL.shape, dtype=torch.long)
+            for values, tokens, row in zip(arguments[name], prompts_B, rows):
                 if len(row.types[name]) != tokens:
                     raise DataError(
                         f"a prompt has {tokens} tokens, and its row of the data set {len(row.types[name])}, by which "
@@ -169,20 +169,20 @@ class RowImages:
                     )
                 values[prompt_columns - tokens : prompt_columns] = row.types[name]
         if self.types_of is not None:
-            found |= self.types_of(ids_BL)
-        return {name: value.to(ids_BL.device) for name, value in found.items()}
+            arguments |= self.types_of(ids_BL)
+        return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
     def as_trl(self, ids_BL: torch.Tensor, prompts_B: Sequence[int], prompt_columns: int) -> dict[str, Any]:
         """As TRL has them in a batch, for a loss of the user's own that scores it."""
-        found: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
-        if "pixel_values" in found:
+        batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
+        if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
-            found["num_images"] = [row.images for row in rows]
+            batch["num_images"] = [row.images for row in rows]
             tiles = [row.tensors["pixel_values"].size(0) if row.images else 0 for row in rows]
-            tiled = found["pixel_values"].dim() == 4 and tiles != found["num_images"]
-            if "spatial_shapes" in found or tiled:
-                found["num_tiles"] = tiles
-        return found
+            tiled = batch["pixel_values"].dim() == 4 and tiles != batch["num_images"]
+            if "spatial_shapes" in batch or tiled:
+                batch["num_tiles"] = tiles
+        return batch
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -170,21 +170,22 @@ def refuse_unknown_head(model: Any) -> None:
         )
     if isinstance(head, BaseTunerLayer):
         raise ModelError(
-            f"the adapter reaches the language-model head of {type(model).__name__}, and scoring reads the head's own "
-            "weight: leave the head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+            f"the adapter reaches the language-model head of {type(model).__name__}, whose own weight makes the "
+            "log-probabilities: leave it out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
     inner = getattr(head, "original_module", head)  # PEFT's modules_to_save wraps the head
     if type(inner).forward is not torch.nn.Linear.forward:
         raise ModelError(
             f"the language-model head of {type(model).__name__} is a {type(inner).__name__} with a forward of its own, "
-            "and scoring reads its weight as that of a linear layer. Use a model with a plain, unquantised head."
+            "and log-probabilities need the weight of a linear layer. Use a model with a plain, unquantised head."
         )
     known = {id(p) for part in (backbone, head) for p in part.parameters()}
     further = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if further:
         raise ModelError(
             f"{type(model).__name__} has more than a linear layer between its hidden states and its logits "
-            f"({', '.join(further[:4])}), which scoring would leave out. Use a model with a plain language-model head."
+            f"({', '.join(further[:4])}), which log-probabilities would leave out. Use a model with a plain "
+            "language-model head."
         )
 
 
@@ -214,12 +215,11 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         wanted, fused = kwargs.pop(SCORE, None), kwargs.pop("fused_lm_head", False)
         if wanted is None and not fused:
             return below(self, *args, **kwargs)
-        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-        kwargs.pop("num_items_in_batch", None)
+        labels = kwargs.pop("labels", None)
         run = functools.partial(_run, self, transform, cast_to_fp32)
         if wanted is not None:
             return run(wanted, *args, **kwargs)
-        return _as_trl(run, experts_per_token(self), labels, shifted, *args, **kwargs)
+        return _as_trl(run, experts_per_token(self), labels, *args, **kwargs)
 
     forward.of_grpo_ext = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -260,20 +260,14 @@ def _run(
 def _as_trl(
     run: Callable[..., ScoredOutput],
     top_k: int,
-    labels: torch.Tensor | None,
-    shifted: torch.Tensor | None,
+    labels: torch.Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> ScoredOutput:
     """Answer TRL's call: values in the shape of the shifted labels, 0 where a label is -100."""
-    if shifted is None:
-        assert labels is not None
-        labels_BT = labels[:, 1:]
-        scored = torch.nn.functional.pad(labels_BT != -100, (0, 1))
-    else:
-        labels_BT = shifted
-        scored = shifted != -100
+    labels_BT = labels[:, 1:]
     mask = labels_BT != -100
+    scored = torch.nn.functional.pad(mask, (0, 1))
     predictor_S = scored.reshape(-1).nonzero().squeeze(1)
     router = bool(kwargs.get("output_router_logits"))
     output = run(Wanted(predictor_S, labels_BT[mask], router=router), *args, **kwargs)

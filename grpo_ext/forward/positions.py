@@ -21,10 +21,10 @@ _TEMPLATE_TOKENS = 512
 
 def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
     """The rotary settings by layer type (None where all layers share one); empty without rotary positions."""
-    found = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if "rope_type" in found:
-        return {None: found}
-    return {kind: values for kind, values in found.items() if isinstance(values, dict)}
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return {None: parameters}
+    return {kind: values for kind, values in parameters.items() if isinstance(values, dict)}
 
 
 def covered_length(config: Any) -> int | None:
@@ -63,8 +63,8 @@ def _angles(module: Any, kind: str | None, length: int) -> torch.Tensor:
     positions = torch.tensor([[0, 1, length - 1]], device=device)
     extra = {} if kind is None else {"layer_type": kind}
     # `forward`, because a call would run an engine's hooks
-    found = module.forward(torch.zeros(1, 3, 1, device=device), positions, **extra)
-    return torch.stack([part.float() for part in found])[..., :2, :]
+    angles = module.forward(torch.zeros(1, 3, 1, device=device), positions, **extra)
+    return torch.stack([part.float() for part in angles])[..., :2, :]
 
 
 def _depends(module: Any, kind: str | None, length: int) -> bool:
@@ -104,8 +104,8 @@ def _pin(model: nn.Module, length: int) -> None:
 
 def _pinned(model: nn.Module) -> str | None:
     """Name of the first rotary module that an earlier run of the same object has set."""
-    found = (path for path, module, _ in _rotary(model) if hasattr(module, "rope_type_before"))
-    return next(found, None)
+    paths = (path for path, module, _ in _rotary(model) if hasattr(module, "rope_type_before"))
+    return next(paths, None)
 
 
 def longest_prompt(prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], batch: int = 256) -> int:
@@ -136,13 +136,13 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[s
     Returns:
         What was done, and what still depends on the micro-batch; as sentences, None where there is nothing to say.
     """
-    found = depends_on_length(models[0]) or _pinned(models[0])
-    if found is None:
+    name = depends_on_length(models[0]) or _pinned(models[0])
+    if name is None:
         return None, None
     length = longest()
     if length is None:
         return None, (
-            f"the rotary positions of {found} depend on the longest sequence of a micro-batch, and the longest of this "
+            f"the rotary positions of {name} depend on the longest sequence of a micro-batch, and the longest of this "
             "run is not known (a stream, a transform, an environment, or max_completion_length=None); use a data set "
             "with a length and set max_completion_length, or a rope_type that does not depend on it"
         )
@@ -158,7 +158,7 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[s
             "another rope_type"
         )
     return (
-        f"The rotary positions of {found} depend on the longest sequence of a forward; all forwards of this run use "
+        f"The rotary positions of {name} depend on the longest sequence of a forward; all forwards of this run use "
         f"those of {length} tokens, the longest prompt and max_completion_length."
     ), None
 

@@ -60,7 +60,7 @@ def score_prefix(
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
     columns = columns_of(width, with_router)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
-    seen = mask[:, : prompt + columns]
+    attended = mask[:, : prompt + columns]
     places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)
     position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
@@ -71,7 +71,7 @@ def score_prefix(
         position = position[..., prompt : prompt + columns]
     after = ids[:, prompt : prompt + columns]
     types = {name: torch.zeros_like(after) for name in TOKEN_TYPES if name in images}
-    inputs[PREFIX] = Continuation(after, seen, position, prompt_B, dict.fromkeys(images) | types)
+    inputs[PREFIX] = Continuation(after, attended, position, prompt_B, dict.fromkeys(images) | types)
     # a completion's first token is predicted by the last one of its prompt, the others by the one before
     before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
     before_BT += len(runs) * prompt

@@ -95,7 +95,7 @@ class _Frozen:
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pairs = (self.keys, key_states), (self.values, value_states)
-        return tuple(torch.cat([kept.index_select(0, self.prompt_B), new], dim=-2) for kept, new in pairs)
+        return tuple(torch.cat([before.index_select(0, self.prompt_B), new], dim=-2) for before, new in pairs)
 
     def get_seq_length(self) -> int:
         return self.prompt_width
@@ -104,8 +104,8 @@ class _Frozen:
         return self.prompt_width + query_length, 0
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        kept: torch.Tensor = self.conv_states[state_idx]  # type: ignore[attr-defined]
-        return torch.cat([kept, conv_states], dim=-1)
+        before: torch.Tensor = self.conv_states[state_idx]  # type: ignore[attr-defined]
+        return torch.cat([before, conv_states], dim=-1)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         return recurrent_states
@@ -117,12 +117,12 @@ def _kind(behaviour: type, layer: type) -> type:
 
 
 def _layers(config: Any, behaviour: type) -> list[Any]:
-    made = []
+    layers = []
     for layer in DynamicCache(config=config).layers:
         new: Any = object.__new__(_kind(behaviour, cast(type, type(layer))))
         vars(new).update(vars(layer))
-        made.append(new)
-    return made
+        layers.append(new)
+    return layers
 
 
 def why_own_cache(policy: Any) -> str | None:
@@ -140,20 +140,20 @@ def unknown_layers(config: Any) -> list[str]:
 
 def windows_of(config: Any) -> tuple[int, ...]:
     """The sliding windows of a model's cache layers, in tokens."""
-    found = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
-    return tuple(sorted(window for window in found if window))
+    windows = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
+    return tuple(sorted(window for window in windows if window))
 
 
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
     """The cache that completions continue from; it does not see what the recording one is given later."""
     layers = _layers(config, _Frozen)
-    for layer, kept in zip(layers, recorded.layers):
+    for layer, record in zip(layers, recorded.layers):
         layer.prompt_B, layer.prompt_width = prompt_B, width
-        layer.keys, layer.values = getattr(kept, "keys", None), getattr(kept, "values", None)
-        if not hasattr(kept, "conv_states"):
+        layer.keys, layer.values = getattr(record, "keys", None), getattr(record, "values", None)
+        if not hasattr(record, "conv_states"):
             continue
         for name in ("conv_states", "recurrent_states"):
-            states = getattr(kept, name).items()
+            states = getattr(record, name).items()
             chosen = {i: None if state is None else state.index_select(0, prompt_B) for i, state in states}
             setattr(layer, name, chosen)
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)

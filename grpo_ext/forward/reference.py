@@ -66,8 +66,9 @@ def reference_source(
     if isinstance(model, str):
         return ReferenceSource(model, load)
     name = str(getattr(model.config, "_name_or_path", ""))
-    found = bool(name) and _is_known(name, load["trust_remote_code"])
-    if not any_process(not found, args.device):  # all processes take the same source, or their references could differ
+    loadable = bool(name) and _is_known(name, load["trust_remote_code"])
+    # all processes take the same source, or their references could differ
+    if not any_process(not loadable, args.device):
         load.setdefault("dtype", model.dtype)
         load.setdefault("attn_implementation", model.config._attn_implementation)
         return ReferenceSource(name, load)

@@ -7,7 +7,7 @@ micro-batch is scored in one forward, whose gradients are kept. TRL's `_get_per_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -17,21 +17,30 @@ import torch
 from accelerate import Accelerator
 
 from .. import compat
-from ..batching.micro_batches import Form
+from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
+from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
 from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
-from .chunks import Chunking, joined, score_in_chunks, without_checkpointing
 from .lm_head import RouterOutput, Scores
+from .packed import score_packed
+from .padded import score_padded
+from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged
 
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+LogProbs = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
+_FORWARDS: dict[Form, Callable[..., Scores]] = {
+    "packed": score_packed,
+    "prefix": score_prefix,
+    "padded": score_padded,
+}
 
 
 @dataclass
@@ -57,54 +66,44 @@ _request: ContextVar[Request | None] = ContextVar("request", default=None)  # of
 
 
 class Scorer:
-    """Scores completions.
+    """Computes log-probabilities of completions.
 
     Args:
-        args: `forms`, `score_completions_only`, `unit_rows` and the arguments of gradient checkpointing.
-        multiple: TRL's `pad_to_multiple_of`.
-        trl_scorer: TRL's own method, for what the other forwards cannot do.
+        args: `forms`, `unit_rows`, `pad_to_multiple_of` and the arguments of gradient checkpointing.
         refused: forms that no model of this run takes, with the reason.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        multiple: int | None,
-        trl_scorer: Callable[..., Any],
-        refused: Mapping[Form, str] | None = None,
-    ) -> None:
-        self.accelerator, self.args, self.multiple, self.trl_scorer = accelerator, args, multiple or 1, trl_scorer
+    def __init__(self, accelerator: Accelerator, args: GRPOConfig, refused: Mapping[Form, str] | None = None) -> None:
+        self.accelerator, self.args = accelerator, args
+        multiple: Any = args.pad_to_multiple_of
+        self.multiple: int = multiple or 1
         self.sharded = shards_parameters(accelerator)
         may_cut = not (self.sharded or args.bitwise_invariant)
         remedy = "lower max_completion_length, or canonical_unit_size in bitwise mode"
-        self.memory = Halving("scoring", remedy, may_cut)
-        given: Any = args.gradient_checkpointing_kwargs or {}
-        checkpointing = {"use_reentrant": False, **given} if args.gradient_checkpointing else None
-        own_head, device = args.score_completions_only, accelerator.device
-        self.choice = ForwardChoice(args.forms, own_head, device, not self.sharded, checkpointing, multiple, refused)
+        self.memory = Halving("computing log-probabilities", remedy, may_cut)
+        kwargs: Any = args.gradient_checkpointing_kwargs or {}
+        checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
+        self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
 
     def copy(self, accelerator: Accelerator) -> Scorer:
         """One for another thread, with an accelerator of its own."""
-        scorer = Scorer(accelerator, self.args, self.multiple, self.trl_scorer, self.choice.all_refused)
+        scorer = Scorer(accelerator, self.args, self.choice.all_refused)
         scorer.memory = self.memory
         return scorer
 
     @property
     def of_this_thread(self) -> Scorer:
-        """The scorer whose `scoring` this thread is inside; this one outside."""
+        """The scorer whose `requested` this thread is inside; this one outside."""
         request = _request.get()
         return self if request is None else request.scorer
 
     def form(self, model: Any) -> Form:
         """How the completions of `model` run."""
-        wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.form(base_model_of(wrapped), wrapped)
+        return self.choice.form(self.accelerator.unwrap_model(model))
 
     def described(self, model: Any) -> str:
         """How the completions of `model` run, and why not in another form, for people."""
-        wrapped = self.accelerator.unwrap_model(model)
-        return self.choice.described(base_model_of(wrapped), wrapped)
+        return self.choice.described(self.accelerator.unwrap_model(model))
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
@@ -115,17 +114,23 @@ class Scorer:
 
     @contextmanager
     def without_gradients(self, model: Any) -> Iterator[None]:
-        """Inside, `model` scores in its training precision, without gradients and without checkpointing its layers."""
-        plain = without_checkpointing(model, self.args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
-        with torch.no_grad(), plain, self.accelerator.autocast():
-            yield
+        """Inside, `model` runs in its training precision, without gradients and without checkpointing its layers."""
+        checkpointing, kwargs = model.is_gradient_checkpointing, self.args.gradient_checkpointing_kwargs
+        if checkpointing:
+            model.gradient_checkpointing_disable()
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                yield
+        finally:
+            if checkpointing:
+                model.gradient_checkpointing_enable(kwargs)
 
     def settled(self, model: Any) -> bool:
-        """Whether `check` has nothing left to look at."""
-        return self.choice.settled(base_model_of(self.accelerator.unwrap_model(model)))
+        """Whether `check` has nothing left to compare."""
+        return self.choice.settled(self.accelerator.unwrap_model(model))
 
     @contextmanager
-    def scoring(
+    def requested(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -145,48 +150,26 @@ class Scorer:
             _request.reset(token)
 
     def knows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
-        """Whether these are the tensors of `scoring`, unchanged."""
+        """Whether these are the tensors of `requested`, unchanged."""
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
 
     def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
         """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
         if not self.settled(model):
-            wrapped = self.accelerator.unwrap_model(model)
-            plain = replace(rows, attended_N=None)
-            self.choice.check(model, base_model_of(wrapped), wrapped, plain, everywhere)
+            self.choice.check(model, self.accelerator.unwrap_model(model), replace(rows, attended_N=None), everywhere)
 
     def score_rollout(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
-    ) -> Scores:
-        """Score this process's part of a rollout batch, without gradients; every process comes here together.
+    ) -> torch.Tensor:
+        """Log-probabilities (S,) of this process's part of a rollout batch, without gradients; all processes together.
 
         Args:
             batch_size, max_tokens: completions and tokens of a forward, at most.
             group_size: completions per group, which canonical units are cut within.
-
-        Returns:
-            Log-probabilities alone.
         """
-
-        with self.accelerator.autocast():
-            self.check(model, rows, everywhere=False)
-        return joined(self._score(model, rows, self._cut(model, rows, batch_size, max_tokens, group_size)))
-
-    def _cut(
-        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
-    ) -> Chunking:
-        def align(chunks: int) -> int:  # where every forward is a collective, all make as many
-            return max_over_processes(chunks, self.accelerator.device) if self.sharded else chunks
-
-        unit = self.args.unit_rows
-        units = None if unit is None else (group_size, unit)
-        form = self._form(model, rows)
-        return Chunking(batch_size, max_tokens, form, self.multiple, align, units, self.memory)
-
-    def score_micro_batch(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
-        """Score a micro-batch in one forward; its graph is kept where gradients are on."""
-        return joined(self._score(model, rows, self._whole(model, rows), with_entropy, with_router))
+        parts = self._score_chunks(model, rows, (batch_size, max_tokens, group_size))
+        return torch.cat([scores.logps_S for scores in parts])
 
     def score_inputs(
         self,
@@ -194,7 +177,7 @@ class Scorer:
         inputs: dict[str, Any],
         rows: TokenRows,
         with_router: bool,
-        override: Callable[..., Any] | None,
+        override: LogProbs | None,
     ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
         """Score a micro-batch that TRL's loss takes.
 
@@ -207,7 +190,7 @@ class Scorer:
         """
         width = inputs["completion_ids"].size(1)
         if override is None:
-            scores, device = self.score_micro_batch(model, rows, True, with_router), inputs["completion_ids"].device
+            scores, device = self._forward(model, rows, True, with_router), inputs["completion_ids"].device
             assert scores.entropies_S is not None
             logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
             return logps, entropies, scores.router
@@ -216,7 +199,7 @@ class Scorer:
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
-        with self.scoring(ids, mask, rows) as request:
+        with self.requested(ids, mask, rows) as request:
             logps, entropies, _ = override(model, ids, mask, width, **options)
         return logps, entropies, request.router
 
@@ -232,52 +215,73 @@ class Scorer:
     ) -> TrlScores:
         """Score a padded batch, as `_get_per_token_logps_and_entropies` does, in forwards of `batch_size` rows.
 
-        Of the tensors of `scoring`, the rows that they were made of, whose router output the request then holds.
+        Of the tensors of `requested`, the rows that they were made of, whose router output the request then holds.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
-        chunking = replace(self._whole(model, rows), max_rows=batch_size)
         if request is not None and request.limits is not None:
-            with self.accelerator.autocast():
-                self.check(model, rows, everywhere=False)
-            chunking = self._cut(model, rows, *request.limits)
-        parts = self._score(model, rows, chunking, compute_entropy, compute_aux_loss)
+            parts = self._score_chunks(model, rows, request.limits, compute_entropy, compute_aux_loss)
+        else:
+            chunks = self._cut(model, rows, batch_size)
+            parts = [self._forward(model, rows.part(part), compute_entropy, compute_aux_loss) for part in chunks]
         routers = [scores.router for scores in parts if scores.router is not None]
         aux_loss = None
         if routers:
             experts = experts_per_token(base_model_of(self.accelerator.unwrap_model(model)))
             aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
-        scores = joined(parts)
-        if request is not None:
-            request.router = scores.router
-        entropies = None if scores.entropies_S is None else rows.to_columns(scores.entropies_S, width)
-        return rows.to_columns(scores.logps_S, width), entropies, aux_loss
+        if request is not None and len(parts) == 1:
+            request.router = parts[0].router
+        logps_S, entropies = torch.cat([scores.logps_S for scores in parts]), None
+        if compute_entropy:
+            entropies_S = torch.cat([scores.entropies_S for scores in parts if scores.entropies_S is not None])
+            entropies = rows.to_columns(entropies_S, width)
+        return rows.to_columns(logps_S, width), entropies, aux_loss
 
-    def _form(self, model: Any, rows: TokenRows) -> Form:
-        return self.form(model) if rows.attended_N is None else "padded"
+    # ---- Forwards -------------------------------------------------------------------------------------------------
 
-    def _whole(self, model: Any, rows: TokenRows) -> Chunking:
-        return Chunking(None, None, self._form(model, rows), self.multiple)
+    def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
+        """Rows in order, in chunks of at most so many completions and tokens."""
+        form = self.form(model) if rows.attended_N is None else "padded"
+        lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
+        return cut_in_order(*lengths, batch_size or len(rows), max_tokens, form, self.multiple)
 
-    def _score(
+    def _score_chunks(
         self,
         model: Any,
         rows: TokenRows,
-        chunking: Chunking,
+        limits: tuple[int | None, int | None, int],
         with_entropy: bool = False,
         with_router: bool = False,
     ) -> list[Scores]:
-        wrapped = self.accelerator.unwrap_model(model)
-        policy = base_model_of(wrapped)
-        # a loss that is computed outside the step runs its backward pass outside `running`
-        inside = runs_packs(policy) if self.form(model) == "packed" else keeps_caches(policy)
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
-
-        def score(part: TokenRows) -> Scores:
-            has_gaps = part.attended_N is not None
-            forward = self.choice.forward(policy, wrapped, self.trl_scorer, again or has_gaps)
-            with plain_attention(policy) if has_gaps else nullcontext():
-                return forward(model, policy, part, with_router=with_router, with_entropy=with_entropy)
-
+        """Score a rollout in chunks that fit into memory, canonical units in bitwise mode; see `score_rollout`."""
         with self.accelerator.autocast():
-            return score_in_chunks(score, rows, chunking)
+            self.check(model, rows, everywhere=False)
+        batch_size, max_tokens, group_size = limits
+        if (unit := self.args.unit_rows) is None:
+            chunks = self._cut(model, rows, batch_size, max_tokens)
+        else:
+            sizes = StepSizes(group_numbers(len(rows), group_size), [], [])
+            chunks = [slice(part[0], part[-1] + 1) for part in canonical_units(sizes, range(len(rows)), unit)]
+
+        def work(piece: Sequence[int]) -> Scores:
+            return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), with_entropy, with_router)
+
+        # where a forward is a collective all processes make as many; what a process repeats for that is thrown away
+        calls = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
+        found: list[Scores] = []
+        for number in range(calls):
+            chunk = chunks[min(number, len(chunks) - 1)]
+            scores = self.memory.run(range(chunk.start, chunk.stop), work)
+            found += scores if number < len(chunks) else []
+        return found
+
+    def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
+        """Score rows in one forward; its graph is kept where gradients are on."""
+        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        # a loss that is computed outside the step runs its backward pass outside `running`
+        inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
+        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
+        has_gaps = rows.attended_N is not None
+        forward = _FORWARDS["padded" if again or has_gaps else form]
+        with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
+            return forward(model, policy, rows, with_router, with_entropy, self.multiple)

@@ -95,7 +95,7 @@ class ShardedSnapshot:
         self._cut_again()
 
     def _cut_again(self) -> None:
-        """Let go of weights that a forward has put together, and left so, of what the parts were before."""
+        """Reshard parameters a forward left gathered."""
         for model in self._models:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

@@ -55,7 +55,7 @@ _REFUSED_WITH_LATER_IMAGES: dict[Form, str] = {"prefix": "tools and environments
 _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}  # TRL's, by the argument of functions
 
 
-def build_rollouts(trainer: Any, trl_scorer: Callable[..., Any], clock: PhaseClock) -> tuple[Scorer, Rollouts]:
+def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
     """What scores the completions of a run, and what makes its rollout batches."""
     with_images, prepare = isinstance(trainer.processing_class, ProcessorMixin), None
     later_images = with_images and bool(trainer.tools or trainer.environment_factories)
@@ -64,7 +64,7 @@ def build_rollouts(trainer: Any, trl_scorer: Callable[..., Any], clock: PhaseClo
         prepare = PromptProcessor(trainer.processing_class, template, compat.image_token(trainer.model))
         compat.sample_no_image_tokens(trainer)
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
-    scorer = Scorer(trainer.accelerator, trainer.args, trainer.pad_to_multiple_of, trl_scorer, refused)
+    scorer = Scorer(trainer.accelerator, trainer.args, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
     worker, load = build_worker(trainer, images, scorer, clock), functools.partial(load_weights, trainer)
     return scorer, Rollouts(trainer.accelerator, trainer.args, worker, load)
@@ -279,10 +279,10 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
         limits = (terms.batch_size, terms.max_tokens, num_generations)
         with scorer.without_gradients(model):
             if (override := trainer._override_of(LOGPS)) is None:
-                return scorer.score_rollout(model, rows, *limits).logps_S
+                return scorer.score_rollout(model, rows, *limits)
             ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
             images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
-            with scorer.scoring(ids, mask, rows, limits):
+            with scorer.requested(ids, mask, rows, limits):
                 logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
         return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
 

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..forward.adapters import needs_whole_rows
+from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 

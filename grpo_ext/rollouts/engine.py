@@ -16,7 +16,6 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import PrecisionError
-from ..forward.adapters import is_prompt_learning
 from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
@@ -47,17 +46,15 @@ class Engine(Protocol):
         ...
 
 
-def chunks_of(transcripts: Sequence[Transcript], size: int, equal_lengths: bool = False) -> list[list[Transcript]]:
+def chunks_of(transcripts: Sequence[Transcript], size: int) -> list[list[Transcript]]:
     """The transcripts of each chunk; later turns keep the chunks of the first.
 
     Args:
         size: completions of a chunk, in whole groups.
-        equal_lengths: cut chunks further, shortest first, so that no row is padded.
     """
-    chunks: dict[tuple[int, int], list[Transcript]] = {}
+    chunks: dict[int, list[Transcript]] = {}
     for transcript in transcripts:
-        length = len(transcript.prompt_ids) + len(transcript.ids) if equal_lengths else 0
-        chunks.setdefault((transcript.place // size, length), []).append(transcript)
+        chunks.setdefault(transcript.place // size, []).append(transcript)
     return [chunks[key] for key in sorted(chunks)]
 
 
@@ -121,8 +118,7 @@ class TransformersEngine:
         """The chunks of a turn, one `generate` each."""
         size = self.settings.groups_of(num_generations)
         assert size is not None
-        # virtual tokens stand before the padding, so there must be none
-        return chunks_of(transcripts, size, equal_lengths=is_prompt_learning(self.model()))
+        return chunks_of(transcripts, size)
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -148,21 +144,20 @@ class TransformersEngine:
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
     ) -> list[list[int]]:
-        rows, settings, policy = [chunk[i] for i in part], self.settings, self.model()
+        rows, settings = [chunk[i] for i in part], self.settings
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
-        multiple = None if is_prompt_learning(policy) else settings.multiple
         keyed = self.samples_by_key(config)
         keys_B, offsets_B = torch.tensor([r.key for r in rows]), torch.tensor([len(r.ids) for r in rows])
         compact = keyed and settings.compact and not settings.sharded and why_not_compact(model, config) is None
         arguments = (prompts, keys_B if keyed else None, offsets_B, config, settings.eos_token_ids, settings.device)
         try:
-            return sample_chunk(model, *arguments, multiple, compact, images)
+            return sample_chunk(model, *arguments, settings.multiple, compact, images)
         except PrecisionError as error:
             if settings.sharded:  # the other processes would not come along
                 raise
             first = FirstModule()
             with first.watching(model), contextlib.suppress(PrecisionError):
-                sample_chunk(model, *arguments, multiple, compact, images)
+                sample_chunk(model, *arguments, settings.multiple, compact, images)
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
 
 

@@ -57,7 +57,7 @@ _TRL_LAYOUT = (
 # compared in bitwise mode alone: elsewhere they change the rounding at most
 _BITWISE = (
     *("canonical_unit_size", "bitwise_threads", "rollout_threads"),
-    *("forward", "packed_forward", "score_completions_only", "skip_zero_contribution", "compact_rollouts"),
+    *("forward", "skip_zero_contribution", "compact_rollouts"),
 )
 # fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
 _EXTENSIONS = (
@@ -301,6 +301,8 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
+    if saved["settings"].pop("packed_forward", True) is False:  # one of config.REMOVED_SETTINGS
+        saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:

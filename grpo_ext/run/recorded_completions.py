@@ -102,7 +102,7 @@ def record(trainer: Any) -> RecordedCompletions | None:
     try:
         with trainer._scorer.without_gradients(model):
             for row, one in zip(rows, tokens):
-                scores = trainer._score(model, *trainer._step_runner.collate(rollout, (row,)))[0][0]
+                scores = trainer._score(model, *trainer._step_runner.parts.collate(rollout, (row,)))[0][0]
                 logps.append(scores[: one.completions_B[0]].float())
     except RuntimeError as error:
         if sharded or not is_out_of_memory(error):

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 
 class PhaseClock(TrainerCallback):
-    """Adds up the seconds of the phases of a step on this process: rollout, logps, rewards, window, optimizer."""
+    """Adds up the seconds of the phases of a step on this process: rollout, logps, rewards, train, optimizer."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

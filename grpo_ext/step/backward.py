@@ -1,4 +1,4 @@
-"""Forward and backward over the micro-batches of a step, inside Accelerate's `accumulate`.
+"""The backward passes of a step inside Accelerate's `accumulate`, and memory that ends in one of them.
 
 Accelerate's bookkeeping: inside `accumulate` a backward pass synchronises processes where `accelerator.step` reaches a
 multiple of `gradient_accumulation_steps`, and `accelerator.backward` divides the loss by that number. The loop outside
@@ -7,8 +7,9 @@ sees one batch per optimizer step, so both are set here, before the first micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +20,6 @@ from ..precision.loss_scaler import deepspeed_minimum
 from ..runtime.collectives import max_over_processes, sum_over_processes
 from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 from .gradients import NativeGradients
-from .plan import MicroBatch
 
 
 @contextmanager
@@ -48,73 +48,64 @@ def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] |
         raise StepOutOfMemory(reason or "another process ran out of memory")
 
 
-def run_micro_batches(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    gradients: NativeGradients | None,
-    micro_batches: Sequence[MicroBatch],
-    loss_of: Callable[[MicroBatch], torch.Tensor],
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """Forward and backward over the micro-batches inside Accelerate's `accumulate`; then one sum over the processes.
+class Accumulation:
+    """The backward passes of one step on this process, which `accumulating` has prepared Accelerate for.
+
+    Where an engine reduces in the backward pass, `accelerator.backward` divides by the number of micro-batches (not
+    under DeepSpeed) and the engine averages over processes; the scale takes both back, because the weights already are
+    those of the whole step.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, count: int, by_engine: bool) -> None:
+        self.accelerator, self.model = accelerator, model
+        deepspeed = by_engine and accelerator.distributed_type == DistributedType.DEEPSPEED
+        # more steps than micro-batches, so that none synchronises; a power of two, so that dividing by it is exact
+        self.steps = count if by_engine else 1 << count.bit_length()
+        self.scale = (accelerator.num_processes if by_engine else 1) * (1 if deepspeed else self.steps)
+        self.options: dict[str, Any] = {"scale_wrt_gas": False} if deepspeed else {}
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """A context for the forward and the backward pass of a micro-batch."""
+        # DDP and FSDP decide in the forward whether the backward synchronises, so both stand inside
+        with self.accelerator.accumulate(self.model), deepspeed_minimum():
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a micro-batch's part of the loss of the step."""
+        self.accelerator.backward(loss * self.scale, **self.options)
+
+
+@contextmanager
+def accumulating(
+    accelerator: Accelerator, model: Any, gradients: NativeGradients | None, count: int
+) -> Iterator[Accumulation]:
+    """A context for the backward passes of a step; at its end one sum over the processes.
 
     Args:
         gradients: how gradients are added up; None where the engine (FSDP, DeepSpeed) does it, in its last backward.
-        between: runs after every micro-batch but the last.
+        count: micro-batches of this process.
 
     Raises:
         StepOutOfMemory: on every process, with the gradients thrown away.
         PrecisionError: in bitwise mode, gradients that are not finite or out of range.
     """
-    if gradients is None:
-        _run_sharded(accelerator, model, micro_batches, loss_of, between)
-        return
-    # more than there are, so that none synchronises; a power of two, so that dividing by it is exact
-    count = 1 << len(micro_batches).bit_length()
-    accelerator.gradient_accumulation_steps = count
+    adding = Accumulation(accelerator, model, count, by_engine=gradients is None)
+    accelerator.gradient_accumulation_steps = adding.steps
     accelerator.step = 0
-    with out_of_memory_on_all(accelerator, gradients.discard):
-        gradients.start()
+    with out_of_memory_on_all(accelerator, None if gradients is None else gradients.discard):
+        if gradients is not None:
+            gradients.start()
         try:
-            for number, micro_batch in enumerate(micro_batches):
-                if number:
-                    between()
-                with accelerator.accumulate(model):
-                    accelerator.backward(loss_of(micro_batch) * count)
+            yield adding
         finally:
-            gradients.stop()
+            if gradients is not None:
+                gradients.stop()
             accelerator.gradient_accumulation_steps = 1
-    terms = torch.tensor(float(len(micro_batches)), device=accelerator.device)
-    gradients.finish(int(sum_over_processes(terms)))
-    accelerator.sync_gradients = True  # the optimizer may step
-
-
-def _run_sharded(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    loss_of: Callable[[MicroBatch], torch.Tensor],
-    between: Callable[[], None],
-) -> None:
-    """The micro-batches of an engine that reduces gradients in the backward pass.
-
-    `accelerator.backward` divides by the number of micro-batches (not under DeepSpeed) and the engine averages over
-    processes; the scale takes both back, because the weights already are those of the whole step.
-    """
-    count = len(micro_batches)
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    scale = accelerator.num_processes * (1 if deepspeed else count)
-    options = {"scale_wrt_gas": False} if deepspeed else {}
-    accelerator.gradient_accumulation_steps = count
-    accelerator.step = 0
-    try:
-        for number, micro_batch in enumerate(micro_batches):
-            if number:
-                between()
-            with accelerator.accumulate(model), deepspeed_minimum():
-                accelerator.backward(loss_of(micro_batch) * scale, **options)
-    finally:
-        accelerator.gradient_accumulation_steps = 1
+    if gradients is not None:
+        terms = torch.tensor(float(count), device=accelerator.device)
+        gradients.finish(int(sum_over_processes(terms)))
+        accelerator.sync_gradients = True  # the optimizer may step
 
 
 def clear_cache_every(steps: int | None, step: int) -> None:

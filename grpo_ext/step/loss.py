@@ -5,7 +5,6 @@ Differs from TRL's `_compute_loss`: no collective and no denominator of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,54 +13,7 @@ from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicato
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from .statistics import STEP_PART, StepContext, StepPart, router_term
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """Terms beside the policy loss.
-
-    Attributes:
-        entropy_coefficient: factor of the entropy bonus in this step, None without a bonus.
-        router_coefficient: factor of the MoE load-balancing loss, None without one.
-        ratios: those of tokens under the policy to those under the one that sampled are logged.
-    """
-
-    entropy_coefficient: float | None = None
-    router_coefficient: float | None = None
-    ratios: bool = False
-
-
-def loss_config_of(trainer: Any) -> LossConfig:
-    """The settings of the policy loss as they are now, from where TRL reads them at each loss.
-
-    A callback, or a subclass after `super().__init__()`, may have changed them.
-
-    Args:
-        trainer: TRL's attributes; `args` is a `GRPOConfig`.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
-    return replace(
-        trainer.args.loss_config(),
-        loss_type=trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
-        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
-        max_completion_length=trainer.max_completion_length or 1,
-        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
-    )
-
-
-def loss_terms_of(trainer: Any) -> LossTerms:
-    """The terms beside the policy loss as they are now, likewise."""
-    # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
-    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= trainer.args.entropy_target
-    bonus = (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None
-    router = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-    return LossTerms(bonus, router, bool(trainer.args.rollout_lag) and trainer.model.training)
+from .terms import LossTerms
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -86,13 +38,13 @@ def assemble_loss(
         router: router output of a MoE model.
 
     Raises:
-        ConfigError: a term needs reference log-probabilities, which the rollout was scored without.
-        ModelError: a term needs router logits, which scoring did not bring.
+        ConfigError: a term needs reference log-probabilities, which the rollout was made without.
+        ModelError: a term needs router logits, which came with no log-probabilities.
     """
     if cfg.beta != 0.0 and "ref_per_token_logps" not in inputs:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
-            "because beta was 0 when they were scored; start with the beta that the run ends with, or any above 0."
+            "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     part: StepPart = inputs[STEP_PART]
     context, weight, keep, mask = part.context, part.weight, part.entropy_keep_BT, loss_mask(inputs)
@@ -117,8 +69,8 @@ def assemble_loss(
     if terms.router_coefficient is not None:
         if router is None:
             raise ModelError(
-                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and scoring "
-                "brought no router logits; set router_aux_loss_coef=0, or let an override of "
+                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and the "
+                "forward returned no router logits; set router_aux_loss_coef=0, or let an override of "
                 "_get_per_token_logps_and_entropies pass compute_aux_loss on."
             )
         aux = router_term(router, context)

@@ -6,16 +6,15 @@ shares measured first (one pass without gradients), they are. Runs once per opti
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
-from ..batching.sizes import group_numbers
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
@@ -57,6 +56,12 @@ STEP_PART = "grpo_ext_step"
 TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
 
 
+def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
+    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+    return ids, mask
+
+
 @dataclass(frozen=True)
 class StepPart:
     """What the loss of a micro-batch has to know of its step.
@@ -84,6 +89,12 @@ class StepPart:
         """The tokens that a dictionary holds padded; None where a user's override has put others there."""
         return self.rows if self.padded.are(*(inputs[name] for name in TOKENS)) else None
 
+    def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add the micro-batch's part to the loss that is logged; returns that part, zero at weight zero."""
+        loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
+        self.context.metrics.add_total("loss", loss, 1.0)
+        return loss
+
     @property
     def accumulation_steps(self) -> float:
         """The step's completions over those of the micro-batch.
@@ -106,63 +117,65 @@ class StepPart:
         )
 
 
-def _counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
+    """The denominators of completions, from the tokens of each that carry loss and the group it belongs to."""
     by_group = dict.fromkeys(groups_B, 0)
     for group, tokens in zip(groups_B, tokens_B):
         by_group[group] += tokens
     return StepCounts(len(tokens_B), sum(tokens_B), sum(tokens_B), by_group)
 
 
-Score = Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor, RouterOutput | None]]
+@dataclass(frozen=True)
+class Measured:
+    """What a pass without gradients finds out about a micro-batch.
 
-
-def measure_step(
-    rollout: RolloutBatch,
-    micro_batches: Sequence[MicroBatch],
-    score: Score,
-    metrics: StepMetrics,
-    top_entropy_quantile: float,
-    has_router: bool,
-    top_k: int,
-    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> StepContext:
-    """Count the step and, where a term asks for it, run the statistics pass.
-
-    Every process holds the whole step, so the counts need no collective.
-
-    Args:
-        score: for a micro-batch, without gradients: entropies (B, T), loss mask (B, T), router output.
-        guard: around the forwards of the pass, which hold no collective.
+    Attributes:
+        entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
+        experts: how often each expert is chosen (E,), and the rows counted; None without a router.
     """
-    tokens = [int(mask.sum()) for mask in rollout.loss_masks]
-    counts = _counts(tokens, rollout.groups)
+
+    part: MicroBatch
+    entropies_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    experts: tuple[torch.Tensor, int] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        part: MicroBatch,
+        scores: tuple[torch.Tensor, torch.Tensor, RouterOutput | None],
+        mask_BT: torch.Tensor,
+        top_k: int,
+    ) -> Measured:
+        """Of the log-probabilities, entropies and router output of a micro-batch; its router logits are not kept."""
+        _, entropies_BT, router = scores
+        if router is None:
+            return cls(part, entropies_BT, mask_BT)
+        chosen, _, rows = router_statistics(router.logits, router.counts_BL, top_k)
+        return cls(part, entropies_BT, mask_BT, (chosen * part.weight, rows if part.weight else 0))
+
+
+def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
+    """Count the step. Every process holds the whole step, so the counts need no collective."""
+    counts = counted([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
-    context = StepContext(counts, metrics, top_k=top_k)
-    if top_entropy_quantile >= 1.0 and not has_router:
-        return context
-    entropies: dict[int, torch.Tensor] = {}
-    masks: dict[int, torch.Tensor] = {}
-    chosen: torch.Tensor | None = None
-    rows = 0
-    with guard():
-        for part in micro_batches:
-            entropies_BT, mask_BT, router = score(part)
-            entropies |= dict(zip(part.rows, entropies_BT))
-            masks |= dict(zip(part.rows, mask_BT))
-            if router is not None:
-                counted, _, here = router_statistics(router.logits, router.counts_BL, top_k)
-                weighted = counted * part.weight
-                chosen = weighted if chosen is None else chosen + weighted
-                rows += here if part.weight else 0
-    real = [row for part in micro_batches if part.weight for row in part.rows]
+    return StepContext(counts, metrics, top_k=top_k)
+
+
+def set_statistics(context: StepContext, measured: Sequence[Measured], top_entropy_quantile: float) -> None:
+    """Make the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
     if top_entropy_quantile < 1.0:
+        entropies = {row: values for one in measured for row, values in zip(one.part.rows, one.entropies_BT)}
+        masks = {row: values for one in measured for row, values in zip(one.part.rows, one.mask_BT)}
+        real = [row for one in measured if one.part.weight for row in one.part.rows]
         _set_entropy_keep(context, entropies, masks, real, top_entropy_quantile)
-    if chosen is not None:
+    experts = [one.experts for one in measured if one.experts is not None]
+    if experts:
+        chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)
-    return context
 
 
 def _set_entropy_keep(
@@ -188,32 +201,3 @@ def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
     if share is None:  # the batch is the whole step
         share, total = chosen / max(rows, 1), rows
     return load_balancing_loss(probs, share.to(probs), probs.numel(), total)
-
-
-def whole_step(
-    inputs: dict[str, Any],
-    rows: TokenRows,
-    device: torch.device,
-    top_k: int,
-    num_generations: int,
-    top_entropy_quantile: float,
-    entropies_BT: torch.Tensor | None,
-) -> dict[str, Any]:
-    """A scored batch that is no part of a step (a user's own call), with itself as its step.
-
-    Args:
-        inputs: as TRL scored it; it begins with a whole group.
-        rows: its tokens.
-        entropies_BT: of its tokens, where a quantile is set.
-    """
-    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    groups = group_numbers(mask.size(0), num_generations)
-    context = StepContext(_counts(mask.sum(1).tolist(), groups), StepMetrics(device), top_k=top_k)
-    keep = None
-    if entropies_BT is not None:
-        numbers = list(range(mask.size(0)))
-        by_row = dict(zip(numbers, entropies_BT)), dict(zip(numbers, mask))
-        _set_entropy_keep(context, *by_row, numbers, top_entropy_quantile)
-        keep = context.keep_mask(numbers, mask.size(1), entropies_BT.device)
-    padded = Unchanged(*(inputs[name] for name in TOKENS))
-    return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}

@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.forward.lm_head import Scores
 from grpo_ext.forward.scorer import Scorer
 from grpo_ext.rollouts import engine
 from tests.support.benches import SETTINGS, Clock
@@ -40,9 +39,9 @@ def waiting_sampler(seconds: Iterator[float]) -> Any:
     return sample
 
 
-def elsewhere(scorer: Any, model: Any, rows: Any, *args: Any) -> Scores:
+def elsewhere(scorer: Any, model: Any, rows: Any, *args: Any) -> torch.Tensor:
     """Log-probabilities that another device has computed, and the wait for them is in that for the sampler."""
-    return Scores(torch.full((sum(rows.completions_B),), -3.0))
+    return torch.full((sum(rows.completions_B),), -3.0)
 
 
 def seconds_per_step(

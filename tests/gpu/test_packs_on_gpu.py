@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
-from grpo_ext.forward.form_check import try_pack, try_prefix
+from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.packed import score_packed
 from grpo_ext.forward.padded import score_padded
@@ -98,7 +98,7 @@ def flash_or_skip(implementation: str, dtype: torch.dtype):
 def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property, implementation):
     model = flash_or_skip(implementation, torch.bfloat16)
     exact, batch = model_on("sdpa", False, torch.float32), on_the_device(rows_of(*LONG))
-    trial = try_prefix(model, model, batch, None)
+    trial = try_form("prefix", model, model, batch)
     assert (trial.difference, trial.refused) == (None, None)
     right = gradient(score_padded, exact, batch)
     noise = (gradient(score_padded, model, batch).float() - right).norm() / right.norm()
@@ -124,7 +124,7 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_the_check_passes_in_bfloat16(implementation):
     model = model_on(implementation, False, torch.bfloat16)
-    trial = try_pack(model, model, on_the_device(rows_of(*LONG)))
+    trial = try_form("packed", model, model, on_the_device(rows_of(*LONG)))
     assert trial.tokens
     assert (trial.difference, trial.refused) == (None, None)
 

@@ -132,7 +132,7 @@ CASES = {
     "checkpointing": Case({"gradient_checkpointing": True, "recompute_granularity": "selective"}, model="llama"),
     "epochs": Case({"num_train_epochs": 2, "max_steps": -1}, prompts=10),
     "token_budget": Case({"micro_batch_tokens": 40, "loss_type": "grpo"}),
-    "token_budget_padded": Case({"micro_batch_tokens": 60, "packed_forward": False}, model="llama"),
+    "token_budget_padded": Case({"micro_batch_tokens": 60, "forward": "padded"}, model="llama"),
     "reused_budget": Case({"micro_batch_tokens": 40, "beta": 0.1, **REUSED}),
     "hybrid": Case({"loss_type": "grpo", **REUSED}, model="lfm2"),
     "hybrid_kl": Case(
@@ -146,7 +146,7 @@ CASES = {
     # on four processes each samples one prompt, of which some have no image
     "images_apart": Case({"rollout_chunk_size": 4}, "llava", rewards=(picture_reward,), prompts=8),
     "images_tiled": Case({"loss_type": "grpo", **CUT}, "idefics3", rewards=(picture_reward,), prompts=9),
-    "padded": Case({"packed_forward": False, "score_completions_only": False, **TWO_STEPS}),
+    "padded": Case({"forward": "padded", **TWO_STEPS}),
     "few_groups": Case({"global_batch_size": 8, "rollout_chunk_size": 4}),
     "sampling": Case({"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1}),
     "rollout_func": Case({"loss_type": "dapo", **TWO_STEPS}, rollout_func=given_rollout),

@@ -137,7 +137,7 @@ def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
     [
         {"per_device_train_batch_size": 3},
         {"micro_batch_tokens": 60},
-        {"packed_forward": False},
+        {"forward": "padded"},
         {"logging_steps": 2},
         {"save_steps": 2},
         {"report_to": "none"},

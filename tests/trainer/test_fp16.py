@@ -174,12 +174,12 @@ def test_the_scale_is_resumed(tmp_path, fp16_on_the_cpu):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_forward_that_overflows_names_its_module_and_is_no_matter_of_the_scale(tmp_path, fp16_on_the_cpu, packed):
+@pytest.mark.parametrize("forward", ["packed", "padded"])
+def test_a_forward_that_overflows_names_its_module_and_is_no_matter_of_the_scale(tmp_path, fp16_on_the_cpu, forward):
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(60000.0)  # finite; its products are not, in float16
-    trainer = build(tmp_path, model, packed_forward=packed)
+    trainer = build(tmp_path, model, forward=forward)
     before = parameters(trainer)
     with pytest.raises(PrecisionError, match=r"layers\.1\.mlp\.down_proj \(Linear\).*no loss scale mends"):
         trainer.train()

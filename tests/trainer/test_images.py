@@ -132,9 +132,7 @@ def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, fami
     [
         {"beta": 0.1, "num_iterations": 2, "rollout_batch_size": 32},
         {"dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8},
-        pytest.param(
-            {"top_entropy_quantile": 0.5, "entropy_coef": 0.05, "score_completions_only": False}, marks=pytest.mark.full
-        ),
+        pytest.param({"top_entropy_quantile": 0.5, "entropy_coef": 0.05}, marks=pytest.mark.full),
         pytest.param({"compact_rollouts": False, "max_completion_length": 6}, marks=pytest.mark.full),
     ],
     ids=lambda settings: "+".join(settings),
@@ -321,7 +319,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     assert any(shown)
     assert log_of(whole, "tools/call_frequency")[0] > 0
     assert whole._scorer.form(whole.model) == "padded"
-    for size, changes in ((5, {"gradient_checkpointing": True}), (1, {"score_completions_only": False})):
+    for size, changes in ((5, {"gradient_checkpointing": True}), (1, {})):
         found = update(with_tools(tmp_path / f"{size}", family, tool, per_device_train_batch_size=size, **changes))
         assert error(expected, found) <= UPDATE, size
     assert error(expected, update(with_tools(tmp_path / "other", family, other))) > DIFFERENT

@@ -24,18 +24,18 @@ def sparse(completions: list[str], **kwargs: Any) -> list[float]:
     return [float("a" in c[:1]) for c in completions]
 
 
-PLAIN = {
-    "packed_forward": False,
-    "score_completions_only": False,
+PLAIN: dict[str, Any] = {
+    "forward": "padded",
     "skip_zero_contribution": False,
     "compact_rollouts": False,
 }
+FULL: dict[str, Any] = {name: "auto" if name == "forward" else True for name in PLAIN}
 SWITCHES: list[dict[str, Any]] = [
-    *({name: True} for name in PLAIN),
+    *({name: value} for name, value in FULL.items()),
     {"micro_batch_tokens": 50},
     {"gradient_checkpointing": True, "recompute_granularity": "selective"},
-    {"micro_batch_tokens": 50, "packed_forward": True},
-    dict.fromkeys(PLAIN, True),
+    {"micro_batch_tokens": 50, "forward": "auto"},
+    FULL,
 ]
 
 
@@ -191,8 +191,10 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
     assert shares["padded"][0] > 0 < shares["padded"][1]
     with pytest.raises(ConfigError, match="forward='fast' is unknown; use one of 'auto', 'packed', 'prefix', 'padded'"):
         make(tmp_path, forward="fast")
-    with pytest.raises(ConfigError, match="packed_forward=False"):
-        make(tmp_path, forward="packed", packed_forward=False)
+    with pytest.raises(ConfigError, match=r"packed_forward.*use forward='padded' in place of False"):
+        make(tmp_path, packed_forward=False)
+    with pytest.raises(ConfigError, match=r"score_completions_only.*leave it out"):
+        make(tmp_path, score_completions_only=True)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +268,14 @@ def test_a_pack_that_goes_wrong_ends_a_run_in_the_default_precision(tmp_path, be
             model.model.rotary_emb.forward = lambda x, positions, rotate=rotate: rotate(
                 x, torch.arange(x.size(1))[None].expand(len(x), -1)
             )
-    with pytest.raises(ModelError, match=r"packed and padded log-probabilities .* differ.* Set packed_forward=False"):
+    with pytest.raises(ModelError, match=r"packed and padded log-probabilities .* differ.* Set forward='padded'"):
         trainer.train()
 
 
 def test_the_logs_say_where_time_and_tokens_go(tmp_path):
     trainer = make(tmp_path, beta=0.1, per_device_train_batch_size=2)
     trainer.train()
-    for name in ("time/rollout", "time/logps", "time/window", "layout/useful_tokens_per_second"):
+    for name in ("time/rollout", "time/logps", "time/train", "layout/useful_tokens_per_second"):
         assert all(value > 0 for value in log_of(trainer, name)), name
     assert log_of(trainer, "time/optimizer")
     assert log_of(trainer, "layout/padding_share") == [0.0] * 3
@@ -284,7 +286,7 @@ def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointi
     """Its backward pass runs the layers again where packs are off."""
     trainer = make(tmp_path, gradient_checkpointing=True)
     trainer.train()
-    plain = make(tmp_path / "plain", gradient_checkpointing=True, packed_forward=False)
+    plain = make(tmp_path / "plain", gradient_checkpointing=True, forward="padded")
     plain.model.load_state_dict(trainer.model.state_dict())
     batches = []
     for one in (trainer, plain):
@@ -317,9 +319,9 @@ def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path)
     ("kind", "settings"),
     [
         ("qwen2", {"beta": 0.1}),
-        ("qwen2", {"packed_forward": False}),
+        ("qwen2", {"forward": "padded"}),
         ("moe", {}),
-        ("moe", {"packed_forward": False, "score_completions_only": False}),
+        ("moe", {"forward": "padded"}),
     ],
 )
 def test_nothing_is_scored_by_trls_head(tmp_path, monkeypatch, kind, settings):

@@ -10,7 +10,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.forward import prefix_cache
+from grpo_ext.forward import prefix_cache, scorer
 from grpo_ext.rollouts import engine as sampling
 from grpo_ext.runtime.out_of_memory import free_memory
 from grpo_ext.step import optimizer_step
@@ -123,9 +123,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
         return wrapped
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
-    choice = trainer._scorer.choice
-    forward = choice.forward
-    monkeypatch.setattr(choice, "forward", lambda *args: once("scoring", forward(*args)))
+    monkeypatch.setitem(scorer._FORWARDS, "packed", once("scoring", scorer._FORWARDS["packed"]))
     trainer.train()
     assert failed == {"generation", "scoring"}
     assert trainer._rollouts.worker.parts.memory.limit is not None

@@ -217,12 +217,11 @@ def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(t
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
     trainer.train()
-    rollout, step = trainer._rollouts.batch, trainer._step_runner
-    terms = trainer._terms(trainer.model)
-    context = step.measure(trainer.model, rollout, step.plan(trainer.model, rollout, 1, terms), terms)
+    attempt = trainer._step_runner.evaluation(trainer.model, trainer._rollouts.batch, trainer._terms())
+    attempt.measure(trainer.model)
     with torch.no_grad():
-        assert step._loss(rollout, context, terms, MicroBatch((0,))) != 0.0
-        assert step._loss(rollout, context, terms, MicroBatch((0,), weight=0.0)) == 0.0
+        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0
+        assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,), weight=0.0))) == 0.0
 
 
 def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, caplog):

@@ -19,8 +19,8 @@ Console GRPOConfig GRPOTrainer __version__ register_advantage_estimator
 SETTINGS = """
 advantage_estimator allow_changed_on_resume allow_split_dependent bitwise_invariant bitwise_threads
 canonical_unit_size compact_rollouts dynamic_sampling dynamic_sampling_max_rounds fp16_loss_scale
-global_batch_size loss_aggregation micro_batch_tokens packed_forward reward_on_failure reward_retries
-reward_timeout rollout_batch_size rollout_chunk_size score_completions_only skip_zero_contribution tool_timeout
+global_batch_size loss_aggregation micro_batch_tokens reward_on_failure reward_retries
+reward_timeout rollout_batch_size rollout_chunk_size skip_zero_contribution tool_timeout
 """
 ERRORS = """
 CheckpointError ConfigError ContractError DataError GrpoExtError MemoryShortageError ModelError PrecisionError
@@ -56,7 +56,7 @@ eval_rewards/letter_reward/std eval_rewards/sparse_reward/mean eval_rewards/spar
 eval_samples_per_second eval_steps_per_second eval_vespo/phi_seq_mean frac_reward_zero_std grad_norm kl
 layout/duplicate_share layout/padding_share layout/useful_tokens_per_second learning_rate loss num_tokens
 policy_loss reward reward_std rewards/letter_reward/mean rewards/letter_reward/std rewards/sparse_reward/mean
-rewards/sparse_reward/std step step_time time/logps time/optimizer time/rollout time/window total_flos train_loss
+rewards/sparse_reward/std step step_time time/logps time/optimizer time/rollout time/train total_flos train_loss
 train_runtime train_samples_per_second train_steps_per_second vespo/phi_seq_mean
 """
 RUNS = (

@@ -96,10 +96,10 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((8, 1), marks=pytest.mark.full)])
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("forward", ["auto", pytest.param("padded", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, packed, sizes):
-    layout = {"packed_forward": packed, "beta": 0.05, "max_steps": 2}
+def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, forward, sizes):
+    layout = {"forward": forward, "beta": 0.05, "max_steps": 2}
     whole = update(tmp_path, KINDS[kind], per_device_train_batch_size=16, **layout)
     for size in sizes:
         found = error(whole, update(tmp_path, KINDS[kind], per_device_train_batch_size=size, **layout))
@@ -110,7 +110,7 @@ def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, p
 def test_left_alone_the_update_would_depend_on_it(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(checks.trainer, "settle_rope", lambda models, longest: (None, None))
     # padded: before its first pack a model is compared in both forms, which notices some of these
-    layout = {"packed_forward": False}
+    layout = {"forward": "padded"}
     whole, rows = (update(tmp_path, KINDS[kind], per_device_train_batch_size=size, **layout) for size in (16, 1))
     assert error(whole, rows) > DIFFERENT
 

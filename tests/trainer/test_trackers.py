@@ -29,7 +29,7 @@ def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
     trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True, **more)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    for name in ("reward", "layout/useful_tokens_per_second", "time/window"):
+    for name in ("reward", "layout/useful_tokens_per_second", "time/train"):
         found = [event.value for event in events.Scalars(f"train/{name}")]
         assert found == pytest.approx(logged(trainer, name), rel=1e-6), name
     for name in ("pass@1", "pass@4", "mean@4"):
@@ -88,7 +88,7 @@ def test_the_run_log_holds_every_log_line_with_completions_and_evaluations(tmp_p
     trainer = train(tmp_path / "out", [ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
     run = load_run(tmp_path / "out")
     assert run.source == LOG
-    for name in ("reward", "kl", "grad_norm", "time/window", "eval_reward"):
+    for name in ("reward", "kl", "grad_norm", "time/train", "eval_reward"):
         assert run.series(name)[1] == logged(trainer, name), name
     training = [entry for entry in run.entries if "reward" in entry["values"]]
     assert [entry["step"] for entry in training] == [1, 2, 3]

@@ -151,7 +151,7 @@ def measure(
     if lora_rank is not None:
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     saved, products = _saved_per_token(config, compute)
-    size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, True, torch.device("cpu"))
+    size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
         trained=trained,
@@ -235,7 +235,7 @@ def expected_memory(
     check_recompute(settings, zero3=engine == "zero3")
     longest = settings.get("max_completion_length") or 512
     mean = mean_completion_length or max(longest // 2, 1)
-    forms = forms_of(settings.get("forward", "auto"), settings.get("packed_forward", True))
+    forms = forms_of(settings.get("forward", "auto"))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)

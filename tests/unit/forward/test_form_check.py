@@ -30,7 +30,7 @@ from grpo_ext.forward import attention, form_check
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import LIMIT, Evidence, Trial, compare, telling_rows, try_pack
+from grpo_ext.forward.form_check import LIMIT, Evidence, Trial, compare, telling_rows, try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import rows_of
@@ -69,7 +69,7 @@ LONG = ([20], [[30, 2, 17, 9]])
 
 def tried(model: Any, precision: str, batch: Any = None) -> Trial:
     with arithmetic(precision):
-        return try_pack(model, model, batch or rows_of(*LONG))
+        return try_form("packed", model, model, batch or rows_of(*LONG))
 
 
 @pytest.mark.parametrize("start", range(24))
@@ -183,7 +183,7 @@ def test_an_error_of_the_model_itself_is_no_refusal():
 @pytest.mark.parametrize("fault", [None, "all_see_each_other"])
 def test_a_model_whose_inside_cannot_be_read_is_judged_by_its_scores(monkeypatch, fault):
     model = model_of("qwen2", initializer_range=0.3)
-    monkeypatch.setattr(form_check._Record, "keep", lambda *args: None)
+    monkeypatch.setattr(form_check, "_is_batch", lambda value, shape: False)
     if fault:
         FAULTS[fault](monkeypatch, model)
     assert bool(tried(model, "autocast").difference) == bool(fault)
@@ -206,7 +206,7 @@ def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
     wrapped.train()
     model.gradient_checkpointing_enable()
     with arithmetic("autocast"):
-        trial = try_pack(wrapped, model, rows_of(*LONG))
+        trial = try_form("packed", wrapped, model, rows_of(*LONG))
     assert (trial.difference, trial.refused) == (None, None)
     assert trial.tokens
 
@@ -230,11 +230,11 @@ def test_rows_that_can_tell():
 
 def test_what_could_not_tell_is_looked_at_again():
     evidence = Evidence()
-    evidence.add([Trial(tokens=3, longest=9, windows=(16,))])
+    evidence.extend([Trial(tokens=3, longest=9, windows=(16,))])
     assert (evidence.settled, evidence.longer_than) == (False, 0)
-    evidence.add([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
+    evidence.extend([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
     assert (evidence.settled, evidence.longer_than) == (False, 16)  # nothing has left the window so far
-    evidence.add([Trial(tokens=2, longest=17, windows=(16,))])
+    evidence.extend([Trial(tokens=2, longest=17, windows=(16,))])
     assert evidence.settled
 
 
@@ -247,23 +247,23 @@ def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = Fa
     monkeypatch.setattr(module, "any_process", lambda value, device: value or telling_elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
-    def watched(model: Any, policy: Any, rows: TokenRows) -> Trial:
+    def watched(form: Any, model: Any, policy: Any, rows: TokenRows, checkpointing: Any) -> Trial:
         looked.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
-        return try_pack(model, policy, rows)
+        return try_form(form, model, policy, rows, checkpointing)
 
-    monkeypatch.setattr(module, "try_pack", watched)
+    monkeypatch.setattr(module, "try_form", watched)
     monkeypatch.setattr(module, "logger", logging.getLogger(module.__name__))  # Accelerate's wants processes
-    return ForwardChoice(("packed",), True, torch.device("cpu")), looked
+    return ForwardChoice(("packed",), torch.device("cpu")), looked
 
 
 def look(chosen: ForwardChoice, model: Any, batch: Any, everywhere: bool = False) -> None:
-    chosen.check(model, model, model, rows_of(*batch), everywhere)
+    chosen.check(model, model, rows_of(*batch), everywhere)
 
 
 def test_a_fault_on_one_process_ends_all(monkeypatch):
     chosen, _ = checking(monkeypatch, [Trial(difference="they differ")])
     model = model_of("qwen2")
-    with pytest.raises(ModelError, match=r"they differ\. Set packed_forward=False"):
+    with pytest.raises(ModelError, match=r"they differ\. Set forward='padded'"):
         look(chosen, model, LONG)
 
 
@@ -272,7 +272,7 @@ def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
     model, reference = model_of("qwen2"), model_of("qwen2")
     for one in (model, reference, model):
         look(chosen, one, LONG)
-        assert chosen.form(one, one) == "padded"
+        assert chosen.form(one) == "padded"
     assert caplog.text.count("Padded batches run") == caplog.text.count("(packs: it will not)") == 1
     assert len(looked) == 2
 
@@ -321,7 +321,7 @@ def test_memory_that_does_not_suffice_on_one_process_ends_all(monkeypatch):
     def out_of_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(module, "try_pack", out_of_memory)
+    monkeypatch.setattr(module, "try_form", out_of_memory)
     with pytest.raises(MemoryShortageError, match="forward='padded'"):
         look(chosen, model, LONG)
     beside, _ = checking(monkeypatch, [Trial(shortage="comparing ran out of memory")])

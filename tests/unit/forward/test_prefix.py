@@ -12,10 +12,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_ext.compat import float64_throughout
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
-from grpo_ext.forward.choice import ForwardChoice, why_not_packed
-from grpo_ext.forward.form_check import try_prefix
+from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed
+from grpo_ext.forward.packed import score_packed, why_not_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
 from tests.support.architectures import HYBRID, PREFIXED, architecture
@@ -130,11 +130,11 @@ def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]
     monkeypatch.setattr(module, "any_process", lambda value, device: value)
     monkeypatch.setattr(module, "gather_lists", list)
     monkeypatch.setattr(module.logger, "warning", said.append)
-    chosen = ForwardChoice(("packed", "prefix"), True, torch.device("cpu"), **options)
+    chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
     with torch.no_grad():
-        chosen.check(model, model, model, rows_of(*SHAPES["long"]), everywhere=True)
+        chosen.check(model, model, rows_of(*SHAPES["long"]), everywhere=True)
     assert chosen.settled(model)
-    return chosen.form(model, model), " ".join(said)
+    return chosen.form(model), " ".join(said)
 
 
 @pytest.mark.parametrize("precision", [in_full_unless(False, torch.float32), torch.bfloat16])
@@ -187,6 +187,6 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
             attention_mask = torch.ones_like(attention_mask)
         made(self, input_ids, attention_mask, position_ids, prompt_B, instead)
 
-    assert try_prefix(model, model, batch, None).difference is None
+    assert try_form("prefix", model, model, batch).difference is None
     monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
-    assert try_prefix(model, model, batch, None).difference is not None
+    assert try_form("prefix", model, model, batch).difference is not None

@@ -99,7 +99,7 @@ def test_torchs_own_operators_take_the_arguments(heads):
     layout = layout_of(PACKS["ragged"])
     states = states_of(layout, heads, device="meta", dtype=torch.bfloat16)
     parts = attention._joint_parts(layout, torch.device("meta"))
-    assert [part.own for part in parts] == [True, False]
+    assert [part.causal for part in parts] == [True, False]
     out = attention._SharedPrefixAttention.apply(*states, parts, SCALE)
     assert out.shape == states[0].shape
     for x, grad in zip(states, torch.autograd.grad(out.sum(), states)):

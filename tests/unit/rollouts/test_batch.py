@@ -15,7 +15,7 @@ from grpo_ext.errors import RolloutError
 from grpo_ext.forward.rows import TokenRows
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import measure_step
+from grpo_ext.step.statistics import count_step
 from tests.support.batches import batch_of_rows, batch_of_trl
 
 VOCABULARY, PAD = 24, 0
@@ -170,7 +170,7 @@ def test_selecting_keeps_every_column_and_the_order():
 def test_a_step_counts_the_tokens_that_a_group_has_in_it():
     step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
-    counts = measure_step(step, [], None, StepMetrics(torch.device("cpu")), 1.0, False, 1).counts
+    counts = count_step(step, StepMetrics(torch.device("cpu"))).counts
     assert counts.group_tokens == {0: 5, 1: 10}
     assert (counts.completions, counts.tokens) == (3, 15)
 

@@ -175,8 +175,8 @@ def test_models_that_keep_their_rows_say_why():
     sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
     assert "past_key_values" in str(why_not_compact(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), plain))
     assert "static" in str(why_not_compact(model_of("qwen2"), GenerationConfig(cache_implementation="static")))
-    learner = SimpleNamespace(active_peft_config=SimpleNamespace(is_prompt_learning=True))
-    assert "prompt-learning" in str(why_not_compact(learner, plain))
+    seeking = SimpleNamespace(peft_config={"default": SimpleNamespace(alora_invocation_tokens=[5])})
+    assert "looks for tokens" in str(why_not_compact(seeking, plain))
 
 
 @pytest.mark.parametrize("setting", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}])

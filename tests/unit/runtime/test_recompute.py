@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.forward.choice import why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed
+from grpo_ext.forward.packed import score_packed, why_not_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.runtime.recompute import KEEP_PRODUCTS, PRODUCTS

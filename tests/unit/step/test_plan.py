@@ -17,7 +17,7 @@ from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
 from grpo_ext.batching.sizes import group_numbers
 from grpo_ext.errors import PrecisionError
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory
-from grpo_ext.step.backward import run_micro_batches
+from grpo_ext.step.backward import accumulating
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
@@ -104,6 +104,13 @@ def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
 X = torch.randn(11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> None:
+    with accumulating(accelerator, model, gradients, len(micro_batches)) as adding:
+        for part in micro_batches:
+            with adding.micro_batch():
+                adding.backward(loss_of(part))
+
+
 def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
     """Gradient of the mean squared output over the step, from a window with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
@@ -181,19 +188,6 @@ def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accu
         run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
     assert synced == [False, False, False, True] * 2
-
-
-@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_something_runs_after_every_micro_batch_but_the_last(accelerator, kind):
-    order, model = list[str](), torch.nn.Linear(4, 1, bias=False)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        order.append("micro-batch")
-        return model(X[list(part.rows)].float()).sum()
-
-    gradients = adding(kind, model, accelerator)
-    run_micro_batches(accelerator, model, gradients, plan(11, 4), loss_of, lambda: order.append("between"))
-    assert order == ["micro-batch", "between", "micro-batch", "between", "micro-batch"]
 
 
 def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
