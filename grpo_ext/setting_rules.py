@@ -17,17 +17,15 @@ from .algorithms.losses import LossConfig
 from .batching.sizes import check_lag, require_whole
 from .errors import ConfigError
 
-# the least of settings that are whole numbers
+# the least of settings that are whole numbers, and of those that may be None
 _LEAST = {
     "per_device_eval_batch_size": 1,
-    "num_generations_eval": 1,
     "dynamic_sampling_max_rounds": 1,
-    "rollout_threads": 1,
-    "micro_batch_tokens": 2,
     "bitwise_threads": 1,
     "reward_retries": 0,
     "reward_workers": 0,
 }
+_LEAST_IF_GIVEN = {"num_generations_eval": 1, "rollout_threads": 1, "micro_batch_tokens": 2}
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
@@ -50,8 +48,8 @@ def check_values(settings: Mapping[str, Any]) -> None:
     check_choice("scale_rewards", settings["scale_rewards"], ("group", "batch", "none", True, False))
     aggregations = ("sum_then_normalize", "normalize_then_sum")
     check_choice("multi_objective_aggregation", settings["multi_objective_aggregation"], aggregations)
-    for name, least in _LEAST.items():
-        if settings[name] is not None:
+    for name, least in (_LEAST | _LEAST_IF_GIVEN).items():
+        if name in _LEAST or settings[name] is not None:
             require_whole(name, settings[name], least)
     for name in ("reward_timeout", "tool_timeout"):
         seconds = settings[name]

@@ -202,7 +202,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="Evaluation")
         slices = self._rollouts.slices(self.num_generations_eval)
         loader = make_eval_loader(dataset, slices, self.args.per_device_eval_batch_size)
-        self._rollouts.images.prompts[False] = loader.dataset.rows  # type: ignore[attr-defined]
+        self._rollouts.images.prompts[False] = loader.dataset.prompts  # type: ignore[attr-defined]
         return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:

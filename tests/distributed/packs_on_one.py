@@ -24,15 +24,19 @@ def main(folder: Path, what: str) -> None:
     )
     build = packed_forward.build_pack
 
+    def refused(*args):
+        raise TakesNoPacks("the second process takes none")
+
     def changed(*args):
-        if what == "refusal":
-            raise TakesNoPacks("the second process takes none")
         pack = build(*args)
         pack.positions_N[:] = range(len(pack.positions_N))
         return pack
 
     if trainer.accelerator.process_index == 1:
-        packed_forward.build_pack = changed
+        if what == "refusal":
+            packed_forward.packed_attention = refused
+        else:
+            packed_forward.build_pack = changed
     error = ""
     try:
         trainer.train()

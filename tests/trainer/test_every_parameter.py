@@ -151,7 +151,8 @@ PASSED_ON = {
 
 # the package itself decides by it (refuses, bounds, hands over); the file that does
 DECIDED = {
-    "grpo_ext/config.py": "ddp_backend fsdp tf32 torch_compile use_cpu use_liger_kernel vllm_tensor_parallel_size "
+    "grpo_ext/config.py": "ddp_backend use_cpu",
+    "grpo_ext/setting_rules.py": "fsdp tf32 torch_compile use_liger_kernel vllm_tensor_parallel_size "
     "use_transformers_continuous_batching",
     "grpo_ext/trainer.py": "entropy_coef_max entropy_coef_min",
     "grpo_ext/rollouts/build.py": "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "

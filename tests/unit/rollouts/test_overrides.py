@@ -21,7 +21,8 @@ def test_where_a_forward_is_a_collective_a_process_without_rows_samples_with_the
         return []
 
     settings = SimpleNamespace(sharded=True, filler=7)
-    parts: Any = SimpleNamespace(settings=settings, engine=SimpleNamespace(generate=generate))
+    engine = SimpleNamespace(generate=generate)
+    parts: Any = SimpleNamespace(settings=settings, engine=engine, shards_vision=False)
     terms = SimpleNamespace(hooks=Hooks(turn=pytest.fail), generation_config=object())
     local: Any = SimpleNamespace(request=SimpleNamespace(empty=empty, num_generations=2), terms=terms)
     worker = OverriddenWorker(parts, accelerator=None, begun=list)  # type: ignore[arg-type]
