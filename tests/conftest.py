@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 
 import hypothesis
@@ -75,3 +76,13 @@ def pytest_collection_finish(session):
 def frozen():
     yield
     freeze()  # models are imported when a test first builds one
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_before():
+    """A command that ran in this process keeps the other libraries quiet: later tests read what they log."""
+    loggers = [logging.getLogger(name) for name in ("trl", "transformers", "datasets", "accelerate", "peft")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels):
+        logger.setLevel(level)
