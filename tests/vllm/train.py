@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import grpo_ext.rollouts.engine as sampling
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.rollouts import vllm
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 from tests.vllm.from_file import send_by_file
@@ -32,7 +32,7 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
         send_by_file(folder)
         engine = {"vllm_mode": "server", "vllm_server_base_url": server, "rollout_lag": lag, "max_steps": 5}
     if control == "seeds":
-        sampling.seeded = lambda generation, *args: generation
+        vllm.seeded = lambda generation, *args: generation
     sampled: list[tuple[str, list[int]]] = []
 
     def reward(prompts: list[str], completions: list[str], completion_ids: Any, **kwargs: Any) -> list[float]:
