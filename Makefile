@@ -120,10 +120,11 @@ check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--ag
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy, and the sizes of files, functions and the package
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.support.sizes
 
 format: $(READY)  ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args, get_type_hints
 import torch
 import trl
 
-from . import compat
+from . import compat, contract
 from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
@@ -268,7 +268,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        compat.verify()
+        contract.verify()
         self._refuse_text()
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))

@@ -3,7 +3,7 @@
 It holds the override points, each of which hands over to a component that the trainer owns. `Rollouts` makes rollout
 batches (rollouts.source). `Scorer` computes log-probabilities (forward.scorer). `OptimizerStep` runs the micro-batches
 of a step (step.optimizer_step). `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a
-step through them. The contract in `compat` names what is overridden; it is verified when a trainer is built.
+step through them. contract.py names what is overridden; it is verified when a trainer is built.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from . import checks, compat
+from . import checks, compat, contract
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
@@ -107,7 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        compat.verify()
+        contract.verify()
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
         processing_class, environment_factory = checks.check_arguments(
@@ -124,21 +124,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
         with checks.loading():
-            super().__init__(  # in TRL's order: compat.OVERRIDES
+            super().__init__(  # in TRL's order: contract.OVERRIDES
                 model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
                 eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
                 peft_config, tools, rollout_func, environment_factory,
             )  # fmt: skip
-        compat.verify_built(self)
+        contract.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
-        self.geometry = config.geometry
         if reference is not None:
-            self.beta = self.args.beta = config.beta
-            self.args.sync_ref_model = config.sync_ref_model
-            self.ref_model = build_reference(reference, self)
-            if config.sync_ref_model:
-                self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
+            self._use_reference(reference, config)
         self._build(config, args)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
@@ -146,8 +141,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
+    def _use_reference(self, source: Any, config: GRPOConfig) -> None:
+        """Build the reference model that TRL was told not to build."""
+        self.beta = self.args.beta = config.beta
+        self.args.sync_ref_model = config.sync_ref_model
+        self.ref_model = build_reference(source, self)
+        if config.sync_ref_model:
+            self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
+
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""
+        self.geometry = config.geometry
         self.args.steps_per_generation = self.geometry.steps_per_rollout
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .. import compat
+from .. import compat, contract
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
@@ -285,7 +285,7 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
         ConfigError, ModelError: for what has been replaced since the trainer was built, where that is not allowed.
     """
     refuse_overrides(trainer)
-    if (untested := compat.untested()) is not None:
+    if (untested := contract.untested()) is not None:
         logger.warning(untested)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)

@@ -262,20 +262,36 @@ def packed_attention_forward(
         if _takes_varlen(query, key, value):
             parts = _joint_parts(layout, query.device)
             return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
+    on_cpu = fast and query.device.type == "cpu"
+    return _by_group(module, name, layout, (query, key, value), None if plain else window, on_cpu, **options), None
+
+
+def _by_group(
+    module: torch.nn.Module,
+    name: str,
+    layout: PackLayout,
+    states: tuple[torch.Tensor, ...],
+    window: int | None,
+    on_cpu: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """The output (1, N, H, D), group by group, each by what is cheapest for it, whatever runs beside it."""
     pieces: list[torch.Tensor] = []
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
-    of_groups = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
-    for group, states in zip(layout.groups, of_groups):  # each in its own way, whatever runs beside it
+    of_groups = zip(*(x.split(sizes, dim=2) for x in states))
+    for group, (query, key, value) in zip(layout.groups, of_groups):
         if not split_is_cheaper(group, query.device):
-            mask = seen_mask(group, None if plain else window, query.device)
-            pieces.append(_masked(module, name, states, mask, **options))
-        elif fast and query.device.type == "cpu":
+            mask = seen_mask(group, window, query.device)
+            pieces.append(_masked(module, name, (query, key, value), mask, **options))
+        elif on_cpu:
             repeats = query.size(1) // key.size(1)  # this kernel takes no grouped heads
-            whole = (states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])) if repeats > 1 else states
-            pieces.append(_SharedPrefixAttention.apply(*whole, list(_parts(group)), scale).transpose(1, 2))
+            if repeats > 1:
+                key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+            scale = options.get("scaling")
+            pieces.append(_SharedPrefixAttention.apply(query, key, value, list(_parts(group)), scale).transpose(1, 2))
         else:
-            pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
-    return torch.cat(pieces, dim=1), None
+            pieces.extend(_by_segment(module, name, group, (query, key, value), window, **options))
+    return torch.cat(pieces, dim=1)
 
 
 def _by_segment(

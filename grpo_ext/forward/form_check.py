@@ -150,19 +150,18 @@ def try_form(
     if not torch.isfinite(padded_logps).all():
         return Trial()  # nothing to compare with; a loss that is not finite is an error of its own
     ratios = compare(ours, right, others, unit) if tokens else []
-    wrong = next(((place, ratio) for (place, *_), ratio in ratios if not ratio <= LIMIT), None)
-    if wrong is None:
-        longest = max(map(sum, zip(rows.prompts_B, rows.completions_B)))
-        return Trial(tokens=len(tokens), longest=longest, windows=tuple({window for window in asked if window}))
-    gap = float((logps - padded_logps).abs().float().mean())
-    return Trial(
-        difference=(
-            f"{form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
-            f"completions, and the output of {wrong[0]} by {wrong[1]:.0f} times the rounding (at most {LIMIT:.0f} is "
-            "rounding): the model does something between tokens that this form does not keep, such as ignoring "
-            "position_ids"
-        )
-    )
+    for (module, *_), ratio in ratios:
+        if not ratio <= LIMIT:
+            gap = float((logps - padded_logps).abs().float().mean())
+            model_name, count = type(policy).__name__, len(rows)
+            return Trial(
+                difference=f"{form} and padded log-probabilities of {model_name} differ by {gap:.1e} on {count} "
+                f"completions, and the output of {module} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is "
+                "rounding): the model does something between tokens that this form does not keep, such as ignoring "
+                "position_ids"
+            )
+    longest = max(map(sum, zip(rows.prompts_B, rows.completions_B)))
+    return Trial(tokens=len(tokens), longest=longest, windows=tuple({window for window in asked if window}))
 
 
 def _why_refused(

@@ -125,6 +125,16 @@ class RewardRunner:
         self._send(sources, self.workers)
         self.workers.start()
 
+    def _start(
+        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
+    ) -> list[Callable[[], ScoredChunk]]:
+        """The chunks of a reward model or a synchronous function, to be called; `workers` begin with theirs now."""
+        if isinstance(sources.functions[number], nn.Module):
+            return [functools.partial(self._score_by_model, sources, number, rows)]
+        if self.workers is not None:
+            return [self.workers.submit(call.score).result for call in calls]
+        return [call.score for call in calls]
+
     @staticmethod
     def _send(sources: RewardFunctions, workers: RewardWorkers) -> None:
         for name, function in zip(sources.names, sources.functions, strict=True):
@@ -158,25 +168,19 @@ class RewardRunner:
         if self.workers is not None:
             self._send(sources, self.workers)  # before any call, whose thread may import while a function is packed
         chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
-        now: dict[int, list[Callable[[], ScoredChunk]]] = {}  # by the number of the function
-        later: dict[int, list[GuardedCall]] = {}
+        calls: dict[int, list[GuardedCall]] = {  # by the number of the function
+            number: [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
+            for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
+        }
+        asynchronous = {number for number, function in enumerate(sources.functions) if is_async(function)}
         try:
-            for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True)):
-                calls = [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
-                if isinstance(function, nn.Module):
-                    now[number] = [functools.partial(self._score_by_model, sources, number, rows)]
-                elif is_async(function):
-                    later[number] = calls
-                elif self.workers is not None:
-                    now[number] = [self.workers.submit(call.score).result for call in calls]
-                else:
-                    now[number] = [call.score for call in calls]
-            scored = {number: self._results(sources.names[number], results) for number, results in now.items()}
+            started = {n: self._start(sources, n, rows, calls[n]) for n in calls if n not in asynchronous}
+            scored = {number: self._results(sources.names[number], results) for number, results in started.items()}
         except BaseException:
             if self.workers is not None:  # the first chunk that fails for good ends the others
                 self.workers.kill()
             raise
-        scored |= self._score_at_once(later)
+        scored |= self._score_at_once({number: calls[number] for number in calls if number in asynchronous})
         for number, parts in scored.items():
             rewards = [torch.nan if reward is None else reward for part, _ in parts for reward in part]
             rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32, device=self.device)

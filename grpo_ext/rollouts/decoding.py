@@ -199,12 +199,10 @@ def compact_decode(
     Returns:
         (B, width + T): prompts and new tokens, padded after the end of a row.
     """
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    logits, model_kwargs = _run_prompts(model, input_ids, generation_config, model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
-    logits = outputs.logits[:, -1].float()[rows_B]
-    ids = input_ids[rows_B]
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
+    logits, ids = logits[rows_B], input_ids[rows_B]
     alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence that is still in the batch
     done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
     columns: list[torch.Tensor] = []
@@ -230,6 +228,14 @@ def compact_decode(
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits[:, -1].float()
     return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
+
+
+def _run_prompts(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of the next token (P, V) and the arguments, the cache among them, for the tokens that follow."""
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
 def _left(done: torch.Tensor) -> torch.Tensor:

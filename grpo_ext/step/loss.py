@@ -62,20 +62,9 @@ def assemble_loss(
     loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, part.groups)).sum()
     if terms.entropy_coefficient is not None:
         context.metrics.add_total("policy_loss", loss, weight)
-        bonus_mask = mask if keep is None else mask * keep
-        bonus = (entropies * bonus_mask).sum()
-        context.metrics.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
-        loss = loss - terms.entropy_coefficient * bonus / max(context.counts.entropy_tokens, 1)
+        loss = loss - terms.entropy_coefficient * _entropy_bonus(entropies, mask if keep is None else mask * keep, part)
     if terms.router_coefficient is not None:
-        if router is None:
-            raise ModelError(
-                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and the "
-                "forward returned no router logits; set router_aux_loss_coef=0, or let an override of "
-                "_get_per_token_logps_and_entropies pass compute_aux_loss on."
-            )
-        aux = router_term(router, context)
-        context.metrics.add_total("aux_loss", aux, weight)
-        loss = loss + terms.router_coefficient * aux
+        loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, part)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
     if terms.ratios and batch.old_logps_BT is not None:
@@ -88,6 +77,30 @@ def _add_ratios(ratio_BT: torch.Tensor, mask: torch.Tensor, context: StepContext
     known = torch.where(mask.bool(), ratio_BT, torch.nan)
     context.metrics.add_extreme("sampling/ratio_min", known, weight, lowest=True)
     context.metrics.add_extreme("sampling/ratio_max", known, weight)
+
+
+def _entropy_bonus(entropies_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart) -> torch.Tensor:
+    """This part of the mean entropy of the step's tokens."""
+    bonus = (entropies_BT * mask_BT).sum()
+    part.context.metrics.add("bonus_entropy", bonus, mask_BT.sum(), part.weight)
+    return bonus / max(part.context.counts.entropy_tokens, 1)
+
+
+def _router_loss(coefficient: float, router: RouterOutput | None, part: StepPart) -> torch.Tensor:
+    """This part of the load-balancing loss of the step.
+
+    Raises:
+        ModelError: the forward returned no router logits.
+    """
+    if router is None:
+        raise ModelError(
+            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "
+            "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
+            "compute_aux_loss on."
+        )
+    aux = router_term(router, part.context)
+    part.context.metrics.add_total("aux_loss", aux, part.weight)
+    return aux
 
 
 def _add_policy_metrics(

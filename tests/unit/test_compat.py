@@ -11,8 +11,8 @@ import pytest
 import transformers
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer, checks, compat
-from grpo_ext.compat import Point, broken_point
+from grpo_ext import GRPOConfig, GRPOTrainer, checks, compat, contract
+from grpo_ext.contract import Point, broken_point
 from grpo_ext.errors import ContractError
 from grpo_ext.forward import reference
 from grpo_ext.rollouts import build
@@ -23,17 +23,17 @@ from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 
 @pytest.fixture
 def verify_anew():
-    compat.verify.cache_clear()
-    yield compat.verify
-    compat.verify.cache_clear()
+    contract.verify.cache_clear()
+    yield contract.verify
+    contract.verify.cache_clear()
 
 
 def test_the_contract_holds_beside_the_installed_versions(verify_anew):
     verify_anew()
-    assert compat.untested() is None
+    assert contract.untested() is None
 
 
-POINTS = [*compat.OVERRIDES.values(), *compat.CALLED]
+POINTS = [*contract.OVERRIDES.values(), *contract.CALLED]
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: p.name)
@@ -65,18 +65,18 @@ def test_a_method_that_is_gone_is_named(monkeypatch, verify_anew):
 
 
 def test_an_attribute_that_trl_no_longer_sets_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(compat, "ATTRIBUTES", (*compat.ATTRIBUTES, "_gone"))
+    monkeypatch.setattr(contract, "ATTRIBUTES", (*contract.ATTRIBUTES, "_gone"))
     with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _gone"):
         trainer(tmp_path)
 
 
 def test_an_attribute_of_environments_is_wanted_where_there_are_some(monkeypatch):
-    monkeypatch.setattr(compat, "ATTRIBUTES", ())
+    monkeypatch.setattr(contract, "ATTRIBUTES", ())
     seen = SimpleNamespace(use_vllm=True, vllm_generation=None, _last_loaded_step=-1, environment_factories=None)
-    compat.verify_built(seen)
+    contract.verify_built(seen)
     seen.environment_factories = {None: list}
     with pytest.raises(ContractError, match=r"trl\.GRPOTrainer sets no _env_tools, _environment_pool"):
-        compat.verify_built(seen)
+        contract.verify_built(seen)
 
 
 def trainer(folder: Path) -> GRPOTrainer:
@@ -105,7 +105,7 @@ def test_parameters_may_follow_where_the_override_passes_them_on():
 
 
 def test_a_newer_trl_whose_contract_holds_trains_and_is_said_once_to_be_untested(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(compat, "_installed", lambda package: "1.99.0")
+    monkeypatch.setattr(contract, "_installed", lambda package: "1.99.0")
     run = trainer(tmp_path)
     with caplog.at_level("WARNING"):
         run.train()
@@ -116,15 +116,15 @@ def test_a_newer_trl_whose_contract_holds_trains_and_is_said_once_to_be_untested
 
 
 def test_tested_versions_are_not_said_to_be_untested(monkeypatch):
-    for tested in compat.TESTED_TRL:
-        versions = {**compat.NEWEST_TESTED, "trl": tested}
-        monkeypatch.setattr(compat, "_installed", versions.get)
-        assert compat.untested() is None
+    for tested in contract.TESTED_TRL:
+        versions = {**contract.NEWEST_TESTED, "trl": tested}
+        monkeypatch.setattr(contract, "_installed", versions.get)
+        assert contract.untested() is None
 
 
 def test_a_newer_transformers_is_said_to_be_untested(monkeypatch):
-    monkeypatch.setattr(compat, "_installed", {**compat.NEWEST_TESTED, "transformers": "5.99.0"}.get)
-    assert compat.untested().startswith("transformers 5.99.0 is newer than 5.")
+    monkeypatch.setattr(contract, "_installed", {**contract.NEWEST_TESTED, "transformers": "5.99.0"}.get)
+    assert contract.untested().startswith("transformers 5.99.0 is newer than 5.")
 
 
 # ---- The contract says what the package does ------------------------------------------------------------------------
@@ -136,17 +136,17 @@ def own_classes() -> list[type]:
 
 def test_every_override_is_in_the_contract():
     ours = {name for c in own_classes() for name, value in vars(c).items() if inspect.isfunction(value)}
-    assert {name for name in ours if hasattr(trl.GRPOTrainer, name)} == set(compat.OVERRIDES)
+    assert {name for name in ours if hasattr(trl.GRPOTrainer, name)} == set(contract.OVERRIDES)
 
 
-@pytest.mark.parametrize("name", [n for n, p in compat.OVERRIDES.items() if not p.closed])
+@pytest.mark.parametrize("name", [n for n, p in contract.OVERRIDES.items() if not p.closed])
 def test_an_override_whose_contract_is_open_passes_on_what_follows(name):
     found = inspect.signature(getattr(GRPOTrainer, name)).parameters.values()
     assert inspect.Parameter.VAR_KEYWORD in {p.kind for p in found}
     # TRL gives by name what follows those that are named here
     named = [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert inspect.Parameter.VAR_POSITIONAL in {p.kind for p in found} or named[1:] == list(
-        compat.OVERRIDES[name].parameters
+        contract.OVERRIDES[name].parameters
     )
 
 
@@ -169,8 +169,8 @@ def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     for module in (checks.trainer, checks.ahead, compat, *kept, reference, build, loss, terms):  # they take the trainer
         read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
     theirs = read - own - {"_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"} - set(dir(GRPOTrainer))
-    conditional = (*compat.SAMPLING_ATTRIBUTES.values(), compat.ENVIRONMENT_ATTRIBUTES)
-    assert theirs == set(compat.ATTRIBUTES).union(*conditional)
+    conditional = (*contract.SAMPLING_ATTRIBUTES.values(), contract.ENVIRONMENT_ATTRIBUTES)
+    assert theirs == set(contract.ATTRIBUTES).union(*conditional)
 
 
 # ---- Views ----------------------------------------------------------------------------------------------------------

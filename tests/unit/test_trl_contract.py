@@ -1,4 +1,4 @@
-"""What the package relies on in TRL, transformers, Accelerate and torch beyond the contract in `compat`.
+"""What the package relies on in TRL, transformers, Accelerate and torch beyond the contract in `contract`.
 
 Behaviour rather than signatures: how they call what is overridden, gather, accumulate and generate.
 """
@@ -21,8 +21,8 @@ import trl
 import trl.trainer.grpo_trainer as trl_module
 from trl.trainer.base_trainer import _BaseTrainer
 
-from grpo_ext import GRPOTrainer, compat
-from grpo_ext.compat import Point, broken_point
+from grpo_ext import GRPOTrainer, contract
+from grpo_ext.contract import Point, broken_point
 from grpo_ext.runtime.collectives import uneven_gathers
 
 
@@ -51,7 +51,7 @@ def calls_in(owner, name: str) -> list[ast.Call]:
 CALLERS = (trl.GRPOTrainer, _BaseTrainer, transformers.Trainer)
 
 
-@pytest.mark.parametrize("name", sorted(set(compat.OVERRIDES) - {"__init__"}))
+@pytest.mark.parametrize("name", sorted(set(contract.OVERRIDES) - {"__init__"}))
 def test_every_call_in_trl_and_transformers_fits_the_override(name):
     signature = inspect.signature(getattr(GRPOTrainer, name))
     calls = [(owner, call) for owner in CALLERS for call in calls_in(owner, name)]
@@ -215,7 +215,7 @@ def test_a_filter_of_transformers_takes_its_one_number_first(name):
 
 
 def test_no_processor_follows_the_given_ones_in_greedy_generation():
-    source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)  # their order: see `compat`
+    source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)  # their order: see `contract`
     merge = source.index("_merge_criteria_processor_list(processors")
     assert "processors.append" not in source[merge : source.index("if generation_config.do_sample")]
 

@@ -99,7 +99,7 @@ class _Recorder(TrainerCallback):
 
 
 def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    from ...compat import float64_throughout
+    from .float64 import float64_throughout
 
     if trainer.accelerator.num_processes != processes:
         raise RuntimeError(f"{processes} processes were launched, {trainer.accelerator.num_processes} are joined")

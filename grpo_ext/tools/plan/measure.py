@@ -119,6 +119,12 @@ def _saved_per_token(config: Any, compute: str) -> list[float]:
     return [two - one for one, two in zip(per_token(1), per_token(2))]
 
 
+def _largest_layer(model: Any, layers: int) -> int:
+    """Parameters of the largest decoder layer; 0 where none is known."""
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == layers]
+    return max((sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack), default=0)
+
+
 def measure(
     config: Any,
     *,
@@ -142,10 +148,6 @@ def measure(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     parameters = sum(p.numel() for p in model.parameters())
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
-    largest = max(
-        (sum(p.numel() for p in layer.parameters()) for stack in layers for layer in stack), default=parameters
-    )
     trained, head = parameters, model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if lora_rank is not None:
@@ -155,7 +157,7 @@ def measure(
     return ModelSizes(
         parameters=parameters,
         trained=trained,
-        largest_layer=largest,
+        largest_layer=_largest_layer(model, text.num_hidden_layers) or parameters,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
@@ -210,6 +212,25 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
     return table
 
 
+def _layout(
+    geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, micro_batch: int, longest: int
+) -> MemoryLayout:
+    """What is in memory at once: a micro-batch of so many tokens, a row of `longest`."""
+    return MemoryLayout(
+        engine,
+        geometry.num_processes,
+        micro_batch,
+        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
+        longest,
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
+        selective=settings.get("recompute_granularity") == "selective",
+        reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
+        bitwise=bool(settings.get("bitwise_invariant", False)),
+        lag=settings.get("rollout_lag") or 0,
+        beside=settings.get("rollout_device") is None,
+    )
+
+
 def expected_memory(
     model: str,
     geometry: BatchGeometry,
@@ -239,19 +260,10 @@ def expected_memory(
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
-    layout = MemoryLayout(
-        engine,
-        geometry.num_processes,
-        largest_micro_batch(geometry, prompts.longest, longest, sizes.form, settings.get("micro_batch_tokens")),
-        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
-        prompts.longest + longest,
-        checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        selective=settings.get("recompute_granularity") == "selective",
-        reference=settings.get("beta", 0.0) > 0 and lora_rank is None,
-        bitwise=bool(settings.get("bitwise_invariant", False)),
-        lag=settings.get("rollout_lag") or 0,
-        beside=settings.get("rollout_device") is None,
+    tokens_at_once = largest_micro_batch(
+        geometry, prompts.longest, longest, sizes.form, settings.get("micro_batch_tokens")
     )
+    layout = _layout(geometry, settings, engine, tokens_at_once, prompts.longest + longest)
     lengths = "as given" if mean_completion_length else "assumed"
     return (
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grpo_ext.compat import float64_throughout
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
 from grpo_ext.forward.choice import ForwardChoice
@@ -18,6 +17,7 @@ from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.packed import score_packed, why_not_packed
 from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.prefix import score_prefix, why_no_prefix
+from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
