@@ -31,7 +31,7 @@ from .errors import ConfigError
 from .forward.architecture import token_cost
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
-from .forward.reference import base_model_of, build_reference, reference_source
+from .forward.reference import base_model_of, reference_source, use_reference
 from .forward.rows import TokenRows
 from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
@@ -133,21 +133,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
         if reference is not None:
-            self._use_reference(reference, config)
+            use_reference(reference, self, config)
         self._build(config, args)
         self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
         if config.reward_workers:
             self._rollouts.worker.parts.rewards.start_workers(terms_of(self).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
-
-    def _use_reference(self, source: Any, config: GRPOConfig) -> None:
-        """Build the reference model that TRL was told not to build."""
-        self.beta = self.args.beta = config.beta
-        self.args.sync_ref_model = config.sync_ref_model
-        self.ref_model = build_reference(source, self)
-        if config.sync_ref_model:
-            self.add_callback(compat.SyncRefModelCallback(self.ref_model, self.accelerator))
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
         """The components."""

@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig
 
-from ..compat import create_model_from_path, prepare_deepspeed, prepare_fsdp
+from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..errors import ModelError
 from ..runtime.collectives import any_process, broadcast_tensor
 from .lm_head import gathered, install
@@ -126,3 +126,12 @@ def build_reference(source: ReferenceSource, trainer: Any) -> Any:
     if trainer.is_fsdp_enabled:
         return prepare_fsdp(model, trainer.accelerator)
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
+
+
+def use_reference(source: ReferenceSource, trainer: Any, config: trl.GRPOConfig) -> None:
+    """Give `trainer` the reference model, and the KL settings, that TRL's constructor was told not to have."""
+    trainer.beta = trainer.args.beta = config.beta
+    trainer.args.sync_ref_model = config.sync_ref_model
+    trainer.ref_model = build_reference(source, trainer)
+    if config.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))

@@ -199,7 +199,8 @@ def compact_decode(
     Returns:
         (B, width + T): prompts and new tokens, padded after the end of a row.
     """
-    logits, model_kwargs = _run_prompts(model, input_ids, generation_config, model_kwargs)
+    prefill = model._prefill(input_ids, generation_config, model_kwargs)
+    logits, model_kwargs = _next(model, prefill, model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
     logits, ids = logits[rows_B], input_ids[rows_B]
@@ -210,9 +211,7 @@ def compact_decode(
     while True:
         scores = logits_processor(ids, logits)
         tokens = scores.argmax(-1).masked_fill(done, pad)
-        column = torch.full((len(rows_B),), pad, dtype=ids.dtype, device=ids.device)
-        column[alive] = tokens
-        columns.append(column)
+        columns.append(torch.full((len(rows_B),), pad, dtype=ids.dtype, device=ids.device).index_copy(0, alive, tokens))
         ids = torch.cat([ids, tokens[:, None]], dim=1)
         done = done | stopping_criteria(ids, scores)
         finished = int(done.sum())
@@ -224,17 +223,12 @@ def compact_decode(
             ids, alive, done = ids[left], alive[left], done[left]
             choice.keep(left)
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
-        outputs = model(**inputs, return_dict=True)
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
-        logits = outputs.logits[:, -1].float()
+        logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
     return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
 
 
-def _run_prompts(
-    model: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Logits of the next token (P, V) and the arguments, the cache among them, for the tokens that follow."""
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of the next token (B, V), and the model's arguments for it, the cache among them."""
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ...errors import ConfigError
 from ..plots import figure_class
 from .plots import draw, panels
-from .runs import Run, batch_note, differences, flat_settings, headline, load_run, number, plan_of, value_table
+from .runs import Run, differences, flat_settings, headline, load_run, number, plan_of, value_table
 
 PAGE, FOLDER, COMPARISON = "index.html", "report", "report-comparison"
 MARK = '<meta name="generator" content="grpo-ext report">'
@@ -28,9 +28,9 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
     """Write the report of a run, or the comparison of several; returns the path of the page.
 
     Args:
-        runs: folders of runs, or checkpoints.
-        output: the folder to write. Default: `report` in the run's folder (beside a checkpoint: `report-checkpoint-N`),
-            for several runs `report-comparison` beside the first, or the next free number.
+        runs: folders of runs.
+        output: the folder to write. Default: `report` in the run's folder, for several runs `report-comparison` beside
+            the first, or the next free number.
 
     Raises:
         ConfigError: a folder holds no run, `output` holds something that is no report, or matplotlib is missing.
@@ -49,7 +49,6 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
         "headlines": _rows([headline(run) for run in loaded]),
         "compared": [f"start {n}" for n in range(1, len(starts) + 1)] if len(loaded) == 1 else names,
         "differences": differences(compared),
-        "advice": batch_note(compared),
         "plots": [(panel, base64.b64encode(draw(panel)).decode()) for panel in plots],
         "same": [panel.title for panel in plots if panel.identical],
         "values": _rows([value_table(run) for run in loaded]),
@@ -58,13 +57,11 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path
 
 
 def default_folder(runs: Sequence[Run]) -> Path:
-    """Where a report goes; a checkpoint's goes beside it, since a checkpoint's files are listed."""
+    """Where a report goes."""
     folder = runs[0].folder.resolve()
     if len(runs) > 1:
         names = itertools.chain([COMPARISON], (f"{COMPARISON}-{i}" for i in itertools.count(2)))
         return next(path for name in names if not (path := folder.parent / name).exists())
-    if folder.name.startswith("checkpoint-"):
-        return folder.parent / f"{FOLDER}-{folder.name}"
     return runs[0].folder / FOLDER
 
 

@@ -1,7 +1,7 @@
 """What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
 
-Differs from reading one file: it takes whatever there is, of a run that ended, was killed or still goes on. The first
-stage of `grpo-ext report`; plots.py draws it and page.py writes it.
+The run may have ended, been killed or still go on. The first stage of `grpo-ext report`; plots.py draws it and page.py
+writes it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ...algorithms.learning_rate import global_batch_advice
 from ...algorithms.pass_at_k import first_and_last
 from ...batching.plan_text import describe_plan
 from ...batching.sizes import BatchGeometry
 from ...errors import ConfigError, GrpoExtError
-from ...run.checkpoint import checkpoints
-from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict
+from ...run.log import LOG, LoggedRun, is_evaluation, read_log
 from ...run.manifest import read_manifest
 
-METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
+METRICS = "metrics.json"
 MEMORY = "peak_memory_mib"  # of a log line, beside its values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement, in metrics.json
 HEADLINE = (  # settings
@@ -38,8 +36,7 @@ class Run:
     """A run as the report shows it.
 
     Attributes:
-        folder: of the run, or the checkpoint that was named.
-        source: the file the log lines are from, relative to the folder.
+        folder: of the run.
         entries: log lines, oldest first: step, epoch, time (seconds) and values by name; best and worst completions
             where they were recorded.
         seconds: spent in training calls; None where that was not recorded.
@@ -49,7 +46,6 @@ class Run:
     """
 
     folder: Path
-    source: str
     entries: list[dict[str, Any]]
     seconds: float | None = None
     max_steps: int | None = None
@@ -58,9 +54,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name, with the run's before that of a checkpoint."""
-        resolved = self.folder.resolve()
-        return f"{resolved.parent.name}/{resolved.name}" if resolved.name.startswith("checkpoint-") else resolved.name
+        """The folder's name."""
+        return self.folder.resolve().name
 
     @property
     def last_step(self) -> int:
@@ -93,8 +88,8 @@ class Run:
         return flat_settings(self.manifest[-1]) if self.manifest else {}
 
     def completions(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The best and the worst that were recorded: over the run, of the last rollouts and of the last evaluation."""
-        rows = list(zip(("Best over the run", "Worst over the run"), completions_over_run(self)))
+        """The best and the worst that were recorded of the last rollouts and of the last evaluation."""
+        rows: list[tuple[str, list[dict[str, Any]]]] = []
         for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
             step, *extremes = completions_of_last(self, evaluation)
             rows += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
@@ -102,80 +97,43 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run's folder, or a checkpoint of it.
+    """Read a run's folder.
 
     Raises:
         ConfigError: there is no such folder, or no log of a run in it.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name the output_dir of a run, or one of its checkpoints.")
-    run = _from_log(folder) or _from_history(folder)
-    if run is None:
-        raise ConfigError(
-            f"{folder} holds no run with log lines (looked for {LOG}, {METRICS}, {TRAINER_STATE} and "
-            f"checkpoint-*/{TRAINER_STATE}); name the output_dir of a run that has logged a step."
-        )
-    run.manifest = read_manifest(folder) or (read_manifest(folder.parent) if (folder / TRAINER_STATE).is_file() else [])
-    if not run.manifest:
-        run.remarks.append("There is no manifest.json, so settings, versions and the plan are not known.")
-    elif run.max_steps is None and run.manifest[-1].get("settings", {}).get("max_steps", -1) > 0:
-        run.max_steps = run.manifest[-1]["settings"]["max_steps"]
-    _add_held_out(run)
-    return run
-
-
-def _from_log(folder: Path) -> Run | None:
+        raise ConfigError(f"{folder} is no folder; name the output_dir of a run.")
     try:
         log: LoggedRun = read_log(folder / LOG)
     except OSError:
-        return None
+        log = LoggedRun()
     if not log.entries:
-        return None
-    run = Run(folder, LOG, log.entries, log.seconds)
+        raise ConfigError(
+            f"{folder} holds no log lines (no {LOG}); name the output_dir of a run that has logged a step."
+        )
+    run = Run(folder, log.entries, log.seconds, manifest=read_manifest(folder))
     if log.unreadable:
         run.remarks.append(f"{log.unreadable} line(s) of {LOG} were not finished (a kill while writing); left out.")
     if log.resumed_from:
         steps = ", ".join(map(str, log.resumed_from))
         run.remarks.append(f"Resumed from step {steps}; log lines of steps that were done again are left out.")
+    if not run.manifest:
+        run.remarks.append("There is no manifest.json, so settings, versions and the plan are not known.")
+    elif run.manifest[-1].get("settings", {}).get("max_steps", -1) > 0:
+        run.max_steps = run.manifest[-1]["settings"]["max_steps"]
+    _add_held_out(run)
     return run
 
 
-def _from_history(folder: Path) -> Run | None:
-    """From the log history of the file that has seen the most steps."""
-    files = [folder / METRICS, folder / TRAINER_STATE, *(c / TRAINER_STATE for c in checkpoints(folder)[-1:])]
-    found = []
-    for file in files:
-        content = _read_json(file)
-        history = content.get("log_history") or []
-        entries = [_entry(line) for line in history if isinstance(line, dict) and "step" in line]
-        if entries:
-            seconds = [e["values"]["train_runtime"] for e in entries if "train_runtime" in e["values"]]
-            run = Run(folder, str(file.relative_to(folder)), entries, sum(seconds) if seconds else None)
-            run.max_steps = content.get("max_steps")
-            run.remarks.append(f"There is no {LOG}, so completions and memory were not recorded.")
-            found.append(run)
-    return max(found, key=lambda run: run.last_step) if found else None
-
-
-def _entry(line: dict[str, Any]) -> dict[str, Any]:
-    values = {name: strict(value) for name, value in line.items() if name not in ("step", "epoch")}
-    return {"step": int(line["step"]), "epoch": line.get("epoch"), "time": None, "values": values}
-
-
 def _add_held_out(run: Run) -> None:
-    by_step = _read_json(run.folder / METRICS).get("exact_match_by_step")
-    if isinstance(by_step, dict):
-        points = sorted((int(step), value) for step, value in by_step.items())
-        run.entries += [{"step": s, "epoch": None, "time": None, "values": {HELD_OUT: v}} for s, v in points]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        by_step = json.loads((run.folder / METRICS).read_text())["exact_match_by_step"]
+    except (OSError, ValueError, KeyError):  # no demo, or one that has not ended
+        return
+    points = sorted((int(step), value) for step, value in by_step.items())
+    run.entries += [{"step": s, "epoch": None, "time": None, "values": {HELD_OUT: v}} for s, v in points]
 
 
 def _is_number(value: Any) -> bool:
@@ -183,8 +141,6 @@ def _is_number(value: Any) -> bool:
 
 
 # ---- What the manifest says ---------------------------------------------------------------------------------------
-
-GLOBAL_BATCH = "settings.global_batch_size"
 
 
 def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,16 +162,6 @@ def differences(all_settings: Sequence[Mapping[str, Any]]) -> list[tuple[str, li
     names = dict.fromkeys(name for settings in all_settings for name in settings)
     rows = [(name, [_shown(s[name]) if name in s else "not recorded" for s in all_settings]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def batch_note(all_settings: Sequence[Mapping[str, Any]]) -> str:
-    """What the global batches of the others mean for the learning rate, as seen from the first."""
-    first, *others = all_settings or [{}]
-    batch, rate = first.get(GLOBAL_BATCH), first.get("settings.learning_rate")
-    if not isinstance(batch, int) or not isinstance(rate, (int, float)):
-        return ""
-    sizes = dict.fromkeys(settings.get(GLOBAL_BATCH) for settings in others)
-    return " ".join(global_batch_advice(rate, batch, size) for size in sizes if size and size != batch)
 
 
 def _shown(value: Any) -> str:
@@ -270,18 +216,6 @@ def value_table(run: Run) -> dict[str, str]:
 
 
 # ---- Completions --------------------------------------------------------------------------------------------------
-
-
-def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The best and the worst recorded completions of training, each text once; with the step they were logged at."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in run.entries:
-        if not is_evaluation(entry["values"]):
-            for row in [*_rows(entry, "best"), *_rows(entry, "worst")]:
-                rows.setdefault((row["prompt"], row["completion"]), row)
-    ordered = sorted(rows.values(), key=lambda row: -row["reward"])
-    best = ordered[: min(count, (len(ordered) + 1) // 2)]
-    return best, ordered[len(best) :][::-1][:count]
 
 
 def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:

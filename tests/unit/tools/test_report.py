@@ -15,7 +15,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.tools.report import page as report_module
 from grpo_ext.tools.report.page import ReportCallback, distinct_names, report, report_or_reason
 from grpo_ext.tools.report.plots import COLOURS, SPECS, draw, panels
-from grpo_ext.tools.report.runs import completions_over_run, differences, load_run, plan_of
+from grpo_ext.tools.report.runs import differences, load_run, plan_of
 from tests.support import forks
 
 GEOMETRY = {
@@ -198,33 +198,10 @@ def test_steps_that_were_done_again_are_shown_once(tmp_path):
     assert "state finished" in page.text
 
 
-def test_best_and_worst_are_those_of_the_whole_run_and_of_training(tmp_path):
-    lines = [line(step, completion=f"c{step}", reward=float(step)) for step in (3, 1, 4, 5, 2, 6)]
-    evaluation = line(9, completion="held out", reward=99.0, eval_reward=99.0)
-    best, worst = completions_over_run(load_run(make_run(tmp_path / "run", [*lines, evaluation])))
-    assert [row["completion"] for row in best] == ["c6", "c5", "c4"]
-    assert [(row["completion"], row["step"]) for row in worst] == [("c1", 1), ("c2", 2), ("c3", 3)]
-
-
-def test_without_a_log_the_history_that_saw_most_is_taken(tmp_path):
-    run = tmp_path / "run"
-    for step in (2, 10):
-        (run / f"checkpoint-{step}").mkdir(parents=True)
-        history = [{"step": s, "reward": s / 2} for s in range(1, step + 1)]
-        state = {"log_history": history, "max_steps": 12, "global_step": step}
-        (run / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    found = load_run(run)
-    assert found.source == "checkpoint-10/trainer_state.json"
-    assert found.series("reward") == (list(range(1, 11)), [s / 2 for s in range(1, 11)])
-    assert load_run(run / "checkpoint-2").last_step == 2
-    path = report([run / "checkpoint-2"])
-    assert path.parent == (run / "report-checkpoint-2").resolve()
-    assert "steps 2 of 12" in Page(path).text
-    metrics = {"log_history": [{"step": 12, "reward": 6.0}], "exact_match_by_step": {"6": 0.5, "12": 0.75}}
-    (run / "metrics.json").write_text(json.dumps(metrics))
-    found = load_run(run)
-    assert found.source == "metrics.json"
-    assert found.series("held_out_exact_match") == ([6, 12], [0.5, 0.75])
+def test_the_held_out_scores_of_a_demo_are_a_curve(tmp_path):
+    run = make_run(tmp_path / "run", [line(6), line(12)])
+    (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"12": 0.75, "6": 0.5}}))
+    assert load_run(run).series("held_out_exact_match") == ([6, 12], [0.5, 0.75])
 
 
 def test_several_runs_are_laid_over_each_other_with_what_differs(tmp_path):
@@ -240,17 +217,6 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(tmp_path):
     assert "settings.loss_type" not in page.text
     assert "reward 0.1 -> 0.2 (0.1 to 0.2) 0.3 -> 0.9 (0.3 to 0.9)" in page.text
     assert page.tags.count("img") == 3
-
-
-def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path):
-    sizes = {"a": 64, "b": 256, "c": 64}
-    runs = [make_run(tmp_path / name, [line(1)], global_batch_size=size) for name, size in sizes.items()]
-    text = Page(report(runs, tmp_path / "out")).text
-    assert "global_batch_size 64 -> 256: a step averages over 4 times the completions" in text
-    assert "what was learning_rate=0.001: 0.002 (square root, for Adam) or 0.004 (linear" in text
-    assert text.count("Usual choices") == 1
-    same = Page(report([runs[0], runs[2]], tmp_path / "same")).text
-    assert "Usual choices" not in same
 
 
 def test_the_comparison_takes_a_free_folder_beside_the_runs(tmp_path, monkeypatch):
@@ -316,7 +282,7 @@ def test_the_page_shows_the_models_name_the_gold_answer_and_pass_at_k(tmp_path):
     page = Page(report([run]))
     assert "model Qwen/Qwen2.5-0.5B parameters 12,345" in page.text
     assert f"gold answer {HOSTILE}" in page.text
-    assert page.text.count("gold answer") == 2  # among the best of the run, and of the last rollouts
+    assert page.text.count("gold answer") == 1
     assert "pass@1, first -> last 0.25 -> 0.25 pass@8, first -> last 0.75 -> 0.75" in page.text
     assert "script" not in page.tags
 
@@ -350,10 +316,10 @@ def test_a_report_is_written_again_and_nothing_else_overwritten(tmp_path):
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         load_run(tmp_path / "none")
-    with pytest.raises(ConfigError, match="holds no run with log lines"):
+    with pytest.raises(ConfigError, match="holds no log lines"):
         load_run(tmp_path)
     (tmp_path / "log.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="holds no run with log lines"):
+    with pytest.raises(ConfigError, match="holds no log lines"):
         load_run(tmp_path)
 
 
@@ -399,5 +365,5 @@ def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     assert f"{run / 'report' / 'index.html'}" in done.stdout
     refused = forks.python("-m", "grpo_ext.tools.cli", "report", tmp_path)
     assert refused.returncode == 2
-    assert "holds no run" in " ".join(refused.stderr.split())
+    assert "holds no log lines" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
