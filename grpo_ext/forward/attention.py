@@ -245,25 +245,20 @@ def packed_attention_forward(
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers[module] = window
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
-    plain = window is None or window >= longest
+    if window is not None and window >= longest:
+        window = None
     if name == FLEX:
-        mask = block_mask(layout, None if plain else window, query.device)
+        mask = block_mask(layout, window, query.device)
         return _reference(module, name)(module, query, key, value, mask, **options)[0], None
-    fast = (
-        name == "sdpa"
-        and plain
-        and not options.get("dropout")
-        and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
-        and query.size(-1) == value.size(-1)
-    )
-    scale = options.get("scaling")
+    extras = options.get("dropout") or any(options.get(x) is not None for x in ("softcap", "position_bias", "s_aux"))
+    fast = name == "sdpa" and window is None and not extras and query.size(-1) == value.size(-1)
     if fast:
         query, key, value = _as_sdpa_takes_them(query, key, value)
         if _takes_varlen(query, key, value):
-            parts = _joint_parts(layout, query.device)
+            parts, scale = _joint_parts(layout, query.device), options.get("scaling")
             return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
     on_cpu = fast and query.device.type == "cpu"
-    return _by_group(module, name, layout, (query, key, value), None if plain else window, on_cpu, **options), None
+    return _by_group(module, name, layout, (query, key, value), window, on_cpu, **options), None
 
 
 def _by_group(

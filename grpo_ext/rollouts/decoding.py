@@ -199,8 +199,7 @@ def compact_decode(
     Returns:
         (B, width + T): prompts and new tokens, padded after the end of a row.
     """
-    prefill = model._prefill(input_ids, generation_config, model_kwargs)
-    logits, model_kwargs = _next(model, prefill, model_kwargs)
+    logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
     logits, ids = logits[rows_B], input_ids[rows_B]
