@@ -82,15 +82,10 @@ class RunKeeper(TrainerCallback):
         if run_state is not None:
             run_state.restore(self.trainer)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the completions of training, before an evaluation adds its own."""
-        self._log.collect(self.trainer._logs, self.trainer.reward_weights.tolist())
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line of the run's log."""
         if logs is not None:
-            weights, device = self.trainer.reward_weights.tolist(), self.accelerator.device
-            self._log.write(state.global_step, state.epoch, logs, self.trainer._logs, weights, device)
+            self._log.write(state.global_step, state.epoch, logs, self.accelerator.device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 

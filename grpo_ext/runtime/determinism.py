@@ -33,8 +33,9 @@ def align_memory(*models: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What can change the bits of a run on one machine, as it is now."""
+    """What can change the bits of a run, as it is now."""
     return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,4 +1,4 @@
-"""What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
+"""What a run has left behind, read for its report: log lines, manifest, plan and settings.
 
 Differs from reading one file: it takes whatever there is, of a run that ended, was killed or still goes on. The first
 stage of `grpo-ext report`; plots.py draws it and page.py writes it.
@@ -20,7 +20,7 @@ from ...batching.plan_text import describe_plan
 from ...batching.sizes import BatchGeometry
 from ...errors import ConfigError, GrpoExtError
 from ...run.checkpoint import checkpoints
-from ...run.log import LOG, LoggedRun, is_evaluation, read_log, strict
+from ...run.log import LOG, LoggedRun, read_log, strict
 from ...run.manifest import read_manifest
 
 METRICS, TRAINER_STATE = "metrics.json", "trainer_state.json"
@@ -40,8 +40,7 @@ class Run:
     Attributes:
         folder: of the run, or the checkpoint that was named.
         source: the file the log lines are from, relative to the folder.
-        entries: log lines, oldest first: step, epoch, time (seconds) and values by name; best and worst completions
-            where they were recorded.
+        entries: log lines, oldest first: step, epoch, time (seconds) and values by name.
         seconds: spent in training calls; None where that was not recorded.
         max_steps: optimizer steps that were planned, or None.
         manifest: one entry for each start.
@@ -89,16 +88,8 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the last start, by name with what they belong to: settings, geometry, versions, machine, data, model."""
+        """Of the last start, by name with what they belong to: settings, geometry, versions, data, model."""
         return flat_settings(self.manifest[-1]) if self.manifest else {}
-
-    def completions(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The best and the worst that were recorded: over the run, of the last rollouts and of the last evaluation."""
-        rows = list(zip(("Best over the run", "Worst over the run"), completions_over_run(self)))
-        for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
-            step, *extremes = completions_of_last(self, evaluation)
-            rows += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
-        return rows
 
 
 def load_run(path: str | Path) -> Run:
@@ -153,7 +144,7 @@ def _from_history(folder: Path) -> Run | None:
             seconds = [e["values"]["train_runtime"] for e in entries if "train_runtime" in e["values"]]
             run = Run(folder, str(file.relative_to(folder)), entries, sum(seconds) if seconds else None)
             run.max_steps = content.get("max_steps")
-            run.remarks.append(f"There is no {LOG}, so completions and memory were not recorded.")
+            run.remarks.append(f"There is no {LOG}, so memory was not recorded.")
             found.append(run)
     return max(found, key=lambda run: run.last_step) if found else None
 
@@ -189,7 +180,7 @@ GLOBAL_BATCH = "settings.global_batch_size"
 
 def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> value of everything in a manifest entry that two runs may be compared by."""
-    groups = {name: entry.get(name) for name in ("settings", "geometry", "versions", "machine", "data", "model")}
+    groups = {name: entry.get(name) for name in ("settings", "geometry", "versions", "data", "model")}
     known = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
     flat = {f"{group}.{name}": value for group, values in known.items() for name, value in values.items()}
     flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
@@ -267,34 +258,6 @@ def value_table(run: Run) -> dict[str, str]:
         first, last, least, most = (number(v) for v in (values[0], values[-1], min(values), max(values)))
         table[name] = f"{first} -> {last} ({least} to {most})"
     return table
-
-
-# ---- Completions --------------------------------------------------------------------------------------------------
-
-
-def completions_over_run(run: Run, count: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The best and the worst recorded completions of training, each text once; with the step they were logged at."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in run.entries:
-        if not is_evaluation(entry["values"]):
-            for row in [*_rows(entry, "best"), *_rows(entry, "worst")]:
-                rows.setdefault((row["prompt"], row["completion"]), row)
-    ordered = sorted(rows.values(), key=lambda row: -row["reward"])
-    best = ordered[: min(count, (len(ordered) + 1) // 2)]
-    return best, ordered[len(best) :][::-1][:count]
-
-
-def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """(step, best, worst) of the last line of training, or of evaluation, that has completions; step 0 if none has."""
-    for entry in reversed(run.entries):
-        best, worst = _rows(entry, "best"), _rows(entry, "worst")
-        if (best or worst) and is_evaluation(entry["values"]) == evaluation:
-            return entry["step"], best, worst
-    return 0, [], []
-
-
-def _rows(entry: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    return [{**row, "step": entry["step"]} for row in entry.get(kind) or []]
 
 
 # ---- Words --------------------------------------------------------------------------------------------------------
