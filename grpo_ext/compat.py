@@ -48,11 +48,6 @@ TESTED_TRL = ("1.15.0", "1.16.0")
 NEWEST_TESTED = {"trl": TESTED_TRL[-1], "transformers": "5.23.0", "accelerate": "1.15.0"}
 
 
-def store_of_processes() -> Any:
-    """The key-value store that torch's process group was made with, for which torch has no public name."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16

@@ -44,7 +44,7 @@ from .run.loading import all_loaded, fill_missing_state, preserve_settings
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import from_main_process, leave_in_order, naming_failures
+from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.attempt import StepParts
@@ -258,7 +258,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
+        with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
             evaluation.measure(self.model)
@@ -438,7 +438,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
-            ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()
