@@ -46,7 +46,6 @@ def opening(trainer: Any, fingerprint: dict[str, Any], resumed_from: str | None)
     name = str(getattr(config, "_name_or_path", None) or "")
     return {
         "started": _now(),
-        "process": os.getpid(),
         "finished": None,
         "ended": None,
         "resumed_from": resumed_from,
