@@ -425,8 +425,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`; or "auto":
         the same where there is one, and else a new run, so that one job script both begins and goes on. An
         `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
-        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers (a
-        warning says so).
+        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.

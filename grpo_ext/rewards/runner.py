@@ -179,7 +179,7 @@ class RewardRunner:
         scored |= self._score_at_once(later)
         for number, parts in scored.items():
             rewards = [torch.nan if reward is None else reward for part, _ in parts for reward in part]
-            rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32, device=self.device)
+            rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
         _warn_of_unscored(rows, rewards_BF)
         return rewards_BF, [call for parts in scored.values() for _, call in parts]
 

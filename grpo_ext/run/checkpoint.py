@@ -82,7 +82,7 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
     """The listing of a checkpoint; None where there is none (a checkpoint of another trainer).
 
     Raises:
-        CheckpointError: the listing is broken or of a newer format.
+        CheckpointError: the listing is broken.
     """
     path = folder / LISTING
     if not path.is_file():
@@ -91,14 +91,8 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         if content.pop("sha256") != _content_hash(content):
             raise ValueError
-        newer = content["format"] > FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise CheckpointError(f"{path} is broken: it is not the listing that was written.") from None
-    if newer:
-        raise CheckpointError(
-            f"{path} was written by a newer version (format {content['format']}, this one reads {FORMAT}): update "
-            "grpo_ext."
-        )
     return content
 
 

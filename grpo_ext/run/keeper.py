@@ -100,11 +100,6 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
-        if wanted is None and (unread := self.args.resume_from_checkpoint) is not None:
-            logger.warning(
-                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
-                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
-            )
         vars(self).pop("fingerprint", None)
         self.resumed = Resumed()
         output_dir = str(self.args.output_dir)

@@ -54,7 +54,9 @@ class RunLog:
                 os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
             if earlier is not None and earlier.is_file() and not self.path.exists():
                 shutil.copy(earlier, self.path)
-            self.path.touch()
+            with open(self.path, "a+b") as file:
+                if file.tell() and not self.path.read_bytes().endswith(b"\n"):  # a kill has cut the last line
+                    file.write(b"\n")
         except OSError as error:
             self._give_up(error)
         if checkpoint is not None:
@@ -84,13 +86,9 @@ class RunLog:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        text = json.dumps(strict(line), allow_nan=False)
         try:
-            with open(self.path, "a+b") as file:  # writes at the end, wherever it reads
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    text = text if file.read(1) == b"\n" else f"\n{text}"  # a kill may have cut the last line
-                file.write(f"{text}\n".encode())
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(strict(line), allow_nan=False) + "\n")
         except OSError as error:
             self._give_up(error)
 
