@@ -82,13 +82,6 @@ def image_token(model: Any) -> int | None:
     return getattr(model.config, "image_token_id", None)
 
 
-def set_checkpointing_kwargs(args: Any, kwargs: dict[str, Any]) -> None:
-    """Set the arguments of gradient checkpointing, under its name and under the one that transformers 5.23 brought."""
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if hasattr(args, name):
-            setattr(args, name, kwargs)
-
-
 def forget_absent_layers(model: Any) -> None:
     """Let FSDP wrap the layers that a model has.
 

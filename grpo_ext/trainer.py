@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -168,9 +167,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
-        if self.args.recompute_granularity == "selective":
-            # a weight that the forward finds cast in autocast's cache is cast in the recomputation, which torch refuses
-            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
