@@ -138,12 +138,6 @@ def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return broadcast(tensor)
 
 
-def broadcast_value(value: Any) -> Any:
-    """The main process's object, on every process."""
-    _refuse_alone()
-    return broadcast_object_list([value])[0]
-
-
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     """One object of each of the `size` processes of a torch process group."""
     _refuse_alone()
@@ -224,7 +218,8 @@ def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
             failure = error
         except Exception as error:  # its class may not be one that can be sent
             failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
-    value, failure = broadcast_value((value, failure))
+    _refuse_alone()
+    value, failure = broadcast_object_list([(value, failure)])[0]
     if failure is not None:
         raise failure
     return value
