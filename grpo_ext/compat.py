@@ -37,11 +37,6 @@ except (ImportError, RuntimeError) as error:  # the latter from TRL's lazy modul
     ) from error
 
 
-def store_of_processes() -> Any:
-    """The key-value store that torch's process group was made with, for which torch has no public name."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16
@@ -74,13 +69,6 @@ def sample_no_image_tokens(trainer: Any) -> None:
 def image_token(model: Any) -> int | None:
     """The id of the token that stands for an image, or for a part of one; None for a model without such a token."""
     return getattr(model.config, "image_token_id", None)
-
-
-def set_checkpointing_kwargs(args: Any, kwargs: dict[str, Any]) -> None:
-    """Set the arguments of gradient checkpointing, under its name and under the one that transformers 5.23 brought."""
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if hasattr(args, name):
-            setattr(args, name, kwargs)
 
 
 def forget_absent_layers(model: Any) -> None:

@@ -19,14 +19,13 @@ from typing import Any, cast, get_args, get_type_hints
 import torch
 import trl
 
-from . import compat, contract
+from . import contract
 from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError, did_you_mean
 from .precision.loss_scaler import loss_scale_options
 from .runtime.quiet import quiet
-from .runtime.recompute import KEEP_PRODUCTS, check_recompute
 from .setting_rules import (
     asks_for_deepspeed,
     check_ahead,
@@ -55,6 +54,7 @@ REMOVED_SETTINGS = {
     "fp16_scale_window": "use fp16_loss_scale={'loss_scale_window': 1000}",
     "fp16_hysteresis": "use fp16_loss_scale={'hysteresis': 2}",
     "fp16_min_scale": "use fp16_loss_scale={'min_loss_scale': 1}",
+    "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
     "fp16_fixed_scale": "use fp16_loss_scale={'loss_scale': 1024}",
 }
 
@@ -150,13 +150,6 @@ class GRPOConfig(trl.GRPOConfig):
         None,
         "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
         "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit.",
-    )
-
-    recompute_granularity: str = _setting(
-        "full",
-        "With gradient_checkpointing: what the backward pass computes again. 'full': whole layers, as in transformers. "
-        "'selective': all but matrix products and attention, which takes more memory and less time.",
-        choices=["full", "selective"],
     )
 
     # What is not computed: each can be turned off, none changes the update.
@@ -299,7 +292,6 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        check_recompute(vars(self))
         if self.fp16_loss_scale is not None:  # text from the command line is a dictionary by now
             if not self.fp16:
                 raise ConfigError(f"fp16_loss_scale={self.fp16_loss_scale}: only fp16 has a loss scale; set fp16=True.")
@@ -433,9 +425,6 @@ class GRPOConfig(trl.GRPOConfig):
         args.auto_find_batch_size = False
         if getattr(args, "ddp_static_graph", None):
             args.ddp_static_graph = False  # it is about DDP's own sums of gradients, which the step does without
-        if self.recompute_granularity == "selective":
-            kwargs: Any = self.gradient_checkpointing_kwargs or {}
-            compat.set_checkpointing_kwargs(args, {**kwargs, "use_reentrant": False, "context_fn": KEEP_PRODUCTS})
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
         given = accelerator.gradient_accumulation_kwargs or {}

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -44,7 +43,7 @@ from .run.loading import all_loaded, fill_missing_state, preserve_settings
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import from_main_process, leave_in_order, naming_failures
+from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.attempt import StepParts
@@ -164,9 +163,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's, with this package's loss scaler in fp16."""
         super().create_accelerator_and_postprocess()
         reduce_in_float32(self.accelerator)
-        if self.args.recompute_granularity == "selective":
-            # a weight that the forward finds cast in autocast's cache is cast in the recomputation, which torch refuses
-            self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
@@ -254,7 +250,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), quiet(), naming_failures():
+        with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
             evaluation.measure(self.model)
@@ -421,8 +417,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         `resume_from_checkpoint` may also be "latest", as True: the newest whole checkpoint of `output_dir`; or "auto":
         the same where there is one, and else a new run, so that one job script both begins and goes on. An
         `output_dir` that already holds checkpoints of another run is left alone: with a warning, this run writes
-        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers (a
-        warning says so).
+        beside it. `args.resume_from_checkpoint` is for scripts and not read here, as in transformers.
 
         Raises:
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
@@ -434,7 +429,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
-            ending.enter_context(naming_failures())
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()

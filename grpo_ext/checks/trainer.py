@@ -28,7 +28,6 @@ from ..rollouts.environments import checked_environments
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
-from ..runtime.recompute import check_recompute
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
     check_chat_template,
@@ -182,7 +181,6 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
-    check_recompute(vars(config), is_deepspeed_zero3_enabled())
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies

@@ -1,4 +1,5 @@
-"""Reward functions by name: TRL's own, a number check and a length penalty that TRL lacks, plugins', and yours.
+"""Reward functions by name: TRL's, a number check and a length penalty that TRL lacks, those of plugins, and yours.
+
 Unlike TRL's, the math rewards take plain completions too, and the gold from `answer` where a set has no `solution`.
 Between the rollouts and the advantages in the flow; `resolve_rewards` is what recipes/grpo.py calls."""
 
@@ -11,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,11 +35,11 @@ def numbers_in(text: str) -> list[Decimal]:
     """The numbers of a text in order: thousands commas, `$`, signs and LaTeX spacing understood."""
     for latex, plain in (("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "$")):
         text = text.replace(latex, plain)
-    found = []
+    numbers = []
     for match in _NUMBER.finditer(text):
         value = Decimal(match["digits"].replace(",", ""))
-        found.append(-value if match["sign"] or match["inner"] else value)
-    return found
+        numbers.append(-value if match["sign"] or match["inner"] else value)
+    return numbers
 
 
 def _last_boxed(text: str) -> str | None:
@@ -148,8 +149,6 @@ _FROM_TRL: dict[str, tuple[str, bool, Callable[[int], dict[str, int]] | None]] =
     ),
 }
 _BY_TRL_NAME = {trl_name: short for short, (trl_name, _, _) in _FROM_TRL.items()}
-
-
 _OWN = ("exact_number", "length_penalty")
 PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
 
@@ -157,31 +156,6 @@ PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **colu
 def reward_names() -> list[str]:
     """The short names that `resolve_rewards` knows, those of plugins included."""
     return sorted({*_FROM_TRL, *_OWN, *entry_points(group=PLUGIN_GROUP).names})
-
-
-def _plugin(name: str) -> EntryPoint | None:
-    """The entry point of a name, if an installed distribution offers one.
-
-    Raises:
-        ConfigError: a built-in reward has that name too, or another distribution offers another function under it.
-    """
-    offered = {entry.value: entry for entry in entry_points(group=PLUGIN_GROUP, name=name)}
-    origins = [_origin(entry) for entry in offered.values()]
-    if offered and name in (*_FROM_TRL, *_BY_TRL_NAME, *_OWN):
-        raise ConfigError(
-            f"The reward '{name}' is built into grpo_ext, and is {origins[0]} too; rename the plugin's, or uninstall "
-            "it."
-        )
-    if len(offered) > 1:
-        raise ConfigError(
-            f"The reward '{name}' is {', and also '.join(origins)}; uninstall one of them, or ask for "
-            "package.module.function."
-        )
-    return next(iter(offered.values()), None)
-
-
-def _origin(entry: EntryPoint) -> str:
-    return f"{entry.value} of the plugin {entry.dist.name if entry.dist else 'without a name'}"
 
 
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
@@ -207,15 +181,21 @@ def _known() -> str:
 
 
 def _resolve(name: str, budget: int | None) -> RewardFunction:
-    plugin, short = _plugin(name), _BY_TRL_NAME.get(name, name)
+    short = _BY_TRL_NAME.get(name, name)
+    plugins = {entry.value for entry in entry_points(group=PLUGIN_GROUP, name=name)}
+    if len(offers := sorted(plugins) + ["grpo_ext"] * (short in (*_FROM_TRL, *_OWN))) > 1:
+        raise ConfigError(
+            f"The reward '{name}' is offered by {' and '.join(offers)}; ask for package.module.function, or uninstall "
+            "the plugin."
+        )
     if short == "exact_number":
         return exact_number
     if short == "length_penalty":
         return LengthPenalty(_budget(short, budget))
     if short in _FROM_TRL:
         return _from_trl(short, budget)
-    if plugin is not None:
-        return _from_plugin(plugin)
+    if plugins:
+        return _from_module(plugins.pop().replace(":", "."))
     if ".py:" in name:
         return _from_file(name)
     if "." in name:
@@ -245,21 +225,6 @@ def _from_trl(short: str, budget: int | None) -> RewardFunction:
     if arguments is not None:
         function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
     return TrlReward(function, needs_gold)
-
-
-def _from_plugin(entry: EntryPoint) -> RewardFunction:
-    try:
-        function = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"The reward '{entry.name}' is {_origin(entry)}, which could not be loaded ({error}); mend or uninstall it."
-        ) from error
-    if not callable(function):
-        raise ConfigError(
-            f"The reward '{entry.name}' is {_origin(entry)}, a {type(function).__name__}; it should be a function that "
-            "takes completions and returns a reward for each."
-        )
-    return function
 
 
 def _from_file(name: str) -> RewardFunction:
@@ -295,9 +260,9 @@ def _from_module(name: str) -> RewardFunction:
 
 
 def _function_of(module: Any, function: str, name: str) -> RewardFunction:
-    found = getattr(module, function, None)
-    if callable(found):
-        return found
+    value = getattr(module, function, None)
+    if callable(value):
+        return value
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     raise ConfigError(
         f"The reward '{name}' asks for '{function}', and the module has no function of that name; it has "

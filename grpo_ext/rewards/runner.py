@@ -182,8 +182,7 @@ class RewardRunner:
             raise
         scored |= self._score_at_once({number: calls[number] for number in calls if number in asynchronous})
         for number, parts in scored.items():
-            rewards = [torch.nan if reward is None else reward for part, _ in parts for reward in part]
-            rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32, device=self.device)
+            rewards_BF[:, number] = _column([reward for rewards, _ in parts for reward in rewards])
         _warn_of_unscored(rows, rewards_BF)
         return rewards_BF, [call for parts in scored.values() for _, call in parts]
 
@@ -234,6 +233,10 @@ class RewardRunner:
         with torch.inference_mode():
             logits = sources.functions[number](**send_to_device(inputs, self.device)).logits
         return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
+
+
+def _column(rewards: list[float | None]) -> torch.Tensor:
+    return torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
 
 
 def _warn_of_unscored(rows: RewardRows, rewards_BF: torch.Tensor) -> None:

@@ -25,8 +25,6 @@ from .local import LocalRollout, Terms
 from .ragged import Ragged
 from .transcript import Transcript
 
-GOLD = ("answer", "solution", "ground_truth", "golden_answer", "gold", "target")  # columns, the first that a row has
-
 
 @dataclass(frozen=True)
 class JoinRules:
@@ -51,7 +49,6 @@ class Entry:
     prompt: Any
     completion: Any
     images: Any
-    gold: Any
     prompt_tokens: int
     tokens: int  # that the model wrote
     truncated: bool
@@ -174,12 +171,10 @@ def _share(local: LocalRollout, rules: JoinRules) -> Share:
 
 
 def _entry(transcript: Transcript, terms: Terms, rules: JoinRules) -> Entry:
-    row = transcript.row
     return Entry(
         transcript.prompt,
         transcript.completion,
         (transcript.images or None) if rules.logs_images else None,
-        next((row[name] for name in GOLD if row.get(name) is not None), None),
         len(transcript.prompt_ids),
         sum(transcript.mask),
         transcript.ids[-1] not in terms.ends,

@@ -6,7 +6,6 @@ once, at the end, of all its rounds. Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -111,6 +110,3 @@ def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str], warned:
     images = [entry.images for entry in one.entries]
     if any(images) or logs["images"]:
         logs["images"].extend(images)
-    # the gold answers are for the run's log; TRL's record has no place for them
-    golds = logs.setdefault("gold", deque(maxlen=logs["advantages"].maxlen))
-    golds.extend(entry.gold for entry in one.entries)

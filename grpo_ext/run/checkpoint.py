@@ -82,7 +82,7 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
     """The listing of a checkpoint; None where there is none (a checkpoint of another trainer).
 
     Raises:
-        CheckpointError: the listing is broken or of a newer format.
+        CheckpointError: the listing is broken.
     """
     path = folder / LISTING
     if not path.is_file():
@@ -91,23 +91,16 @@ def read_listing(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         if content.pop("sha256") != _content_hash(content):
             raise ValueError
-        newer = content["format"] > FORMAT
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
         raise CheckpointError(f"{path} is broken: it is not the listing that was written.") from None
-    if newer:
-        raise CheckpointError(
-            f"{path} was written by a newer version (format {content['format']}, this one reads {FORMAT}): update "
-            "grpo_ext."
-        )
     return content
 
 
-def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> str | None:
+def why_broken(folder: str | Path, deep: bool = True) -> str | None:
     """Why a checkpoint must not be loaded, as a sentence that names the file; None if it is whole.
 
     Args:
         deep: compare checksums as well as sizes.
-        salvage: accept a checkpoint that has lost its listing.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -119,7 +112,7 @@ def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> 
     except CheckpointError as error:
         return str(error).rstrip(".")
     if listing is None:
-        return _why_broken_without_listing(root, salvage)
+        return _why_broken_without_listing(root)
     for name, expected in listing["files"].items():
         path = root / name
         if not path.is_file():
@@ -132,9 +125,9 @@ def why_broken(folder: str | Path, deep: bool = True, salvage: bool = False) -> 
     return None
 
 
-def _why_broken_without_listing(root: Path, salvage: bool) -> str | None:
+def _why_broken_without_listing(root: Path) -> str | None:
     """As `why_broken`, for a checkpoint of transformers or TRL, whose files can only be counted."""
-    if any(root.glob(OWN_FILES)) and not salvage:
+    if any(root.glob(OWN_FILES)):
         return f"{root} has lost its {LISTING}"
     if not (root / "trainer_state.json").is_file():
         return f"{root} has neither {LISTING} nor trainer_state.json"
@@ -159,11 +152,6 @@ def why_not_resumable(folder: str | Path) -> str | None:
         f"{root} holds no {' and no '.join(missing)} (save_only_model=True writes none), which a resumed run would "
         f"begin anew; a new run can begin with its weights, model={str(root)!r}"
     )
-
-
-def is_verified(folder: str | Path) -> bool:
-    """Whether a checkpoint has a listing to be checked against."""
-    return (Path(folder) / LISTING).is_file()
 
 
 def newest_whole(

@@ -82,15 +82,10 @@ class RunKeeper(TrainerCallback):
         if run_state is not None:
             run_state.restore(self.trainer)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the completions of training, before an evaluation adds its own."""
-        self._log.collect(self.trainer._logs, self.trainer.reward_weights.tolist())
-
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line of the run's log."""
         if logs is not None:
-            weights, device = self.trainer.reward_weights.tolist(), self.accelerator.device
-            self._log.write(state.global_step, state.epoch, logs, self.trainer._logs, weights, device)
+            self._log.write(state.global_step, state.epoch, logs, self.accelerator.device)
 
     # ---- A run ----------------------------------------------------------------------------------------------------
 
@@ -105,11 +100,6 @@ class RunKeeper(TrainerCallback):
         Raises:
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
-        if wanted is None and (unread := self.args.resume_from_checkpoint) is not None:
-            logger.warning(
-                f"args.resume_from_checkpoint={unread!r} is not read by train(), as in transformers, and a new run "
-                "begins; call trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)."
-            )
         vars(self).pop("fingerprint", None)
         self.resumed = Resumed()
         output_dir = str(self.args.output_dir)

@@ -1,6 +1,7 @@
-"""`log.jsonl` in a run's folder: every log line as it is made, with the best and worst completions.
+"""`log.jsonl` in a run's folder: every log line as it is made.
 
-Differs from transformers' `log_history`, which only checkpoints hold. Written on the main process; read by
+Differs from transformers' `log_history`, which only checkpoints hold. Completions are in the files of TRL's
+`log_completions`. Written on the main process; read by
 `grpo-ext report`.
 """
 
@@ -12,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,8 +25,6 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 LOG = "log.jsonl"
-LONGEST_TEXT = 4000  # characters
-SHOWN = 2  # completions, best and as many worst, of a log line
 
 logger = get_logger(__name__)
 
@@ -36,8 +35,6 @@ class RunLog:
     def __init__(self) -> None:
         self.path: Path | None = None
         self._start = 0.0
-        self._last: Any = None  # the newest row that was read, by identity
-        self._of_training: list[dict[str, Any]] = []  # for the next line of training
 
     def begin(self, folder: str | Path, checkpoint: str | None) -> None:
         """Start the log of a training call.
@@ -49,7 +46,7 @@ class RunLog:
             checkpoint: the checkpoint that the run resumes from, or None.
         """
         root = Path(folder)
-        self.path, self._start, self._of_training = root / LOG, time.perf_counter(), []
+        self.path, self._start = root / LOG, time.perf_counter()
         earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / LOG
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -57,43 +54,24 @@ class RunLog:
                 os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
             if earlier is not None and earlier.is_file() and not self.path.exists():
                 shutil.copy(earlier, self.path)
-            self.path.touch()
+            with open(self.path, "a+b") as file:
+                if file.tell() and not self.path.read_bytes().endswith(b"\n"):  # a kill has cut the last line
+                    file.write(b"\n")
         except OSError as error:
             self._give_up(error)
         if checkpoint is not None:
             state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
             self._append({"resumed_from": state.global_step})
 
-    def collect(self, rows: Mapping[str, Any], weights: Sequence[float]) -> None:
-        """Read the completions of a training step, before an evaluation adds its own to the same rows."""
-        new = self._new(rows, weights)
-        if self.path is not None:
-            self._of_training = extremes([*self._of_training, *new])
-
-    def write(
-        self,
-        step: int,
-        epoch: float | None,
-        values: Mapping[str, Any],
-        rows: Mapping[str, Any],
-        weights: Sequence[float],
-        device: torch.device,
-    ) -> None:
+    def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
         """Append one line.
 
         Args:
             step: optimizer steps done.
             epoch: passes over the training set done.
             values: what was logged, by name; a number that is not finite is written as null.
-            rows: TRL's record of the last rollout batch: prompt, completion, advantages, and rewards by name; with the
-                gold answers, where there are any.
-            weights: of the reward functions.
             device: of the model; memory is that of the accelerator, or of the process on a CPU.
         """
-        shown = self._new(rows, weights)
-        if not is_evaluation(values) and "train_runtime" not in values:
-            shown, self._of_training = extremes([*self._of_training, *shown]), []
-        best = shown[: min(SHOWN, (len(shown) + 1) // 2)]
         self._append(
             {
                 "step": step,
@@ -102,41 +80,15 @@ class RunLog:
                 "peak_memory_mib": peak_memory_mib(device),
                 "memory_of": "process" if device.type == "cpu" else "accelerator",
                 "values": {name: value for name, value in values.items() if name != "epoch"},
-                "best": best,
-                "worst": shown[len(best) :][::-1],
             }
         )
-
-    def _new(self, rows: Mapping[str, Any], weights: Sequence[float]) -> list[dict[str, Any]]:
-        """The extremes of the rows since the last call; none while a rollout batch is trained on again."""
-        marks = list(rows["advantages"])  # every row has a float object of its own
-        first = 1 + max((i for i, mark in enumerate(marks) if mark is self._last), default=-1)
-        self._last = marks[-1] if marks else self._last
-        rewards = {name: list(values)[first:] for name, values in rows["rewards"].items()}
-        golds = list(rows.get("gold", ()))
-        if len(golds) != len(marks):  # rows that were scored outside a rollout batch are among them
-            golds = [None] * len(marks)
-        texts = zip(list(rows["prompt"])[first:], list(rows["completion"])[first:], golds[first:])
-        new = []
-        for i, (prompt, completion, gold) in enumerate(texts):
-            by_name = {name: strict(values[i]) for name, values in rewards.items()}
-            weighted = [weight * value for weight, value in zip(weights, by_name.values()) if value is not None]
-            if weighted:
-                text = {"prompt": cut(as_text(prompt)), "completion": cut(as_text(completion))}
-                text |= {} if gold is None else {"gold": cut(as_text(gold))}
-                new.append({**text, "reward": math.fsum(weighted), "rewards": by_name})
-        return extremes(new)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
             return
-        text = json.dumps(strict(line), allow_nan=False)
         try:
-            with open(self.path, "a+b") as file:  # writes at the end, wherever it reads
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                    text = text if file.read(1) == b"\n" else f"\n{text}"  # a kill may have cut the last line
-                file.write(f"{text}\n".encode())
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(strict(line), allow_nan=False) + "\n")
         except OSError as error:
             self._give_up(error)
 
@@ -150,7 +102,7 @@ class LoggedRun:
     """A log without the lines that a resume has superseded.
 
     Attributes:
-        entries: log lines, oldest first; each has step, epoch, time, values, best and worst.
+        entries: log lines, oldest first; each has step, epoch, time and values.
         resumed_from: the steps that were resumed from.
         seconds: spent in training calls, superseded steps included.
         unreadable: lines that are not JSON; a kill in the middle of a write leaves one.
@@ -191,18 +143,6 @@ def read_log(path: str | Path) -> LoggedRun:
     return run
 
 
-def is_evaluation(values: Iterable[str]) -> bool:
-    """Whether the names of a log line are those of an evaluation."""
-    return any(name.startswith("eval_") for name in values)
-
-
-def extremes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The best and the worst `SHOWN` rows by reward, best first; no text twice."""
-    distinct = {(row["prompt"], row["completion"]): row for row in rows}
-    ordered = sorted(distinct.values(), key=lambda row: -row["reward"])
-    return ordered if len(ordered) <= 2 * SHOWN else [*ordered[:SHOWN], *ordered[-SHOWN:]]
-
-
 def peak_memory_mib(device: torch.device) -> float | None:
     """Peak memory in MiB: allocated on the accelerator, or resident in this process; None where it is unknown."""
     try:
@@ -212,30 +152,6 @@ def peak_memory_mib(device: torch.device) -> float | None:
     except (RuntimeError, ValueError, ImportError):  # an accelerator that does not count; Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def as_text(content: Any) -> str:
-    """A prompt or completion as text; messages become lines of `role: content`, with tool calls as JSON."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return "\n".join(_message(part) if isinstance(part, Mapping) else str(part) for part in content)
-    return str(content)
-
-
-def _message(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or []
-    parts = [{"text": content}] if isinstance(content, str) else content
-    texts = [p.get("text") or f"[{p.get('type')}]" if isinstance(p, Mapping) else p for p in parts]
-    calls = [json.dumps(strict(call)) for call in message.get("tool_calls") or ()]
-    speaker = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
-    return f"{speaker}: {' '.join(map(str, [*texts, *calls]))}"
-
-
-def cut(text: str, longest: int = LONGEST_TEXT) -> str:
-    """Shorten a text to about `longest` characters: the first three quarters and the end, with a mark between."""
-    if len(text) <= longest:
-        return text
-    end = longest // 4
-    return f"{text[: longest - end]} [... {len(text) - longest} characters cut ...] {text[-end:]}"
 
 
 def strict(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`manifest.json` in a run's folder: settings, versions, machine and data of a run, and hashes of its result.
+"""`manifest.json` in a run's folder: settings, versions and data of a run, and hashes of its result.
 
 One entry for each call of `train()`, so a resumed run has several. Written by the main process when training starts
 and when it ends; read by people and by `grpo-ext`.
@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ..errors import CheckpointError
@@ -41,40 +40,17 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """The kind of machine, without its name."""
-    return {
-        "system": platform.system(),
-        "processor": platform.machine(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-    }
-
-
-def _cpu() -> str:
-    try:  # what platform.processor() leaves empty on Linux
-        with open("/proc/cpuinfo") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 def opening(trainer: Any, fingerprint: dict[str, Any], resumed_from: str | None) -> dict[str, Any]:
     """The entry of a training that starts."""
     config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
     name = str(getattr(config, "_name_or_path", None) or "")
     return {
         "started": _now(),
-        "process": os.getpid(),
         "finished": None,
         "ended": None,
         "resumed_from": resumed_from,
         "model_name": Path(name).name if Path(name).is_dir() else name,  # without paths of this machine
         "versions": versions(),
-        "machine": machine(trainer.accelerator.device),
         "environment": environment(),
         "geometry": dataclasses.asdict(trainer.geometry),
         **fingerprint,

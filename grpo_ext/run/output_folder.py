@@ -6,10 +6,12 @@ the trainer; the recipe refuses a folder with checkpoints before anything is loa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate.logging import get_logger
@@ -17,11 +19,22 @@ from filelock import FileLock, Timeout
 
 from ..errors import CheckpointError, ConfigError
 from .checkpoint import checkpoints, remove_unfinished
-from .manifest import read_manifest
 
 logger = get_logger(__name__)
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
+
+
+@contextlib.contextmanager
+def _explained(folder: str | Path) -> Iterator[None]:
+    """Raise an error of the file system inside as a ConfigError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(folder)!r} cannot be written to ({error.strerror}); name a folder in which this process "
+            "may create files, on a disk with space."
+        ) from error
 
 
 def create_output_dir(folder: str | Path) -> None:
@@ -30,41 +43,23 @@ def create_output_dir(folder: str | Path) -> None:
     Raises:
         ConfigError: it cannot be made.
     """
-    try:
+    with _explained(folder):
         os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(folder, error) from error
-
-
-def _not_writable(folder: str | Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"output_dir={str(folder)!r} cannot be written to ({error.strerror}); name a folder in which this process may "
-        "create files, on a disk with space."
-    )
 
 
 def _acquire(folder: str | Path, patience: float = 0.0) -> FileLock | None:
     """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
     create_output_dir(folder)
     lock = FileLock(Path(folder) / LOCK)
-    try:
+    with _explained(folder):
         with tempfile.TemporaryFile(dir=folder):
             pass  # the lock takes a folder that is read-only for one that is taken
-        lock.acquire(timeout=patience)
-    except Timeout:
-        return None
-    except OSError as error:
-        raise _not_writable(folder, error) from error
+        try:
+            lock.acquire(timeout=patience)
+        except Timeout:
+            return None
     remove_unfinished(folder)
     return lock
-
-
-def _holder(folder: str | Path) -> str:
-    """A description of the run that holds a folder."""
-    entries = read_manifest(folder)
-    if not entries or entries[-1].get("finished") is not None:
-        return "another run that has just begun"
-    return f"another run (process {entries[-1].get('process')}, started {entries[-1]['started']})"
 
 
 class HeldFolder:
@@ -76,7 +71,6 @@ class HeldFolder:
 
     def __init__(self) -> None:
         self.writer = "checkpoint"
-        self._process = os.getpid()
         self._lock: FileLock | None = None
 
     def take(self, folder: str, in_place: bool) -> tuple[str, str]:
@@ -99,8 +93,8 @@ class HeldFolder:
             self._lock = _acquire(folder, _PATIENCE)
             if self._lock is None:
                 raise CheckpointError(
-                    f"{folder} belongs to {_holder(folder)}, and two runs would overwrite each other's checkpoints; "
-                    "wait until that one has ended, end it, or name another output_dir."
+                    f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
+                    "checkpoints; wait until that one has ended, end it, or name another output_dir."
                 )
         else:
             folder = self._take_free(folder)
@@ -108,16 +102,18 @@ class HeldFolder:
 
     def _take_free(self, folder: str) -> str:
         reasons = list[str]()
-        names = (f"{folder.rstrip('/')}-{number}" if number > 1 else folder for number in itertools.count(1))
-        for name in names:
+        for number in itertools.count(1):
+            name = f"{folder.rstrip('/')}-{number}" if number > 1 else folder
             lock = None if checkpoints(name) else _acquire(name)
-            count = len(checkpoints(name))  # a run may have saved and ended in between
-            if lock is not None and not count:
+            if lock is not None and not checkpoints(name):  # a run may have saved and ended in between
                 break
             if lock is not None:
                 lock.release()
-            earlier = f"holds {count} checkpoint(s) of an earlier run, which are left alone"
-            reasons.append(f"{name} {earlier if count else f'belongs to {_holder(name)}'}")
+            reasons.append(
+                f"{name} holds checkpoints of an earlier run, which are left alone"
+                if checkpoints(name)
+                else f"{name} belongs to another run, which has not ended"
+            )
         if reasons:
             logger.warning(
                 f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "

@@ -110,7 +110,8 @@ class RunState:
         plain = {name: value for name, value in vars(self).items() if name != "rollout"}
         plain["waiting"] = [{"step": step, "progress": weights.progress} for step, weights in self.waiting]
         tensors, objects = ({}, {}) if self.rollout is None else _split(self.rollout)
-        if unstorable := [name for part in ("lists", "constants") for name in _not_json(objects.get(part, {}))]:
+        python = {**objects.get("lists", {}), **objects.get("constants", {})}
+        if unstorable := [name for name, value in python.items() if not _survives_json(value)]:
             logger.warning(
                 f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
                 "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
@@ -177,16 +178,11 @@ def _split(rollout: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, di
     return {name: value.contiguous().clone() for name, value in tensors.items()}, objects  # they may share memory
 
 
-def _not_json(objects: dict[str, Any]) -> list[str]:
-    """Names of the objects that JSON does not give back as they were."""
-
-    def is_lost(value: Any) -> bool:
-        try:
-            return bool(json.loads(json.dumps(value)) != value)
-        except (TypeError, ValueError):
-            return True
-
-    return [name for name, value in objects.items() if is_lost(value)]
+def _survives_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _join(tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], num_generations: int) -> RolloutBatch:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -28,11 +27,9 @@ from accelerate.utils import (
 )
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..compat import store_of_processes
 from ..errors import CheckpointError, GrpoExtError, ProcessError, RolloutError
 
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
-_naming = itertools.count()  # of the trainings of this process
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
@@ -141,12 +138,6 @@ def broadcast_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return broadcast(tensor)
 
 
-def broadcast_value(value: Any) -> Any:
-    """The main process's object, on every process."""
-    _refuse_alone()
-    return broadcast_object_list([value])[0]
-
-
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     """One object of each of the `size` processes of a torch process group."""
     _refuse_alone()
@@ -217,42 +208,6 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     raise CheckpointError(explain(first)) from failure
 
 
-@contextmanager
-def naming_failures() -> Iterator[None]:
-    """Name the first failure of a process on the others, whose collectives it breaks.
-
-    No collective: the first failure goes into the store of the process group, and is read where a collective breaks. A
-    launcher holds the store (torchrun, `accelerate launch`), or process 0, whose failure is then lost to the others.
-    Every process must enter this the same number of times, because a counter tells one use from the next.
-
-    Raises:
-        ProcessError: in place of the error of a collective, with the failure and its process.
-    """
-    key = f"grpo_ext/failure/{next(_naming)}"
-    try:
-        yield
-    except BaseException as error:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if not several or isinstance(error, ProcessError):
-            raise
-        failure = None
-        with suppress(Exception):  # the store may be gone too
-            store = store_of_processes()
-            if not _is_of_collective(error):
-                store.compare_set(key, "", f"process {dist.get_rank()} failed: {type(error).__name__}: {error}")
-            elif store.check([key]):
-                failure = store.get(key).decode()
-        if failure is None:
-            raise
-        raise ProcessError(failure) from None
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
-
-
 def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
     """What the main process makes, on every process; where that fails there, it fails on all of them."""
     value, failure = None, None
@@ -263,7 +218,8 @@ def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
             failure = error
         except Exception as error:  # its class may not be one that can be sent
             failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
-    value, failure = broadcast_value((value, failure))
+    _refuse_alone()
+    value, failure = broadcast_object_list([(value, failure)])[0]
     if failure is not None:
         raise failure
     return value

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
+from .attributes import assigned
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
@@ -33,8 +34,9 @@ def align_memory(*models: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What can change the bits of a run on one machine, as it is now."""
+    """What can change the bits of a run, as it is now."""
     return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -43,10 +45,6 @@ def environment() -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cublas_workspace": os.environ.get(_CUBLAS),
     }
-
-
-def _deterministic() -> Any:
-    return torch.utils.deterministic  # a module whose attribute is a property of its class, hidden from type checkers
 
 
 def divided_threads(sampling: int | None) -> tuple[int, int]:
@@ -79,6 +77,13 @@ def computing_with(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
 @contextmanager
 def pinned(threads: int | None) -> Iterator[None]:
     """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.
@@ -96,30 +101,17 @@ def pinned(threads: int | None) -> Iterator[None]:
                 f"{os.environ.get(_CUBLAS)!r}. Set it in the shell."
             )
         os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
-    flash = os.environ.get(_FLASH)
-    os.environ[_FLASH] = "1"
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-        _deterministic().fill_uninitialized_memory,
-        torch.get_float32_matmul_precision(),
-    )
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    _deterministic().fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with ExitStack() as restored:
+        restored.enter_context(computing_with(threads))
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        before = torch.are_deterministic_algorithms_enabled()
+        restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
+        torch.use_deterministic_algorithms(True)
+        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
+        # costs time, and nothing here reads such memory
+        restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))
+        restored.callback(_set_variable, _FLASH, os.environ.get(_FLASH))
+        os.environ[_FLASH] = "1"
         yield
-    finally:
-        if flash is None:
-            del os.environ[_FLASH]
-        else:
-            os.environ[_FLASH] = flash
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
-        torch.backends.cudnn.benchmark = before[3]
-        _deterministic().fill_uninitialized_memory = before[4]
-        torch.set_float32_matmul_precision(before[5])

@@ -6,7 +6,6 @@ smaller size is layout, so the update stays the same. Used around generation, sc
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,8 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_memory() -> None:
     """Let go of what a failed attempt left behind."""
-    gc.collect()
-    clear_device_cache()
+    clear_device_cache(garbage_collection=True)
 
 
 class Halving:

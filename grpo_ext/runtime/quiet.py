@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # text, category, module
@@ -31,18 +31,12 @@ _NOISY = ("trl", "datasets", "accelerate", "peft", "torch.distributed", "hugging
 _ENTRIES = [("ignore", re.compile(text, re.I), kind, re.compile(module), 0) for text, kind, module in _WARNINGS]
 
 
-class _Without(logging.Filter):
-    """Drops records by how their message begins."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = re.compile(text)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.text.match(record.getMessage()) is None
+def _dropping(text: str) -> Callable[[logging.LogRecord], bool]:
+    pattern = re.compile(text)
+    return lambda record: pattern.match(record.getMessage()) is None
 
 
-_FILTERS = {name: _Without(text) for name, text in _RECORDS.items()}
+_FILTERS = {name: _dropping(text) for name, text in _RECORDS.items()}
 _lock = threading.Lock()
 _inside = [0]  # how many are in `quiet` now
 _extended: list[Any] = []  # the list of filters that was in force at the first of them

@@ -198,10 +198,10 @@ def export(
 ) -> None:
     """Write the trained model of a checkpoint as a plain Hugging Face folder, and check that it is the same model."""
     load_libraries()
-    from ..run.checkpoint import is_verified
+    from ..run.checkpoint import LISTING
     from .export import export as export_model
 
-    if checkpoint.is_dir() and not is_verified(checkpoint):
+    if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
         say(f"{checkpoint} has no checksums, so it is read unverified.")
     done = export_model(
         checkpoint,

@@ -132,7 +132,7 @@ def _holds_adapter(source: Path, trust_shards: bool) -> bool:
     inside = checkpoints(source)
     if inside:
         raise CheckpointError(f"{source} is a run; name one of its checkpoints, for example {inside[-1]}.")
-    reason = why_broken(source, salvage=True)
+    reason = why_broken(source)
     if reason is not None:
         raise CheckpointError(f"{reason}; export another checkpoint of the run.")
     adapter = (source / _ADAPTER_CONFIG).is_file()

@@ -16,7 +16,7 @@ SIZES = {"global_batch_size", "rollout_batch_size"}  # said in TRL's fields
 # off where they are None, False or 0
 ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"}
 LAYOUT = {
-    *("rollout_chunk_size", "micro_batch_tokens", "recompute_granularity", "forward"),
+    *("rollout_chunk_size", "micro_batch_tokens", "forward"),
     *("skip_zero_contribution", "compact_rollouts", "bitwise_invariant"),
     *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume"),
     "fp16_loss_scale",

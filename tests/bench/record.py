@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.table import Table
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run.manifest import machine, versions
+from grpo_ext.run.manifest import versions
 from grpo_ext.tools.stock import OURS, STOCK
 
 from .shapes import Result, Shape
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The kind of machine, without its name."""
+    return {
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def _cpu() -> str:
+    try:  # what platform.processor() leaves empty on Linux
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
 
 
 def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:

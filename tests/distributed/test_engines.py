@@ -61,7 +61,6 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     nameless: bool = False  # a model object that cannot be loaded again by name
     model: str = "model"
-    refused_by: str | None = None  # an engine
     tools: bool = False  # which processes are done with in different turns
 
 
@@ -86,7 +85,6 @@ JOBS = [
     Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2}),
     Job("checkpointing", {"gradient_checkpointing": True}),
-    Job("selective", {"gradient_checkpointing": True, "recompute_granularity": "selective"}, refused_by="zero3"),
     Job("lora", {"beta": 0.1}, lora=True),
     Job("hybrid", {"gradient_checkpointing": True, "beta": 0.1, "max_steps": 2}, model="hybrid"),
     Job("few", FEW_ROWS),  # one group: others have none
@@ -215,8 +213,7 @@ def launches(folder, request):
     def outcome(engine: str, processes: int) -> dict[str, Outcome] | str:
         try:
             name = f"{engine}_{processes}"  # with --full, of the launcher's own interpreters
-            taken = [job for job in jobs if job.refused_by != engine]
-            return launch(folder / name, folder / "model", engine, processes, taken, fork=not full)
+            return launch(folder / name, folder / "model", engine, processes, jobs, fork=not full)
         except AssertionError as error:  # told to every test, launched once
             return str(error)
 
@@ -255,10 +252,9 @@ KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MUL
 ALIKE = [job.name for job in JOBS if job.name not in ("seed", "shards", "lora_shards") and job.resume is None]
 
 
-def alike(one: dict[str, Outcome], engine: str) -> list[str]:
-    """The jobs of one process that the engine runs too, and has to run alike."""
-    refused = {job.name for job in JOBS if job.refused_by == engine}
-    return [name for name in ALIKE if name in one and name not in refused]
+def alike(one: dict[str, Outcome]) -> list[str]:
+    """The jobs of one process that an engine has to run alike."""
+    return [name for name in ALIKE if name in one]
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
@@ -267,7 +263,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
     assert several["saved"].engine == KIND[engine]
     assert several["saved"].sharded == (engine in ("fsdp2", "zero3"))
     models = {job.name: job.model for job in JOBS}
-    errors = {name: gap(one[name], several[name], models[name]) for name in alike(one, engine)}
+    errors = {name: gap(one[name], several[name], models[name]) for name in alike(one)}
     print(f"{engine} on {processes}: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     assert max(errors.values()) <= UPDATE, errors
     assert gap(one["few"], several["seed"]) > DIFFERENT
@@ -276,7 +272,7 @@ def test_the_update_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_the_log_is_that_of_one_process(launches, engine, processes):
     one, several = launches("single", 1), launches(engine, processes)
-    for name in alike(one, engine):
+    for name in alike(one):
         for line, other in zip(one[name].log, several[name].log, strict=True):
             for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
                 if key in line:

@@ -1,4 +1,4 @@
-"""One of two processes fails: both say which one, and why, and neither waits for the other."""
+"""One of two processes fails: neither waits for the other."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launch import accelerate_launch, two_processes
+from tests.support.launch import two_processes
 
 SCRIPT = Path(__file__).with_name("failing.py")
 REWARD = "RewardError: reward function 'reward' raised KeyError: 'no score today'"
 LOSS = "KeyError: 'no score today'"
 
 
-def raised(folder: Path, place: str, ranks: str, lag: int = 0, launcher: bool = False) -> tuple[list[str], str]:
+def raised(folder: Path, place: str, ranks: str, lag: int = 0) -> tuple[list[str], str]:
     """What each process has raised, with its type, and what all of them printed."""
-    arguments = (str(folder), place, ranks, str(lag))
-    if launcher:
-        done = accelerate_launch(SCRIPT, *arguments, timeout=150)
-        status, output = done.returncode, done.stdout + done.stderr
-    else:
-        status, output = two_processes(SCRIPT, *arguments, timeout=150)
+    status, output = two_processes(SCRIPT, str(folder), place, ranks, str(lag), timeout=150)
     assert status, output[-3000:]
     return [": ".join(json.loads((folder / f"{rank}.json").read_text())) for rank in (0, 1)], output
 
 
-@pytest.mark.parametrize(("place", "failure"), [("reward", REWARD), ("loss", LOSS)])
-def test_the_failure_of_one_process_is_named_by_the_other(tmp_path, place, failure):
-    (first, second), _ = raised(tmp_path, place, "1")
-    assert first.startswith(f"ProcessError: process 1 failed: {failure}")
-    assert second.startswith(failure)
+def test_a_failure_in_a_rollout_is_named_by_the_other_process(tmp_path):
+    (first, second), _ = raised(tmp_path, "reward", "1")
+    assert first.startswith(f"ProcessError: process 1 failed: {REWARD}")
+    assert second.startswith(REWARD)
+
+
+def test_a_failure_in_the_loss_leaves_none_waiting(tmp_path):
+    (_, second), _ = raised(tmp_path, "loss", "1")
+    assert second.startswith(LOSS)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -40,13 +39,6 @@ def test_a_process_that_fails_in_the_first_rollout_leaves_none_waiting(tmp_path,
     failure = "rollout_func raised KeyError: 'no score today'"
     assert errors[int(rank)] == f"RolloutError: {failure}"
     assert errors[1 - int(rank)] == f"RolloutError: on process {rank}, {failure}"
-
-
-@pytest.mark.full
-def test_the_failure_of_process_0_is_named_where_a_launcher_holds_the_store(tmp_path):
-    (first, second), _ = raised(tmp_path, "reward", "0", launcher=True)
-    assert first.startswith(REWARD)
-    assert second.startswith(f"ProcessError: process 0 failed: {REWARD}")
 
 
 def test_what_fails_on_all_processes_is_said_by_each_as_its_own(tmp_path):

@@ -129,7 +129,7 @@ CASES = {
         {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "advantage_estimator": "group_centered", **REUSED},
         rewards=(sparse_reward,),
     ),
-    "checkpointing": Case({"gradient_checkpointing": True, "recompute_granularity": "selective"}, model="llama"),
+    "checkpointing": Case({"gradient_checkpointing": True}, model="llama"),
     "epochs": Case({"num_train_epochs": 2, "max_steps": -1}, prompts=10),
     "token_budget": Case({"micro_batch_tokens": 40, "loss_type": "grpo"}),
     "token_budget_padded": Case({"micro_batch_tokens": 60, "forward": "padded"}, model="llama"),

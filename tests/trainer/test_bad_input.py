@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from grpo_ext import GRPOConfig, GRPOTrainer, checks
+from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError, DataError, GrpoExtError, ModelError, SplitDependentError
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
@@ -328,10 +328,3 @@ def test_the_help_of_a_field_says_what_it_means_here():
         assert ours[name].default == theirs[name].default
         assert "divisible" not in ours[name].metadata["help"] != theirs[name].metadata["help"]
     assert "effect" in ours["auto_find_batch_size"].metadata["help"]
-
-
-def test_selective_recomputation_is_refused_under_zero_3(tmp_path, monkeypatch):
-    trainer = build(tmp_path, gradient_checkpointing=True, recompute_granularity="selective")
-    monkeypatch.setattr(checks.trainer, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ConfigError, match=r"under ZeRO-3.* Use 'full', ZeRO-2 or FSDP2"):
-        checks.check_trainer(trainer, trainer.args, GRPOTrainer)

@@ -247,14 +247,6 @@ def test_another_form_of_the_forward_may_resume_but_not_in_bitwise_mode(tmp_path
             again.train("latest")
 
 
-def test_where_to_go_on_from_is_said_to_train(tmp_path, caplog):
-    other(tmp_path, max_steps=1, resume_from_checkpoint="latest").train()
-    assert "args.resume_from_checkpoint='latest' is not read by train()" in caplog.text
-    caplog.clear()
-    other(tmp_path, max_steps=1, resume_from_checkpoint="latest").train("latest")
-    assert "is not read" not in caplog.text
-
-
 def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):
     trainer = other(copy, max_steps=2, allow_changed_on_resume=["max_steps"])
     trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))

@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {name: "auto" if name == "forward" else True for name in 
 SWITCHES: list[dict[str, Any]] = [
     *({name: value} for name, value in FULL.items()),
     {"micro_batch_tokens": 50},
-    {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+    {"gradient_checkpointing": True},
     {"micro_batch_tokens": 50, "forward": "auto"},
     FULL,
 ]

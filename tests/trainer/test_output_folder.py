@@ -44,7 +44,7 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
         assert Path(str(trainer.args.output_dir)) == tmp_path / name
         assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
         assert read_manifest(tmp_path / name)[-1]["ended"] == "finished"
-    assert "out belongs to another run (process" in caplog.text
+    assert "out belongs to another run, which" in caplog.text
     assert "two runs would overwrite each other's checkpoints" in refusals[0]
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
 

@@ -12,7 +12,6 @@ import pytest
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.tools.report.page import ReportCallback
 from grpo_ext.tools.report.runs import load_run
-from tests.support.tiny import letter_reward, prompts
 from tests.support.tracked import train
 
 
@@ -84,7 +83,7 @@ def test_trackio_gets_the_metrics_and_the_completions(tmp_path):
     assert "letter_reward" in json.dumps(tables[0])
 
 
-def test_the_run_log_holds_every_log_line_with_completions_and_evaluations(tmp_path):
+def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
     trainer = train(tmp_path / "out", [ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
     run = load_run(tmp_path / "out")
     assert run.source == LOG
@@ -92,15 +91,6 @@ def test_the_run_log_holds_every_log_line_with_completions_and_evaluations(tmp_p
         assert run.series(name)[1] == logged(trainer, name), name
     training = [entry for entry in run.entries if "reward" in entry["values"]]
     assert [entry["step"] for entry in training] == [1, 2, 3]
-    for entry in training:
-        assert len(entry["best"]) == len(entry["worst"]) == 2
-        for row in entry["best"] + entry["worst"]:
-            assert row["gold"] == "".join(sorted(row["prompt"][:-1]))
-            assert row["reward"] == pytest.approx(letter_reward([row["prompt"]], [row["completion"]])[0], abs=1e-5)
-    evaluations = [entry for entry in run.entries if "eval_reward" in entry["values"]]
-    assert evaluations
-    assert {row["prompt"] for e in evaluations for row in e["best"] + e["worst"]} <= set(prompts(4, seed=1)["prompt"])
-    assert {row["prompt"] for e in training for row in e["best"] + e["worst"]} <= set(prompts()["prompt"])
     assert run.status == "finished"
     assert (tmp_path / "out" / "report" / "index.html").is_file()
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ...algorithms.keyed_random import uniform
 from ...batching.micro_batches import Form, StepSizes, assign_rows
@@ -25,7 +23,6 @@ from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes, token_cost
 from ...forward.choice import ForwardChoice
-from ...runtime.recompute import PRODUCTS, check_recompute
 from .memory import MemoryLayout, ModelSizes, count, in_units, memory_of
 from .prompts import Prompts
 
@@ -67,19 +64,8 @@ def load_config(model: str) -> Any:
     return config
 
 
-class _Products(TorchDispatchMode):
-    """Adds up the bytes of matrix products and attention."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.nbytes += sum(tensor.nbytes for tensor in tree_leaves(result)) if func in PRODUCTS else 0
-        return result
-
-
-def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, int]:
-    """Bytes autograd keeps of one forward pass of a small copy of an architecture, and of its products."""
+def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
+    """Bytes autograd keeps of one forward pass of a small copy of an architecture."""
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
@@ -102,21 +88,20 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> tuple[int, in
         return tensor
 
     half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half, _Products() as products:
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
         model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values()), products.nbytes
+    return sum(storage.nbytes() for storage in kept.values())
 
 
-def _saved_per_token(config: Any, compute: str) -> list[float]:
-    """Bytes per token and layer that autograd keeps, and of products."""
+def _saved_per_token(config: Any, compute: str) -> float:
+    """Bytes per token and layer that autograd keeps."""
     long = min(_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or _TOKENS)
     short = long // 3  # two lengths, so that what does not grow with tokens drops out
 
-    def per_token(layers: int) -> list[float]:
-        pairs = zip(_saved(config, layers, long, compute), _saved(config, layers, short, compute))
-        return [(more - less) / (long - short) for more, less in pairs]
+    def per_token(layers: int) -> float:
+        return (_saved(config, layers, long, compute) - _saved(config, layers, short, compute)) / (long - short)
 
-    return [two - one for one, two in zip(per_token(1), per_token(2))]
+    return per_token(2) - per_token(1)
 
 
 def _largest_layer(model: Any, layers: int) -> int:
@@ -152,7 +137,7 @@ def measure(
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     if lora_rank is not None:
         trained = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
-    saved, products = _saved_per_token(config, compute)
+    saved = _saved_per_token(config, compute)
     size, choice = getattr(torch, compute).itemsize, ForwardChoice(forms, torch.device("cpu"))
     return ModelSizes(
         parameters=parameters,
@@ -165,7 +150,6 @@ def measure(
         compute_bytes=size,
         token_bytes=saved,
         kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
-        product_bytes=products,
         cache_bytes=attention_sizes(config).cached * size,
         cost=token_cost(model),
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
@@ -223,7 +207,6 @@ def _layout(
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
         longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        selective=settings.get("recompute_granularity") == "selective",
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
         lag=settings.get("rollout_lag") or 0,
@@ -248,12 +231,11 @@ def expected_memory(
         mean_completion_length: tokens; None assumes half of `max_completion_length`.
 
     Raises:
-        ConfigError: a configuration that cannot be read, an unknown engine, a way to recompute that is refused.
+        ConfigError: a configuration that cannot be read, an unknown engine.
     """
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
-    check_recompute(settings, zero3=engine == "zero3")
     longest = settings.get("max_completion_length") or 512
     mean = mean_completion_length or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"))

@@ -27,7 +27,6 @@ class ModelSizes:
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
-        product_bytes: of matrix products and attention per token and layer, which selective recomputation saves too.
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         cost: of a token in training, for assigning groups to processes.
         quantised: parameters that are held in `quantised_bytes` each.
@@ -44,7 +43,6 @@ class ModelSizes:
     compute_bytes: int
     token_bytes: float
     kept_bytes: float
-    product_bytes: float
     cache_bytes: float
     cost: TokenCost = field(default_factory=TokenCost)
     quantised: int = 0
@@ -61,7 +59,7 @@ class MemoryLayout:
         engine: one of `ENGINES`; processes: devices that share what it shards.
         tokens: of the largest micro-batch, prompt included.
         sampled_rows: completions per `generate` call; sampled_tokens: the longest of them, prompt included.
-        checkpointing: gradient checkpointing; selective: which keeps matrix products and attention.
+        checkpointing: gradient checkpointing.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
         lag: rollout batches that are sampled ahead; beside: on the device that trains.
@@ -74,7 +72,6 @@ class MemoryLayout:
     sampled_rows: int
     sampled_tokens: int
     checkpointing: bool = True
-    selective: bool = False
     reference: bool = False
     bitwise: bool = False
     lag: int = 0
@@ -129,8 +126,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
 
 def _activations(model: ModelSizes, layout: MemoryLayout) -> float:
     if layout.checkpointing:  # what is kept of all layers, and one layer that is run again
-        kept = model.kept_bytes + (model.product_bytes if layout.selective else 0)
-        return layout.tokens * (kept * model.layers + model.token_bytes)
+        return layout.tokens * (model.kept_bytes * model.layers + model.token_bytes)
     return layout.tokens * model.token_bytes * model.layers
 
 

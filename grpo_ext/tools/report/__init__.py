@@ -1,4 +1,4 @@
-"""`grpo-ext report`: a page of curves and completions for a run, or for several side by side."""
+"""`grpo-ext report`: a page of curves and settings for a run, or for several side by side."""
 
 from .page import ReportCallback, report
 

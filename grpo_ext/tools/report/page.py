@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from ...errors import ConfigError
 from ..plots import figure_class
 from .plots import draw, panels
-from .runs import Run, differences, flat_settings, headline, load_run, number, plan_of, value_table
+from .runs import Run, differences, flat_settings, headline, load_run, plan_of, value_table
 
 PAGE, FOLDER, COMPARISON = "index.html", "report", "report-comparison"
 MARK = '<meta name="generator" content="grpo-ext report">'
@@ -81,7 +81,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """Fill the template; everything is escaped, because a model wrote part of it.
+    """Fill the template; everything is escaped.
 
     Raises:
         ConfigError: jinja2 is not installed.
@@ -92,13 +92,8 @@ def render(content: Mapping[str, Any]) -> str:
         raise ConfigError("the report needs jinja2; install it with `pip install 'grpo-ext[plot]'`.") from None
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"visible": visible, "number": number, "plan": plan_of}
+    environment.filters |= {"plan": plan_of}
     return environment.get_template("report.html").render(**content)
-
-
-def visible(text: str) -> str:
-    """Control characters as their symbols; line breaks and tabs stay."""
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
 
 
 def _write(folder: Path, page: str) -> Path:

@@ -1,4 +1,4 @@
-"""What a run has left behind, read for its report: log lines, manifest, plan, settings and completions.
+"""What a run has left behind, read for its report: log lines, manifest, plan and settings.
 
 The run may have ended, been killed or still go on. The first stage of `grpo-ext report`; plots.py draws it and page.py
 writes it.
@@ -18,7 +18,7 @@ from ...algorithms.pass_at_k import first_and_last
 from ...batching.plan_text import describe_plan
 from ...batching.sizes import BatchGeometry
 from ...errors import ConfigError, GrpoExtError
-from ...run.log import LOG, LoggedRun, is_evaluation, read_log
+from ...run.log import LOG, LoggedRun, read_log
 from ...run.manifest import read_manifest
 
 METRICS = "metrics.json"
@@ -37,8 +37,7 @@ class Run:
 
     Attributes:
         folder: of the run.
-        entries: log lines, oldest first: step, epoch, time (seconds) and values by name; best and worst completions
-            where they were recorded.
+        entries: log lines, oldest first: step, epoch, time (seconds) and values by name.
         seconds: spent in training calls; None where that was not recorded.
         max_steps: optimizer steps that were planned, or None.
         manifest: one entry for each start.
@@ -84,16 +83,8 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the last start, by name with what they belong to: settings, geometry, versions, machine, data, model."""
+        """Of the last start, by name with what they belong to: settings, geometry, versions, data, model."""
         return flat_settings(self.manifest[-1]) if self.manifest else {}
-
-    def completions(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """The best and the worst that were recorded of the last rollouts and of the last evaluation."""
-        rows: list[tuple[str, list[dict[str, Any]]]] = []
-        for evaluation, what in ((False, "rollouts"), (True, "evaluation")):
-            step, *extremes = completions_of_last(self, evaluation)
-            rows += zip((f"{kind} of the last {what}, step {step}" for kind in ("Best", "Worst")), extremes)
-        return rows
 
 
 def load_run(path: str | Path) -> Run:
@@ -145,7 +136,7 @@ def _is_number(value: Any) -> bool:
 
 def flat_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> value of everything in a manifest entry that two runs may be compared by."""
-    groups = {name: entry.get(name) for name in ("settings", "geometry", "versions", "machine", "data", "model")}
+    groups = {name: entry.get(name) for name in ("settings", "geometry", "versions", "data", "model")}
     known = {name: group for name, group in groups.items() if isinstance(group, Mapping)}
     flat = {f"{group}.{name}": value for group, values in known.items() for name, value in values.items()}
     flat |= {name: entry[name] for name in ("tokenizer", "rewards") if name in entry}
@@ -213,22 +204,6 @@ def value_table(run: Run) -> dict[str, str]:
         first, last, least, most = (number(v) for v in (values[0], values[-1], min(values), max(values)))
         table[name] = f"{first} -> {last} ({least} to {most})"
     return table
-
-
-# ---- Completions --------------------------------------------------------------------------------------------------
-
-
-def completions_of_last(run: Run, evaluation: bool = False) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """(step, best, worst) of the last line of training, or of evaluation, that has completions; step 0 if none has."""
-    for entry in reversed(run.entries):
-        best, worst = _rows(entry, "best"), _rows(entry, "worst")
-        if (best or worst) and is_evaluation(entry["values"]) == evaluation:
-            return entry["step"], best, worst
-    return 0, [], []
-
-
-def _rows(entry: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-    return [{**row, "step": entry["step"]} for row in entry.get(kind) or []]
 
 
 # ---- Words --------------------------------------------------------------------------------------------------------

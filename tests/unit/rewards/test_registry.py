@@ -178,7 +178,7 @@ def test_a_plugin_adds_a_short_name(plugin):
 @pytest.mark.parametrize("name", ["exact_number", "cosine", "think_format_reward"])
 def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, name):
     plugin("plug_clash", f"{name} = plug_clash:half")
-    with pytest.raises(ConfigError, match=rf"'{name}' is built into grpo_ext.*plug_clash:half of the plugin"):
+    with pytest.raises(ConfigError, match=rf"'{name}' is offered by plug_clash:half and grpo_ext"):
         resolve_rewards([name])
     assert resolve_rewards(["length_penalty"], 10)
 
@@ -186,15 +186,15 @@ def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, 
 def test_two_plugins_with_one_name_are_refused_and_both_named(plugin):
     plugin("plug_a", "twice = plug_a:half")
     plugin("plug_b", "twice = plug_b:half")
-    with pytest.raises(ConfigError, match=r"plug_[ab]:half of the plugin plug_[ab], and also plug_[ab]:half"):
+    with pytest.raises(ConfigError, match="plug_a:half and plug_b:half"):
         resolve_rewards(["twice"])
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [("plug_bad:gone", "could not be loaded"), ("plug_gone:f", "could not be loaded"), ("plug_bad:none", "a int; it")],
+    [("plug_bad:gone", "it has half"), ("plug_gone:f", "could not be imported"), ("plug_bad:none", "it has half")],
 )
 def test_a_plugin_that_does_not_work_is_named(plugin, value, reason):
     plugin("plug_bad", f"broken = {value}")
-    with pytest.raises(ConfigError, match=f"{value} of the plugin plug_bad.*{reason}"):
+    with pytest.raises(ConfigError, match=f"'{value.replace(':', '.')}' .*{reason}"):
         resolve_rewards(["broken"])

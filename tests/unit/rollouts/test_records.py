@@ -16,7 +16,7 @@ from tests.support.batches import batch_of_rows
 
 
 def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], calls: int, failures: int) -> Round:
-    entries = [Entry("p", "c", None, None, 1, n, cut, 0, 0) for n, cut in zip(tokens, truncated, strict=True)]
+    entries = [Entry("p", "c", None, 1, n, cut, 0, 0) for n, cut in zip(tokens, truncated, strict=True)]
     entries[0] = dataclasses.replace(entries[0], tool_calls=calls, tool_failures=failures)
     batch = batch_of_rows([[1]] * len(entries), [[2] * n for n in tokens], torch.zeros(len(entries)), 2)
     logged = RewardCall("f", 0, 0, len(entries))

@@ -217,7 +217,7 @@ def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[s
     ratios = None if level is None else RatioRule(level, None, None)
     rounds = []
     for part in parts:
-        entries = [Entry("", "", None, None, 1, 1, False)] * len(part)
+        entries = [Entry("", "", None, 1, 1, False)] * len(part)
         rewards_BF, advantages = torch.zeros(len(part), 1), torch.zeros(len(part))
         rounds.append(Round(part, rewards_BF, advantages, entries, [], range(len(part))))
     found = rollout_metrics(rounds, ["r"], torch.ones(1), AdvantageRule(), 1, False, ratios)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
@@ -123,4 +122,3 @@ def test_a_checkpoint_of_transformers_is_taken_unverified(tmp_path):
     assert "holds no weights" in str(why_broken(folder))
     save_file({}, folder / "adapter_model.safetensors")
     assert why_broken(folder) is None
-    assert not checkpoint.is_verified(folder)

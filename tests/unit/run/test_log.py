@@ -1,34 +1,15 @@
-"""The run log: strict lines, the right completions, and what a reader makes of kills and resumes."""
+"""The run log: strict lines, and what a reader makes of kills and resumes."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict, deque
 
 import torch
 
-from grpo_ext.run.log import LOG, RunLog, as_text, cut, peak_memory_mib, read_log, strict
+from grpo_ext.run.log import LOG, RunLog, peak_memory_mib, read_log, strict
 
 CPU = torch.device("cpu")
-
-
-def record(maxlen=8):
-    """TRL's record of a rollout batch, empty."""
-    return {
-        "prompt": deque(maxlen=maxlen),
-        "completion": deque(maxlen=maxlen),
-        "rewards": defaultdict(lambda: deque(maxlen=maxlen)),
-        "advantages": deque(maxlen=maxlen),
-    }
-
-
-def sample(rows, rewards, mark="t", name="r"):
-    """One rollout batch into the record; completions are named by mark and reward."""
-    rows["prompt"].extend(f"{mark}>" for _ in rewards)
-    rows["completion"].extend(f"{mark}{reward}" for reward in rewards)
-    rows["rewards"][name].extend(rewards)
-    rows["advantages"].extend(torch.zeros(len(rewards)).tolist())
 
 
 def begun(folder, checkpoint=None):
@@ -43,8 +24,8 @@ def checkpoint(folder, step):
     return str(path)
 
 
-def write(log, step, rows=None, weights=(1.0,), **values):
-    log.write(step, step / 10, values or {"reward": float(step)}, rows or record(), list(weights), CPU)
+def write(log, step, **values):
+    log.write(step, step / 10, values or {"reward": float(step)}, CPU)
 
 
 def lines(folder):
@@ -70,95 +51,6 @@ def test_peak_memory_grows_with_what_is_allocated():
     held = torch.ones(int(before) * 2**18 + 2**24)  # the peak so far, and 64 MiB
     assert peak_memory_mib(CPU) > before + 32
     del held
-
-
-def test_the_two_best_and_worst_are_kept_by_total_reward_each_text_once(tmp_path):
-    rows = record(16)
-    sample(rows, [1.0, 5.0, 5.0, 3.0, -2.0, math.nan, 0.0, 4.0])
-    log = begun(tmp_path)
-    write(log, 1, rows)
-    (line,) = lines(tmp_path)
-    assert [row["reward"] for row in line["best"]] == [5.0, 4.0]
-    assert [row["reward"] for row in line["worst"]] == [-2.0, 0.0]
-    assert line["best"][0] == {"prompt": "t>", "completion": "t5.0", "reward": 5.0, "rewards": {"r": 5.0}}
-
-
-def test_a_gold_answer_stands_beside_its_completion_and_never_beside_another(tmp_path):
-    rows, log = record(4), begun(tmp_path)
-    rows["gold"] = deque(maxlen=4)
-    for mark, golds in (("a", ["1", ["2", "3"]]), ("b", [4, None, "6"])):
-        sample(rows, [float(i) for i in range(len(golds))], mark=mark)
-        rows["gold"].extend(golds)
-        write(log, 1, rows)
-    sample(rows, [1.0], mark="c")
-    rows["gold"].clear()  # the caller's rows have none
-    write(log, 1, rows)
-    shown = [{row["completion"]: row.get("gold") for row in line["best"] + line["worst"]} for line in lines(tmp_path)]
-    assert shown == [{"a1.0": "2\n3", "a0.0": "1"}, {"b2.0": "6", "b1.0": None, "b0.0": "4"}, {"c1.0": None}]
-
-
-def test_the_total_is_weighted_and_leaves_out_what_does_not_apply(tmp_path):
-    rows = record()
-    rows["rewards"]["a"].extend([1.0, 2.0, math.nan])
-    rows["rewards"]["b"].extend([1.0, math.nan, math.nan])
-    rows["prompt"].extend("pqr")
-    rows["completion"].extend("xyz")
-    rows["advantages"].extend(torch.zeros(3).tolist())
-    write(begun(tmp_path), 1, rows, weights=(1.0, 3.0))
-    (line,) = lines(tmp_path)
-    shown = {row["completion"]: (row["reward"], row["rewards"]) for row in line["best"] + line["worst"]}
-    assert shown == {"x": (4.0, {"a": 1.0, "b": 1.0}), "y": (2.0, {"a": 2.0, "b": None})}
-
-
-def test_a_batch_is_shown_once_and_a_smaller_one_without_what_is_left_of_the_last(tmp_path):
-    rows, log = record(4), begun(tmp_path)
-    sample(rows, [1.0, 2.0, 3.0, 4.0])
-    write(log, 1, rows)
-    write(log, 2, rows)  # the same rollout batch is trained on again
-    sample(rows, [7.0], mark="new")
-    write(log, 3, rows)
-    first, second, third = lines(tmp_path)
-    assert len(first["best"] + first["worst"]) == 4
-    assert second["best"] == second["worst"] == []
-    assert [row["completion"] for row in third["best"] + third["worst"]] == ["new7.0"]
-
-
-def test_completions_of_an_evaluation_are_told_from_those_of_training(tmp_path):
-    rows, log = record(), begun(tmp_path)
-    sample(rows, [1.0], mark="train")
-    log.collect(rows, [1.0])
-    sample(rows, [2.0], mark="eval")
-    write(log, 1, rows, eval_reward=2.0)
-    write(log, 2, rows, reward=1.0)
-    evaluation, training = lines(tmp_path)
-    assert [row["completion"] for row in evaluation["best"]] == ["eval2.0"]
-    assert [row["completion"] for row in training["best"]] == ["train1.0"]
-
-
-def test_long_texts_are_cut_in_the_middle_and_marked():
-    text = cut("a" * 5000 + "the answer", longest=400)
-    assert text.startswith("a" * 300)
-    assert text.endswith("the answer")
-    assert "[... 4610 characters cut ...]" in text
-    assert cut("a" * 400, longest=400) == "a" * 400
-
-
-def test_messages_become_text():
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
-        {"role": "assistant", "content": "a cat"},
-    ]
-    assert as_text(messages) == "user: [image] what?\nassistant: a cat"
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
-    turns = [{"role": "assistant", "content": "so", "tool_calls": [call, call]}, {"role": "tool", "name": "add"}]
-    assert as_text(turns) == f"assistant: so {json.dumps(call)} {json.dumps(call)}\ntool add: "
-
-
-def test_a_lone_surrogate_can_be_written(tmp_path):
-    rows = record()
-    sample(rows, [1.0], mark="\udc80")
-    write(begun(tmp_path), 1, rows)
-    assert lines(tmp_path)[0]["best"][0]["prompt"] == "\udc80>"
 
 
 def test_tensors_are_numbers_and_objects_text():

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import write_listing
-from grpo_ext.run.recorded_completions import RECORDED, RecordedCompletions
+from grpo_ext.run.recorded_completions import RecordedCompletions
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
@@ -195,14 +195,6 @@ def test_a_partial_checkpoint_is_refused(copy, tmp_path):
     assert nothing_left(tmp_path)
 
 
-def test_a_newer_version_is_refused(copy, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_ext.run.checkpoint.FORMAT", 2)
-    relist(copy)
-    monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"newer version \(format 2, this one reads 1\)"):
-        export(copy, tmp_path / "out")
-
-
 def test_a_full_disk_is_named_and_nothing_is_left(copy, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -265,8 +257,8 @@ def test_the_command_says_what_it_did(copy, tmp_path):
     assert done.exit_code == 0, done.output
     assert " MB" in done.output
     assert "Checked: log-probabilities of saved samples differ by" in done.output
-    (copy / RECORDED).unlink()
-    (copy / "checkpoint.json").unlink()
+    for file in (*copy.glob("grpo_ext_*"), copy / "checkpoint.json"):  # what stock TRL does not write
+        file.unlink()
     done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out2")])
     assert "has no checksums" in done.output
     assert "Not checked" in done.output

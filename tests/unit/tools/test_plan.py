@@ -64,10 +64,8 @@ class SecondStep(TrainerCallback):
         return highest
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "selective"), [pytest.param(False, False, marks=pytest.mark.full), (True, False), (True, True)]
-)
-def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing, selective):
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.full), True])
+def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
     prompt, completion, group = 128, 96, 8
     config = AutoConfig.for_model(**SMALL)
     watch = SecondStep()
@@ -83,7 +81,6 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
             max_steps=2,
             bf16=False,
             gradient_checkpointing=checkpointing,
-            recompute_granularity="selective" if selective else "full",
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -99,7 +96,7 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     sizes = measure(config, compute="float32")
     tokens = prompt + group * completion
     tile = CPU_TILE[0] * CPU_TILE[1]
-    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing, selective, head_tile=tile))
+    expected = memory_of(sizes, MemoryLayout("ddp", 1, tokens, 1, 1, checkpointing, head_tile=tile))
     state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
     assert expected["optimizer"] == state
     assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
@@ -119,7 +116,6 @@ SIZES = ModelSizes(
     compute_bytes=2,
     token_bytes=100_000,
     kept_bytes=8192,
-    product_bytes=50_000,
     cache_bytes=50_000,
 )
 
@@ -315,26 +311,6 @@ def test_a_mean_is_a_mean():
 
 def geometry_of_64() -> Any:
     return geometry_of({"global_batch_size": 64}, 1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "engine", "says"),
-    [
-        ({"recompute_granularity": "half"}, "ddp", "recompute_granularity='half' is unknown"),
-        (
-            {"recompute_granularity": "selective", "gradient_checkpointing": False},
-            "ddp",
-            "there is gradient_checkpointing",
-        ),
-        ({"recompute_granularity": "selective"}, "zero3", "under ZeRO-3"),
-    ],
-)
-def test_what_a_trainer_refuses_is_not_planned(tmp_path, changes, engine, says):
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(SMALL))
-    settings = {"num_generations": 8, **changes}
-    with pytest.raises(ConfigError, match=says):
-        expected_memory(str(model), geometry_of(settings, 1), settings, Prompts(), engine)
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):

@@ -47,14 +47,10 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def line(step, completion="abc", **values):
-    reward = values.get("reward", 0.0)
-    row = {"prompt": f"p{step}", "completion": completion, "reward": reward, "rewards": {"letters": reward}}
-    values = {"reward": reward, "reward_std": 0.5, **values}
+def line(step, **values):
+    values = {"reward": 0.0, "reward_std": 0.5, **values}
     return {"step": step, "epoch": 0.1, "time": 2.0 * step, "peak_memory_mib": 100.0 + step, "memory_of": "process"} | {
         "values": values,
-        "best": [row],
-        "worst": [],
     }
 
 
@@ -155,16 +151,15 @@ def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
     assert all(value.startswith("data:") for _, name, value in page.attributes if name in ("src", "href"))
 
 
-def test_what_a_model_wrote_stays_text(tmp_path):
-    run = make_run(tmp_path / "run", [line(1, completion=HOSTILE + "\x00\udc80"), line(2, completion="$\\frac{")])
+def test_settings_stay_text(tmp_path):
+    run = make_run(tmp_path / "run", [line(1), line(2)])
     manifest = entry(loss_type=HOSTILE)
     (run / "manifest.json").write_text(json.dumps({"trainings": [manifest]}))
     page = Page(report([run]))
     assert "script" not in page.tags
     assert all(value.startswith("data:") for tag, name, value in page.attributes if tag == "img" and name == "src")
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.text.count(HOSTILE) >= 2
-    assert "\x00" not in page.text
+    assert HOSTILE in page.text
 
 
 def test_names_of_rewards_cannot_break_the_page_or_the_plot(tmp_path):
@@ -186,12 +181,11 @@ def test_an_unfinished_run_and_one_killed_in_a_line_are_reported(tmp_path):
 
 
 def test_steps_that_were_done_again_are_shown_once(tmp_path):
-    lines = [line(1), line(2, completion="superseded", reward=9.0), {"resumed_from": 1}, line(2, reward=0.5)]
+    lines = [line(1), line(2, reward=9.0), {"resumed_from": 1}, line(2, reward=0.5)]
     run = make_run(tmp_path / "run", lines)
     starts = [entry(), entry(learning_rate=0.5) | {"ended": "finished"}]
     (run / "manifest.json").write_text(json.dumps({"trainings": starts}))
     page = Page(report([run]))
-    assert "superseded" not in page.text
     assert "reward: 0 at step 1, 0.5 at step 2" in page.text
     assert "Resumed from step 1" in page.text
     assert "settings.learning_rate 0.001 0.5" in page.text
@@ -273,16 +267,13 @@ def test_plots_in_which_nothing_moves_are_folded_away(tmp_path):
     assert '<details id="still">' not in report([run]).read_text()
 
 
-def test_the_page_shows_the_models_name_the_gold_answer_and_pass_at_k(tmp_path):
+def test_the_page_shows_the_models_name_and_pass_at_k(tmp_path):
     lines = [line(1), line(2, **{"eval_pass@1": 0.25, "eval_pass@4": 0.5, "eval_pass@8": 0.75})]
-    lines[0]["best"][0]["gold"] = HOSTILE
     run = make_run(tmp_path / "run", lines)
     start = entry() | {"model_name": "Qwen/Qwen2.5-0.5B"}
     (run / "manifest.json").write_text(json.dumps({"trainings": [start]}))
     page = Page(report([run]))
     assert "model Qwen/Qwen2.5-0.5B parameters 12,345" in page.text
-    assert f"gold answer {HOSTILE}" in page.text
-    assert page.text.count("gold answer") == 1
     assert "pass@1, first -> last 0.25 -> 0.25 pass@8, first -> last 0.75 -> 0.75" in page.text
     assert "script" not in page.tags
 
