@@ -24,7 +24,6 @@ from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError, did_you_mean
-from .precision.loss_scaler import loss_scale_options
 from .runtime.quiet import quiet
 from .setting_rules import (
     asks_for_deepspeed,
@@ -50,12 +49,12 @@ REMOVED_SETTINGS = {
     "score_completions_only": "leave it out: only completion tokens go through the language-model head",
     "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
     "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
-    "fp16_initial_scale": "use fp16_loss_scale={'initial_scale_power': 16} for 2**16",
-    "fp16_scale_window": "use fp16_loss_scale={'loss_scale_window': 1000}",
-    "fp16_hysteresis": "use fp16_loss_scale={'hysteresis': 2}",
-    "fp16_min_scale": "use fp16_loss_scale={'min_loss_scale': 1}",
     "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
-    "fp16_fixed_scale": "use fp16_loss_scale={'loss_scale': 1024}",
+    **dict.fromkeys(
+        [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
+        + ["fp16_fixed_scale"],
+        "leave it out: the loss scale has DeepSpeed's defaults; under DeepSpeed its file's fp16 section sets it",
+    ),
 }
 
 
@@ -81,8 +80,6 @@ class GRPOConfig(trl.GRPOConfig):
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
-
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "fp16_loss_scale"]
 
     # What the run means: changes what is learned, and is compared on resume.
     global_batch_size: int | None = _setting(
@@ -201,15 +198,6 @@ class GRPOConfig(trl.GRPOConfig):
         "(processes, micro-batches) may always differ.",
     )
 
-    # Half precision.
-    fp16_loss_scale: dict[str, Any] | str | None = _setting(  # noqa: RUF009  (a dataclass field)
-        None,
-        "With fp16: options of the loss scale, by DeepSpeed's names. initial_scale_power: the power of two at the "
-        "start (16). loss_scale_window: steps without an overflow before the scale doubles (1000). hysteresis: "
-        "overflows before it halves, each skips its step (2). min_loss_scale: it never falls below; an overflow there "
-        "ends the run (1). loss_scale: a fixed scale; `hysteresis` overflows in a row end the run (0: dynamic).",
-    )
-
     # Reward functions that fail.
     reward_workers: int = _setting(
         0,
@@ -292,10 +280,6 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        if self.fp16_loss_scale is not None:  # text from the command line is a dictionary by now
-            if not self.fp16:
-                raise ConfigError(f"fp16_loss_scale={self.fp16_loss_scale}: only fp16 has a loss scale; set fp16=True.")
-            loss_scale_options(cast(dict[str, Any], self.fp16_loss_scale))
         self._read_accumulation()
         if launched > self.world_size:
             raise ConfigError(

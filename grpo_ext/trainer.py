@@ -32,7 +32,7 @@ from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, reference_source, use_reference
 from .forward.rows import TokenRows
-from .precision.loss_scaler import DeepSpeedScale, LossScaler, install_loss_scaler, reduce_in_float32
+from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
@@ -114,7 +114,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of every step so far
-        self._deepspeed_scale: DeepSpeedScale | None = None
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -166,8 +165,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             compat.forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
-            options: Any = self.args.fp16_loss_scale or {}
-            self._deepspeed_scale = install_loss_scaler(self.accelerator, options)
+            install_loss_scaler(self.accelerator)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step over all processes, for the Trainer's reports."""
@@ -206,9 +204,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Sample or select the completions, run their micro-batches, log; the loss of the step, on every process."""
         start = time.perf_counter()
-        if self._deepspeed_scale is not None and self.state.global_step:
-            # the engine has made the optimizer step before this one
-            self._deepspeed_scale.after_step(self.model_wrapped)
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
@@ -463,8 +458,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         scaler = self.accelerator.scaler
         if "loss" in logs and isinstance(scaler, LossScaler):
             logs |= scaler.report()
-        elif "loss" in logs and self._deepspeed_scale is not None:
-            logs |= self._deepspeed_scale.report(self.model_wrapped)
         if self._losses and "train_loss" in logs:
             logs["train_loss"] = math.fsum(self._losses) / len(self._losses)
         super().log(logs, start_time)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from accelerate.logging import get_logger
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -23,8 +24,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMix
 from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.quantised import outlier_thresholds
-from ..precision.loss_scaler import half_weights
 from ..runtime.quiet import quiet
+
+logger = get_logger(__name__)
 
 _HUB_SECONDS = 10.0
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
@@ -247,19 +249,31 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def said_of_half_weights(model: Any) -> str | None:
-    """What it means that trained weights are in half precision, as a sentence; None where they are not."""
-    if getattr(model, "is_quantized", False):  # its adapter is what float32_adapters says
-        return None
-    half, trained = half_weights(model), sum(p.requires_grad for p in model.parameters())
+def check_half_weights(model: Any, fp16: bool) -> None:
+    """Refuse trained weights in half precision in fp16, whose scaler takes none; otherwise warn of their rounding.
+
+    Not for DeepSpeed, which trains float32 copies of its own.
+
+    Raises:
+        ModelError: names one.
+    """
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    half = {name: str(dtype).removeprefix("torch.") for name, dtype in trained.items() if dtype.itemsize < 4}
     if not half:
-        return None
-    kind = str(next(iter(half.values()))).removeprefix("torch.")
-    return (
-        f"{len(half)} of {trained} trained tensors are {kind}, which rounds small updates away, and rounds them "
-        "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
-        "same."
-    )
+        return
+    name, dtype = next(iter(half.items()))
+    if fp16:
+        raise ModelError(
+            f"fp16=True trains float32 weights and computes in float16, but {name} (one of {len(half)}) is {dtype}; "
+            "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'}; for the adapter "
+            "of a quantised model: float32_adapters=True)."
+        )
+    if not getattr(model, "is_quantized", False):  # float32_adapters sets the precision of an adapter there
+        logger.warning(
+            f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds "
+            "them otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 "
+            "all the same."
+        )
 
 
 @contextmanager

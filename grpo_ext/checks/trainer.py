@@ -21,7 +21,6 @@ from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import longest_prompt, settle_rope
 from ..forward.reference import base_model_of
-from ..precision.loss_scaler import refuse_half_weights
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
 from ..rollouts.environments import checked_environments
@@ -43,13 +42,13 @@ from .data import (
 )
 from .model import (
     check_end_token,
+    check_half_weights,
     check_model,
     check_optimizer,
     disable_random_parts,
     refuse,
     refuse_dora_in_8_bits,
     refuse_prompt_learning,
-    said_of_half_weights,
     split_dependence,
 )
 
@@ -184,10 +183,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     if config.bitwise_invariant:
         check_bitwise(trainer)
     if not trainer.is_deepspeed_enabled:  # which trains float32 copies
-        if config.fp16:
-            refuse_half_weights(policy)
-        elif (sentence := said_of_half_weights(policy)) is not None:
-            logger.warning(sentence)
+        check_half_weights(policy, config.fp16)
     if config.dynamic_sampling:
         _check_dynamic_sampling(trainer, config)
     if config.rollout_lag:

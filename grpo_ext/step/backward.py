@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 
-from ..precision.loss_scaler import deepspeed_minimum
 from ..runtime.collectives import max_over_processes, sum_over_processes
 from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 from .gradients import NativeGradients
@@ -68,7 +67,7 @@ class Accumulation:
     def micro_batch(self) -> Iterator[None]:
         """A context for the forward and the backward pass of a micro-batch."""
         # DDP and FSDP decide in the forward whether the backward synchronises, so both stand inside
-        with self.accelerator.accumulate(self.model), deepspeed_minimum():
+        with self.accelerator.accumulate(self.model):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:

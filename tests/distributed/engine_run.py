@@ -95,6 +95,7 @@ def main(folder: Path) -> None:
         peft = LoraConfig(**run["lora"]) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         if run["config"].get("fp16"):
+            trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
             trainer.add_callback(OverflowOnTheLast())
         trainer.train(resume_from_checkpoint=run["resume"])
         # weights that are saved in shards are not put together by the engine

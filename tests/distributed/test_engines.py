@@ -350,7 +350,6 @@ FP16 = Job(
     "fp16",
     {
         "fp16": True,
-        "fp16_loss_scale": {"hysteresis": 1, "initial_scale_power": 10},
         "per_device_train_batch_size": 4,
         "max_steps": 4,
     },

@@ -172,7 +172,7 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
         (["--model_name_or_path", "m", "--dataset_name", "x.jsonl"], r"x.jsonl does not exist"),
         (["--model_name_or_path", "m", "--dataset_name", "x.jsonl", "--rewards", "nice"], r"no reward 'nice'"),
         (["--global_batch_size", "12"], r"global_batch_size=12"),
-        (["--fp16_hysteresis", "1"], r"--fp16_hysteresis is no option; use fp16_loss_scale=\{'hysteresis': 2\}"),
+        (["--fp16_hysteresis", "1"], r"--fp16_hysteresis is no option; leave it out: the loss scale has"),
         (["--global_batchsize", "12"], r"--global_batchsize is no option; did you mean --global_batch_size\?"),
         (
             ["--config=misspelt.yaml"],

@@ -18,7 +18,7 @@ Console GRPOConfig GRPOTrainer __version__ register_advantage_estimator
 """
 SETTINGS = """
 advantage_estimator allow_changed_on_resume allow_split_dependent bitwise_invariant bitwise_threads
-canonical_unit_size compact_rollouts dynamic_sampling dynamic_sampling_max_rounds fp16_loss_scale
+canonical_unit_size compact_rollouts dynamic_sampling dynamic_sampling_max_rounds
 global_batch_size loss_aggregation micro_batch_tokens reward_on_failure reward_retries
 reward_timeout rollout_batch_size rollout_chunk_size skip_zero_contribution tool_timeout
 """

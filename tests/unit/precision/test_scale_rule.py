@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from grpo_ext.errors import PrecisionError
-from grpo_ext.precision.loss_scaler import LossScaler, loss_scale_options
+from grpo_ext.precision.loss_scaler import LossScaler
 
 
-def scaler_of(options: dict[str, Any]) -> LossScaler:
-    return LossScaler(loss_scale_options(options), bool)
-
-
-def run(overflows: list[bool], options: dict[str, Any]) -> list[float]:
+def run(overflows: list[bool], **options: Any) -> list[float]:
     """The scale before the first step and after each."""
-    scaler = scaler_of(options)
+    scaler = LossScaler(bool, **options)
     scales = [scaler.value]
     for overflow in overflows:
         scaler.move(overflow)
@@ -28,8 +24,7 @@ def run(overflows: list[bool], options: dict[str, Any]) -> list[float]:
 
 
 def scales(overflows: str, window: int = 1000, hysteresis: int = 2) -> list[float]:
-    options = {"initial_scale_power": 6, "loss_scale_window": window, "hysteresis": hysteresis}
-    return run([c == "x" for c in overflows], options)
+    return run([c == "x" for c in overflows], value=64.0, window=window, hysteresis=hysteresis)
 
 
 def test_by_hand():
@@ -44,30 +39,20 @@ def test_by_hand():
 
 
 def test_it_never_falls_below_the_minimum():
-    scaler = scaler_of({"initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 3})
+    scaler = LossScaler(bool, 4.0, hysteresis=1, minimum=3.0)
     scaler.move(True)
     assert scaler.value == 3.0
-    with pytest.raises(PrecisionError, match=r"loss scale of 3, which is at its minimum .* 2 of 2 steps were skipped"):
+    with pytest.raises(PrecisionError, match=r"loss scale of 3, its minimum; 2 of 2 steps were skipped"):
         scaler.move(True)
 
 
 def test_a_scale_that_never_fits_ends_in_an_error_and_no_endless_loop():
-    scaler = scaler_of({})
+    scaler = LossScaler(bool)
     for _ in range(17):  # one is tolerated, sixteen halve it to 1
         scaler.move(True)
     assert scaler.skipped == 17
     assert scaler.value == 1.0
     with pytest.raises(PrecisionError, match="lower learning_rate"):
-        scaler.move(True)
-
-
-def test_a_fixed_scale_stays_and_tolerates_what_the_hysteresis_says():
-    scaler = scaler_of({"loss_scale": 128.0, "hysteresis": 3})
-    for overflow in [False] * 5000 + [True, True, False, True, True]:
-        scaler.move(overflow)
-        assert scaler.value == 128.0
-    assert scaler.skipped == 4
-    with pytest.raises(PrecisionError, match="which is fixed"):
         scaler.move(True)
 
 
@@ -79,14 +64,7 @@ def test_it_is_deepspeeds(seed, monkeypatch):
     monkeypatch.setattr(scaler, "dist", mock.MagicMock(get_rank=lambda: 1))  # it asks who may print
     rng = random.Random(seed)
     window, hysteresis, minimum = rng.choice([1, 2, 5, 20]), rng.choice([1, 2, 4]), rng.choice([1, 8, 24])
-    ours = scaler_of(
-        {
-            "initial_scale_power": 10,
-            "loss_scale_window": window,
-            "hysteresis": hysteresis,
-            "min_loss_scale": minimum,
-        }
-    )
+    ours = LossScaler(bool, 2.0**10, window, hysteresis, float(minimum))
     theirs = scaler.DynamicLossScaler(
         init_scale=2.0**10,
         scale_window=window,
@@ -141,11 +119,10 @@ def torchs(overflows: list[bool], window: int, scale: float = 2.0**10) -> list[f
 def test_where_they_agree_it_is_torchs():
     rng = random.Random(0)
     overflows = [rng.random() < 0.2 for _ in range(100)]
-    options = {"initial_scale_power": 30, "loss_scale_window": 10**6, "hysteresis": 1}
-    assert run(overflows, options) == torchs(overflows, 10**6, 2.0**30)
+    assert run(overflows, value=2.0**30, window=10**6, hysteresis=1) == torchs(overflows, 10**6, 2.0**30)
 
 
 def test_like_deepspeeds_it_doubles_a_step_after_torchs():
-    ours = run([False] * 7, {"initial_scale_power": 10, "loss_scale_window": 6})
+    ours = run([False] * 7, value=2.0**10, window=6)
     assert ours[7] == torchs([False] * 6, 6)[6] == 2.0**11
     assert ours[6] == 2.0**10
