@@ -121,7 +121,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
-        with checks.loading():
+        with quiet():
             super().__init__(  # in TRL's order: contract.OVERRIDES
                 model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
                 eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,

@@ -4,14 +4,13 @@ Differs from TRL: these are found at construction, with the values, the rule and
 before TRL's constructor (`check_arguments`), after it (`check_trainer`) and before training (`warn_before_training`).
 """
 
-from .model import find_model, loading, refuse_frozen
+from .model import find_model, refuse_frozen
 from .trainer import check_arguments, check_trainer, warn_before_training
 
 __all__ = [
     "check_arguments",
     "check_trainer",
     "find_model",
-    "loading",
     "refuse_frozen",
     "warn_before_training",
 ]

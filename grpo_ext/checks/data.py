@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,19 +59,15 @@ def check_prompts(dataset: Any, split: str) -> None:
     if len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if _is_transformed(dataset):  # the columns come into being row by row
-        if "prompt" not in dataset[0]:
-            raise DataError(
-                f"the transform of the {split} data set gives no 'prompt'; it gives {', '.join(dataset[0])}."
-            )
         return
-    columns = getattr(dataset, "column_names", None)
-    if columns is not None and "prompt" not in columns:
+    columns = dataset.column_names
+    if "prompt" not in columns:
         raise DataError(
             f"the {split} data set has no 'prompt' column; it has {', '.join(columns)}; rename the column that holds"
             " the prompt, for example dataset.rename_column('question', 'prompt')."
         )
     for row, prompt in enumerate(iterate_prompts(dataset)):
-        if not _has_text(prompt):
+        if not prompt:
             raise DataError(
                 f"row {row} of the {split} data set has an empty prompt ({prompt!r}); a completion needs something to "
                 "complete; filter such rows out."
@@ -94,12 +91,6 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
         yield from block["prompt"]
 
 
-def _has_text(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return bool(prompt)
-    return isinstance(prompt, list) and len(prompt) > 0
-
-
 def model_length_limit(config: Any) -> tuple[int | None, bool]:
     """The longest input of a model in tokens, and whether it is absolute (learned position table).
 
@@ -110,27 +101,12 @@ def model_length_limit(config: Any) -> tuple[int | None, bool]:
     return covered_length(config), not rotary
 
 
-def check_chat_template(dataset: Any, tokenizer: Any) -> None:
-    """Refuse conversational prompts for a tokenizer that cannot write them as text.
-
-    Raises:
-        DataError: names the remedy.
-    """
-    first = next(iter(iterate_prompts(dataset)), None)
-    if isinstance(first, list) and getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            "the prompts are messages, and the tokenizer has no chat template to write them with; use an instruct "
-            "model, set chat_template_path, or give prompts as plain text (recipe: leave --conversational out)."
-        )
-
-
 def check_prompt_lengths(
     prompts: Iterable[Any],
-    lengths_of: Any,
+    lengths_of: Callable[[list[Any]], list[int]],
     config: Any,
     max_completion_length: int,
     micro_batch_tokens: int | None = None,
-    batch: int = 256,
 ) -> None:
     """Refuse prompts that the model has no positions for, or the token budget no room.
 
@@ -143,37 +119,25 @@ def check_prompt_lengths(
         DataError: names the row, its length and the limit.
     """
     limit, absolute = model_length_limit(config)
-    positions = None if limit is None else limit - (max_completion_length if absolute else 0)
-    budget = None if micro_batch_tokens is None else micro_batch_tokens - 1
-    if positions is None and budget is None:
-        return
-    room = min(n for n in (positions, budget) if n is not None)
-    suspects: list[tuple[int, Any]] = []
-
-    def check() -> None:
-        for (row, _), length in zip(suspects, lengths_of([p for _, p in suspects]) if suspects else []):
-            if positions is not None and length > positions:
-                less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
-                raise DataError(
-                    f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
-                    f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
-                    + (", or lower max_completion_length." if absolute else ".")
-                )
-            if budget is not None and length > budget:
-                raise DataError(
-                    f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to "
-                    f"hold a prompt and at least one token of its completion; set it to {length + 1} or more (prompt "
-                    "plus max_completion_length holds every completion), or filter long prompts."
-                )
-        suspects.clear()
-
-    for row, prompt in enumerate(prompts):
-        # a token is at least one byte; the margin stands for what a chat template adds
-        if len(str(prompt).encode()) + 512 > room:
-            suspects.append((row, prompt))
-        if len(suspects) == batch:
-            check()
-    check()
+    positions = math.inf if limit is None else limit - (max_completion_length if absolute else 0)
+    room = min(positions, math.inf if micro_batch_tokens is None else micro_batch_tokens - 1)
+    # a token is at least one byte; the margin stands for what a chat template adds
+    suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]
+    lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
+    for (row, _), length in zip(suspects, lengths):
+        if length > positions:
+            less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
+            raise DataError(
+                f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
+                + (", or lower max_completion_length." if absolute else ".")
+            )
+        if length > room:
+            raise DataError(
+                f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to hold "
+                f"a prompt and at least one token of its completion; set it to {length + 1} or more (prompt plus "
+                "max_completion_length holds every completion), or filter long prompts."
+            )
 
 
 def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
@@ -198,7 +162,7 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Refuse a data set whose images cannot be read, or are others when a row is read again, as it is where it is run.
+    """Refuse a data set whose images are others when a row is read again, as it is where it is run.
 
     A few rows are looked at.
 
@@ -206,21 +170,13 @@ def check_images(dataset: Any, prepare: Any) -> None:
         DataError: names the row.
     """
     for number in sorted({n * (len(dataset) - 1) // 3 for n in range(4)}):
-        try:
-            reads = [dataset[number] for _ in range(2)]
-            is_text = isinstance(reads[0]["prompt"], str) and bool(images_of(reads[0]))
-            one, other = ({} if is_text else prepare(row).tensors for row in reads)
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            raise DataError(
-                f"the processor cannot read the images of row {number} ({error}); the prompt has to be messages, and "
-                "`images` a list of images (or `image` one), as many as the prompt has places for, if it has any; "
-                "dataset.cast_column('images', Sequence(Image())) decodes files and bytes."
-            ) from error
-        if is_text:
+        reads = [dataset[number] for _ in range(2)]
+        if isinstance(reads[0]["prompt"], str) and images_of(reads[0]):
             raise DataError(
                 f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
                 "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
             )
+        one, other = (prepare(row).tensors for row in reads)
         if any(not torch.equal(one[name], other[name]) for name in one):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 from accelerate.logging import get_logger
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig
+from transformers.utils import cached_file
 
-from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.quantised import outlier_thresholds
-from ..runtime.quiet import quiet
 
 logger = get_logger(__name__)
 
-_HUB_SECONDS = 10.0
 _RANDOM_ATTRIBUTES = ("dropout", "layerdrop", "drop_path", "pdrop", "jitter")
 
 # what these kinds of PEFT adapters do in a forward pass
@@ -38,96 +25,34 @@ _SPLIT_DEPENDENT_ADAPTERS = {
 }
 
 
-def check_model(model: Any, config: GRPOConfig) -> None:
-    """`find_model` of a name, and `check_causal_lm` of an object."""
-    if isinstance(model, str):
-        load: Any = config.model_init_kwargs or {}
-        find_model(model, load, says=config.process_index == 0)
-    else:
-        check_causal_lm(model)
-
-
 def check_causal_lm(model: Any) -> None:
-    """Refuse what cannot generate and score text.
+    """Refuse an object that cannot sample and score text.
 
     Raises:
-        ModelError: the object is no module, cannot `generate`, or has no language-model head.
+        ModelError: it has no `generate`, or no language-model head.
     """
-    name = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {name}; pass a model id, a path, or a transformers causal language model.")
-    remedy = "load it with AutoModelForCausalLM (a bare AutoModel has no language-model head)"
-    if not callable(getattr(model, "generate", None)):
-        raise ModelError(f"{name} has no `generate` method, so it cannot sample completions; {remedy}.")
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise ModelError(f"{name} has no output embeddings, so completions have no log-probabilities; {remedy}.")
+    if head is None or not callable(getattr(model, "generate", None)):
+        raise ModelError(
+            f"the model is a {type(model).__name__} and cannot both sample and score text; pass a model id, a path, or "
+            "a model that was loaded with AutoModelForCausalLM (a bare AutoModel has no language-model head)."
+        )
 
 
-def find_model(name: str, load: Mapping[str, Any], says: bool = True) -> None:
-    """Print which model is loaded, and from where; the Hub is asked once (by transformers six times for every file).
+def find_model(name: str, load: Mapping[str, Any]) -> None:
+    """Look a model up once, where transformers would ask the Hub again for every file.
 
     Args:
         load: arguments of `from_pretrained`.
-        says: this process prints.
 
     Raises:
-        ModelError: there is no such folder, and the Hub has no such model, or cannot be asked.
+        ModelError: there is no such folder, and the Hub has no such model, or cannot be reached.
     """
-    say = functools.partial(print, flush=True) if says else lambda line: None
-    if Path(name).exists():
-        say(f"Loading model {name} ...")
-        return
-    place: dict[str, Any] = {key: load[key] for key in ("revision", "token") if load.get(key) is not None}
-    absent = f"model {name!r} is no folder here (looked in {Path.cwd()})"
+    place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     try:
-        huggingface_hub.snapshot_download(name, local_files_only=True, cache_dir=load.get("cache_dir"), **place)
-        say(f"Loading model {name} from the Hub's cache ...")
-        return
-    except HFValidationError:
-        raise ModelError(
-            f"{absent}, and no name of a model of the Hub, which are `owner/name`; check the path."
-        ) from None
-    except LocalEntryNotFoundError:
-        say(f"{name} is no folder here; trying the Hub ...")
-    try:
-        huggingface_hub.HfApi().model_info(name, timeout=_HUB_SECONDS, **place)
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"{absent}, and the Hub has no model of this name that is open to you; check the path or the name, and "
-            "log in (`hf auth login`) if it is private."
-        ) from None
-    except OfflineModeIsEnabled:
-        raise ModelError(
-            f"{absent}, and not in the Hub's cache, which alone is read with HF_HUB_OFFLINE=1; check the path, or "
-            "unset HF_HUB_OFFLINE."
-        ) from None
-    except HfHubHTTPError:  # the Hub is there and says something else: transformers asks again, and explains it
-        return
-    except Exception as error:  # of the network, by whichever library huggingface_hub talks through
-        raise ModelError(
-            f"{absent}, and the Hub could not be asked for a model of this name ({type(error).__name__}: {error}); "
-            "check the path, or the network."
-        ) from None
-
-
-def check_end_token(processing_class: Any, model: Any) -> None:
-    """Refuse a tokenizer without an end token, at which completions end and with which the others are filled up.
-
-    Raises:
-        ModelError: names the end token of the model, where that has one.
-    """
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.eos_token_id is not None:
-        return
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    first = ends[0] if isinstance(ends, list) and ends else ends
-    token = "'<the token>'" if not isinstance(first, int) else repr(tokenizer.convert_ids_to_tokens(first))
-    raise ModelError(
-        f"the tokenizer ({type(tokenizer).__name__}) has no end token, at which a completion ends; set it before the "
-        f"trainer is built, tokenizer.eos_token = {token}, and pass it as processing_class; or save it in the model's "
-        "folder."
-    )
+        cached_file(name, "config.json", **place)
+    except OSError as error:
+        raise ModelError(f"model {name!r} cannot be loaded; check the path or the name. {error}") from None
 
 
 def refuse_frozen(model: nn.Module) -> None:
@@ -230,22 +155,17 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse what updates the model during the backward pass; that of one micro-batch is not that of the step.
 
     Args:
-        optimizer: as the user gave it, or None.
+        optimizer: as the user passed it, or None.
 
     Raises:
         ConfigError: names the optimizer, or the parameter that steps by itself.
     """
-    reason = None
-    if type(optimizer).__name__ == "LayerWiseDummyOptimizer" or hasattr(optimizer, "fused_backward"):
-        reason = f"the optimizer {type(optimizer).__name__} updates"
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
-            reason = f"a hook on the gradient of {name} (of a layerwise optimizer, for example) works on"
-            break
-    if reason is not None:
+    hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if hooked or hasattr(optimizer, "fused_backward"):
+        stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
         raise ConfigError(
-            f"{reason} the model during the backward pass, before the step's gradient is complete; use an optimizer "
-            "that acts in its step(), for example optim='adamw_torch', and remove such hooks."
+            f"{stepping} may update the model during the backward pass, before the step's gradient is complete; remove "
+            "it, and use an optimizer that acts in its step(), for example optim='adamw_torch'."
         )
 
 
@@ -273,47 +193,6 @@ def check_half_weights(model: Any, fp16: bool) -> None:
             f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds "
             "them otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 "
             "all the same."
-        )
-
-
-@contextmanager
-def loading() -> Iterator[None]:
-    """Inside, what transformers says of quantised weights and of GGUF files of an unknown kind is one of our errors.
-
-    Raises:
-        ConfigError, ModelError: in place of transformers' ImportError and ValueError.
-    """
-    try:
-        with quiet():
-            yield
-    except ImportError as error:
-        if "quantiz" not in str(error) and "GGUF" not in str(error):
-            raise
-        raise ConfigError(f"the weights cannot be read without another library: {error}") from error
-    except ValueError as error:
-        if "fine-tuning on purely quantized models" in str(error):
-            raise ConfigError(
-                "weights in 4 or 8 bits are not trained themselves; train an adapter on them: --use_peft True, or "
-                "peft_config=LoraConfig(...)."
-            ) from error
-        if not str(error).startswith("GGUF model with architecture"):
-            raise
-        raise ModelError(
-            f"{str(error).rstrip('.')} by transformers; pass the original model's folder in place of the GGUF file."
-        ) from error
-
-
-def refuse_dora_in_8_bits(policy: nn.Module) -> None:
-    """Refuse DoRA adapters on weights of LLM.int8.
-
-    Raises:
-        ConfigError: says what to use.
-    """
-    configs = getattr(policy, "peft_config", None) or {}
-    if outlier_thresholds(policy) and any(getattr(config, "use_dora", False) for config in configs.values()):
-        raise ConfigError(
-            "use_dora=True on 8-bit weights, which PEFT reads before bitsandbytes has put them in place: the second "
-            "forward fails; load the model in 4 bits, or set use_dora=False."
         )
 
 

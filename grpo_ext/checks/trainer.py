@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import ProcessorMixin
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .. import compat, contract
 from ..algorithms.advantages import AdvantageRule
@@ -29,7 +28,6 @@ from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
-    check_chat_template,
     check_data_sets,
     check_images,
     check_prompt_lengths,
@@ -41,20 +39,17 @@ from .data import (
     with_rows,
 )
 from .model import (
-    check_end_token,
+    check_causal_lm,
     check_half_weights,
-    check_model,
     check_optimizer,
     disable_random_parts,
+    find_model,
     refuse,
-    refuse_dora_in_8_bits,
     refuse_prompt_learning,
     split_dependence,
 )
 
 logger = get_logger(__name__)
-
-_ONCE_PER_IMAGE = ("lfm2_vl",)  # models with a layer that they run for each image apart
 
 _UNUSED_HOOKS = (
     "_get_train_sampler",
@@ -79,7 +74,10 @@ def check_arguments(
     Raises:
         ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
     """
-    check_model(model, config)
+    if isinstance(model, str):
+        find_model(model, config.model_init_kwargs or {})  # type: ignore[arg-type]  (text until TRL reads it)
+    else:
+        check_causal_lm(model)
     if config.rollout_lag:
         refuse_own_forward(model)
     if factories is None:
@@ -87,7 +85,6 @@ def check_arguments(
     factories = checked_environments(factories, config.tool_timeout, with_rows(*data_sets))
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
-    check_end_token(processing_class, model)
     answers = bool(tools or factories)
     if answers:
         check_tools(tools or [], processing_class, first_rows(*data_sets))
@@ -165,7 +162,6 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
     _check_rewards(trainer, config)
     refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
-    refuse_dora_in_8_bits(policy)
     refuse_prompt_learning(policy)
     check_overrides(type(trainer), ours)
     check_parallelism(trainer.get_tp_size())
@@ -193,7 +189,7 @@ def check_trainer(trainer: Any, config: GRPOConfig, ours: type) -> list[str]:
 
 def _check_images_and_tools(trainer: Any) -> None:
     """Refuse images that nothing can be made of, and what cannot show or answer alike on every process."""
-    policy, accelerator = trainer.model, trainer.accelerator
+    accelerator = trainer.accelerator
     with_images = trainer._rollouts.images.prepare is not None
     may_be_shown = with_images and bool(trainer.tools or trainer.environment_factories)
     if may_be_shown and shards_parameters(accelerator):
@@ -217,12 +213,6 @@ def _check_images_and_tools(trainer: Any) -> None:
             check_images(data, trainer._rollouts.images.prepare)
     if not with_images:
         _refuse_images(readable)
-    if with_images and policy.config.model_type in _ONCE_PER_IMAGE and is_deepspeed_zero3_enabled():
-        raise ModelError(
-            f"{type(base_model_of(policy)).__name__} runs a layer once for each image or tile, ZeRO-3 gathers the "
-            "layer's weights from all processes each time, and they do not have equally many images, so the run would "
-            "hang; train it with ZeRO-2, FSDP2 or DDP."
-        )
 
 
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -233,7 +223,6 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     # tokens of a prompt with images are known once the images are prepared
     if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
-        check_chat_template(dataset, trainer._tokenizer)
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest, config.micro_batch_tokens)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
     done, dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))

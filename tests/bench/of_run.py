@@ -69,7 +69,7 @@ def options_of(settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"dtype={dtype!r}: a bench has weights in float32 or bfloat16; use one of them.")
     refuse_ours(settings)
     if (name := model.model_name_or_path) is not None and not name.endswith(".json"):
-        find_model(name, load, says=False)
+        find_model(name, load)
     skipped = {*left_out(settings), *OF_A_SHAPE, "model_name_or_path", "dtype"}
     used = {**fields_of(settings, GRPOConfig), **fields_of(settings, ModelConfig), "model_init_kwargs": load}
     return {name: value for name, value in used.items() if name not in skipped}, dtype

@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 import trl
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOConfig, GRPOTrainer, checks
-from grpo_ext.errors import ConfigError, DataError, ModelError
+from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from tests.support.images import (
     FAMILIES,
@@ -289,13 +288,6 @@ def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_p
         trainer.train()
 
 
-def test_under_zero3_a_layer_that_runs_once_per_image_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.trainer, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ModelError, match="Lfm2VlForConditionalGeneration runs a layer once for each image"):
-        make(tmp_path, "lfm2_vl")
-    make(tmp_path, "idefics3")
-
-
 # ---- Tools, environments and a rollout_func -----------------------------------------------------------------------
 
 SHOWN = {"max_completion_length": 60, "max_tool_calling_iterations": 2}
@@ -464,13 +456,6 @@ def test_an_override_of_the_scoring_is_given_arguments_of_trls(tmp_path):
     assert torch.equal(plain, update(make(tmp_path / "own", cls=Own, **settings)))
 
 
-@pytest.mark.parametrize("picture", [{"bytes": b"", "path": None}, "/nowhere.png"])
-def test_images_that_cannot_be_read_are_refused_by_row(tmp_path, picture):
-    rows = Dataset.from_list([{"prompt": row["prompt"], "images": [picture]} for row in image_rows(3)])
-    with pytest.raises(DataError, match="cannot read the images of row 0"):
-        make(tmp_path, rows=rows)
-
-
 def test_images_for_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(DataError, match="the data has images, and the model is given a tokenizer"):
         make(tmp_path, rows=image_rows(8), processor=image_processor("llava").tokenizer)
@@ -480,12 +465,6 @@ def test_images_beside_a_prompt_that_is_text_are_refused(tmp_path):
     rows = image_rows(3).map(lambda row: {"prompt": row["prompt"][0]["content"]})
     with pytest.raises(DataError, match="row 0 of the data set has images and a prompt that is text"):
         make(tmp_path, rows=rows)
-
-
-def test_a_file_that_is_missing_is_named_with_its_row(tmp_path):
-    rows = Dataset.from_list([{"prompt": row["prompt"], "images": ["/nowhere.png"]} for row in image_rows(3)])
-    with pytest.raises(DataError, match=r"cannot read the images of row 0 .*nowhere\.png"):
-        make(tmp_path, rows=rows.cast_column("images", datasets.List(datasets.Image())))
 
 
 @stock_scores

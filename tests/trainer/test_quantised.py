@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from transformers.quantizers import quantizer_bnb_4bit
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, SplitDependentError
@@ -215,37 +214,6 @@ def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, bas
     ids = torch.tensor([[3, 4, 5]])
     assert torch.allclose(merged(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-5)
     assert not getattr(merged, "is_quantized", False)
-
-
-def test_dora_in_8_bits_is_refused(tmp_path, base):
-    with pytest.raises(ConfigError, match=r"use_dora=True on 8-bit weights.*4 bits, or set use_dora=False"):
-        make(tmp_path, base, adapter=lora(use_dora=True), quantise=BITS[8])
-
-
-def test_quantised_weights_without_an_adapter_are_refused(tmp_path, base):
-    args, tokenizer = GRPOConfig(**config_kwargs(tmp_path)), tiny_tokenizer()
-    quantised = BitsAndBytesConfig(**BITS[4])
-    with pytest.raises(ConfigError, match="train an adapter on them: --use_peft True"):
-        GRPOTrainer(base, letter_reward, args, prompts(), None, tokenizer, quantization_config=quantised)
-
-
-def test_a_quantisation_without_its_library_is_one_sentence(tmp_path, base, monkeypatch):
-    monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"without another library: .*pip install -U bitsandbytes"):
-        make(tmp_path, base, quantise=BITS[4])
-
-
-def test_a_gguf_file_of_an_unknown_architecture_is_one_sentence(tmp_path, base):
-    gguf = pytest.importorskip("gguf", reason="needs gguf: pip install '.[gguf]'")
-    writer = gguf.GGUFWriter(Path(base) / "strange.gguf", "strange")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(
-        ModelError, match="architecture strange is not supported yet by transformers; pass the original"
-    ):
-        make(tmp_path, base, model_init_kwargs={"gguf_file": "strange.gguf"})
 
 
 def test_weights_that_sample_ahead(tmp_path, base):

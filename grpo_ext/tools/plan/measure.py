@@ -43,7 +43,7 @@ def load_config(model: str) -> Any:
         if model.endswith(".json"):
             config = AutoConfig.for_model(**json.loads(Path(model).read_text()))
         else:
-            find_model(model, {}, says=False)
+            find_model(model, {})
             config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
