@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_args
 
 import torch
 import trl
@@ -23,7 +22,7 @@ from . import contract
 from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError
 from .runtime.quiet import quiet
 from .setting_rules import (
     asks_for_deepspeed,
@@ -250,7 +249,6 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         contract.verify()
-        self._refuse_text()
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
@@ -280,33 +278,18 @@ class GRPOConfig(trl.GRPOConfig):
         finally:
             for name, value in given.items():
                 setattr(self, name, value)
-        self._read_accumulation()
+        options: Any = self.accelerator_config
+        if "num_steps" in (options.gradient_accumulation_kwargs or {}):
+            raise ConfigError(
+                "accelerator_config sets num_steps in gradient_accumulation_kwargs; leave it out, and set "
+                "global_batch_size, from which the accumulation is derived, or gradient_accumulation_steps."
+            )
         if launched > self.world_size:
             raise ConfigError(
                 f"the launcher started {launched} processes (WORLD_SIZE), but Accelerate joins {self.world_size}: each "
                 "would train alone. On the CPU set use_cpu=True (or ACCELERATE_USE_CPU=true)."
             )
         self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
-
-    def _read_accumulation(self) -> None:
-        """Take the accumulation steps that are given for Accelerate as `gradient_accumulation_steps`, as in TRL.
-
-        Raises:
-            ConfigError: both are given.
-        """
-        accelerator: Any = copy.copy(self.accelerator_config)
-        given = dict(accelerator.gradient_accumulation_kwargs or {})
-        if "num_steps" not in given:
-            return
-        steps = given.pop("num_steps")
-        if self.gradient_accumulation_steps not in (1, steps):
-            raise ConfigError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, and num_steps={steps} in "
-                "gradient_accumulation_kwargs of accelerator_config; leave the latter out."
-            )
-        self.gradient_accumulation_steps = steps
-        accelerator.gradient_accumulation_kwargs = given
-        self.accelerator_config = accelerator
 
     def _check_settings(self) -> None:
         """Refuse what setting_rules refuses."""
@@ -320,18 +303,6 @@ class GRPOConfig(trl.GRPOConfig):
         if self.bitwise_invariant:
             check_bitwise(settings)
             self.tf32 = False
-
-    def _refuse_text(self) -> None:
-        """Refuse text where a field takes numbers or truth values; transformers takes it, and fails later.
-
-        Raises:
-            ConfigError: names the field.
-        """
-        for name, kinds in _untexted().items():
-            if isinstance(value := getattr(self, name), str):
-                wanted = "True or False" if bool in kinds else f"a number ({name}={value})"
-                yaml = "; YAML reads 1e-4 as text, and 1.0e-4 as a number" if float in kinds and "e" in value else ""
-                raise ConfigError(f"{name}={value!r} is text; the field takes {wanted}, without quotes{yaml}.")
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -417,30 +388,19 @@ class GRPOConfig(trl.GRPOConfig):
         return args
 
 
-@functools.cache
-def _untexted() -> dict[str, set[Any]]:
-    """The types of every field that takes numbers and truth values alone."""
-    kinds = {name: set(get_args(hint)) or {hint} for name, hint in get_type_hints(GRPOConfig).items()}
-    return {name: kind for name, kind in kinds.items() if kind <= {int, float, bool, type(None)}}
-
-
-def _naming_fields(init: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__`, which says of an unknown field which one may be meant."""
-    known = inspect.signature(init).parameters
+def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
+    """A dataclass's `__init__`, which says of a removed setting what to write instead."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - known.keys():
-            if name in REMOVED_SETTINGS:
-                raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-            hint = did_you_mean(name, known, "`help(GRPOConfig)` and recipes/grpo.py --help list the fields.")
-            raise ConfigError(f"GRPOConfig has no field {name!r}; {hint}")
+        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
+            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
         init(self, *args, **kwargs)
 
     return checked
 
 
-GRPOConfig.__init__ = _naming_fields(GRPOConfig.__init__)  # type: ignore[method-assign]
+GRPOConfig.__init__ = _refusing_removed(GRPOConfig.__init__)  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

@@ -41,24 +41,16 @@ def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
     scored, and returns the advantages alike; what it returns for a completion that was not scored counts as zero.
 
     Raises:
-        ConfigError: another function has the name.
+        ConfigError: an estimator of this package has the name.
     """
 
     def register(estimator: Estimator) -> Estimator:
-        if not callable(estimator):
-            raise ConfigError(f"advantage estimator {name!r} is a {type(estimator).__name__}; register a function.")
-        there = ESTIMATORS.get(name, estimator)
-        if _origin(there) != _origin(estimator):  # a cell of a notebook may run again
-            raise ConfigError(f"advantage estimator {name!r} is {_origin(there)} already; choose another name.")
-        ESTIMATORS[name] = estimator
+        if getattr(ESTIMATORS.get(name), "__module__", None) == __name__:
+            raise ConfigError(f"advantage estimator {name!r} comes with grpo_ext; choose another name.")
+        ESTIMATORS[name] = estimator  # a cell of a notebook may run again
         return estimator
 
     return register
-
-
-def _origin(estimator: Estimator) -> str:
-    named = all(hasattr(estimator, name) for name in ("__module__", "__qualname__"))
-    return f"{estimator.__module__}.{estimator.__qualname__}" if named else repr(estimator)
 
 
 @register_advantage_estimator("group_standardized")
@@ -86,8 +78,7 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
 
     Mean and standard deviation are over completions; OpenRLHF and verl weight each by its tokens.
     """
-    centred = group_centered(rewards_PG)
-    return (centred - torch.nanmean(centred)) / (nan_std(centred).nan_to_num() + EPSILON)
+    return _standardized(group_centered(rewards_PG))
 
 
 def check_estimator(name: str) -> None:
@@ -159,16 +150,6 @@ def estimated_advantages(
             f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
         )
     return torch.where(torch.isnan(rewards), 0.0, advantages)
-
-
-def probe_estimator(name: str, num_generations: int) -> None:
-    """Try an estimator on two groups, one of them without variance, before anything is trained.
-
-    Raises:
-        ConfigError: as from `estimated_advantages`.
-    """
-    rewards = torch.stack([torch.arange(float(num_generations)), torch.ones(num_generations)])
-    estimated_advantages(name, rewards.view(-1, 1), torch.ones(1), num_generations)
 
 
 @dataclass(frozen=True)
@@ -245,37 +226,31 @@ def group_advantages(
 
     Returns:
         The advantages; zero for a completion that no function scored.
-
-    Raises:
-        ConfigError: an unknown mode.
     """
-    if aggregation == "sum_then_normalize":
-        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
-        advantages = _scaled(rewards_PG, scale_rewards).view(-1)
-    elif aggregation == "normalize_then_sum":
-        rewards = _normalized_sum(rewards_BF, weights_F, num_generations)
-        advantages = (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
+    if aggregation == "normalize_then_sum":
+        advantages = _standardized(_normalized_sum(rewards_BF, weights_F, num_generations))
     else:
-        raise ConfigError(
-            f"multi_objective_aggregation={aggregation!r} is unknown; use 'sum_then_normalize' or 'normalize_then_sum'."
-        )
+        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
+        advantages = _SCALED[scale_rewards](rewards_PG).view(-1)
     return torch.nan_to_num(advantages, nan=0.0)
+
+
+def _standardized(rewards: torch.Tensor) -> torch.Tensor:
+    return (rewards - torch.nanmean(rewards)) / (nan_std(rewards).nan_to_num() + EPSILON)
+
+
+def _batch_scaled(rewards_PG: torch.Tensor) -> torch.Tensor:
+    return group_centered(rewards_PG) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
+
+
+# by TRL's `scale_rewards`
+_SCALED: dict[str, Estimator] = {"group": group_standardized, "none": group_centered, "batch": _batch_scaled}
 
 
 def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:
     """Weighted sum over the functions that scored a completion, shape (B,); NaN where none did."""
     total = (rewards_BF * weights_F.to(rewards_BF)).nansum(dim=1)
     return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, total)
-
-
-def _scaled(rewards_PG: torch.Tensor, scale_rewards: str) -> torch.Tensor:
-    if scale_rewards == "none":
-        return group_centered(rewards_PG)
-    if scale_rewards == "group":
-        return group_standardized(rewards_PG)
-    if scale_rewards == "batch":
-        return group_centered(rewards_PG) / (nan_std(rewards_PG.view(-1)).nan_to_num() + EPSILON)
-    raise ConfigError(f"scale_rewards={scale_rewards!r} is unknown; use 'group', 'batch' or 'none'.")
 
 
 def _normalized_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:

@@ -24,7 +24,6 @@ import transformers
 import trl
 from transformers.utils import get_json_schema
 
-from ..algorithms.learning_rate import global_batch_advice
 from ..errors import CheckpointError, shortened
 from ..forward.reference import base_model_of
 from ..runtime.collectives import shards_parameters
@@ -315,12 +314,5 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         raise CheckpointError(
             f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
-            f" {batch_advice(changes, saved['settings'].get('learning_rate', 0.0))}".rstrip()
         )
     return changes
-
-
-def batch_advice(changes: dict[str, tuple[Any, Any]], learning_rate: float) -> str:
-    """What a changed global batch means for the learning rate of the saved run; empty where it did not change."""
-    sizes = changes.get("global_batch_size")
-    return "" if sizes is None else global_batch_advice(learning_rate, *sizes)

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..errors import CheckpointError
 from ..runtime.collectives import from_main_process
 from .checkpoint import checkpoints, newest_whole, read_listing, why_not_resumable
-from .fingerprint import KEEPS_ROLLOUT, batch_advice, check_same_run, differences
+from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences
 from .loading import CHANGEABLE
 from .state import RunState, load_reference
 
@@ -106,9 +106,8 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
     changes = from_main_process(accelerator, lambda: check_same_run(checkpoint, fingerprint, allowed))
     for part, old, new in (part for name, values in changes.items() for part in differences(name, *values)):
         logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
-    rate = changes["learning_rate"][0] if "learning_rate" in changes else args.learning_rate
-    if advice := batch_advice(changes, rate):
-        logger.warning(f"{advice} Steps are counted on, so some prompts of this epoch are skipped or repeated.")
+    if "global_batch_size" in changes:
+        logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
     _refuse_changes_without_effect(changes.keys() & CHANGEABLE.keys(), args, accelerator)
     state = RunState.load(checkpoint, trainer.num_generations)
     if state is None:

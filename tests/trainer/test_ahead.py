@@ -421,7 +421,6 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
         ({"rollout_threads": 2}, "rollout_threads without rollout_lag"),
         ({"rollout_device": "cpu"}, "rollout_device without rollout_lag"),
         ({"rollout_lag": 1, "rollout_threads": 0}, "rollout_threads=0"),
-        ({"rollout_lag": 1, "rollout_device": "moon"}, "rollout_device='moon'"),
         ({"rollout_lag": 1, "use_transformers_continuous_batching": True}, "continuous_batching"),
         ({"rollout_lag": 1, "torch_compile": True}, "torch_compile"),
         ({"rollout_lag": 1, "ignore_data_skip": True}, "ignore_data_skip"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -305,19 +304,11 @@ def test_auto_begins_where_there_is_no_checkpoint_and_goes_on_where_there_is(tmp
         other(tmp_path, max_steps=2).train("auto")
 
 
-def test_another_global_batch_says_what_it_means_for_the_learning_rate(tmp_path, caplog):
-    other(tmp_path, global_batch_size=8, max_steps=1, learning_rate=1e-3).train()
-    changes = {"global_batch_size": 32, "max_steps": 2, "learning_rate": 1e-3}
-    says = r"global_batch_size 8 -> 32: .* what was learning_rate=0.001: 0.002 \(square root, .* or 0.004 \(linear"
-    with pytest.raises(CheckpointError, match=says):
-        other(tmp_path, **changes).train("latest")
+def test_another_global_batch_says_that_prompts_are_skipped_or_repeated(tmp_path, caplog):
+    other(tmp_path, global_batch_size=8, max_steps=1).train()
     allowed = ["global_batch_size", "rollout_batch_size", "max_steps"]
-    trainer = other(tmp_path, **changes, allow_changed_on_resume=allowed)
-    trainer.train("latest")
-    assert re.search(says, caplog.text)
+    other(tmp_path, global_batch_size=32, max_steps=2, allow_changed_on_resume=allowed).train("latest")
     assert "some prompts of this epoch are skipped or repeated" in caplog.text
-    assert trainer.args.learning_rate == 1e-3  # said, not done
-    assert trainer.optimizer.param_groups[0]["initial_lr"] == 1e-3
 
 
 @pytest.mark.parametrize(("old", "new"), [((8, 8), (18, 36)), ((18, 36), (16, 32))], ids=["to cut", "from cut"])

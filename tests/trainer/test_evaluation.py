@@ -109,12 +109,9 @@ def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp
     assert passes(make(tmp_path, eval_pass_reward="solved", **both).evaluate(data)) == alone
 
 
-def test_a_reward_that_does_not_exist_and_a_threshold_that_is_no_number_are_refused(tmp_path):
+def test_a_reward_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"eval_pass_reward='solve' is no reward function.* did you mean 'solved'"):
         make(tmp_path, reward=[graded, solved], eval_pass_reward="solve")
-    for threshold in (float("nan"), True):
-        with pytest.raises(ConfigError, match=r"eval_pass_threshold=.*: use a number"):
-            make(tmp_path, eval_pass_threshold=threshold)
 
 
 def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):

@@ -16,7 +16,6 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import nanstd
 
-from grpo_ext import GRPOConfig
 from grpo_ext.algorithms.advantages import (
     EPSILON,
     ESTIMATORS,
@@ -28,7 +27,6 @@ from grpo_ext.algorithms.advantages import (
     weighted_sum,
 )
 from grpo_ext.errors import ConfigError
-from tests.support.tiny import config_kwargs
 
 MODES = [
     ("group", "sum_then_normalize"),
@@ -277,18 +275,6 @@ def test_the_rewards_are_left_as_they_were(aggregation):
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_scale_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"scale_rewards='std' is unknown; use 'group', 'batch' or 'none'"):
-        group_advantages(batch(), torch.ones(2), 4, "std")
-
-
-def test_an_unknown_aggregation_is_refused_by_name():
-    with pytest.raises(
-        ConfigError, match=r"multi_objective_aggregation='mean' is unknown; use 'sum_then_normalize' or"
-    ):
-        group_advantages(batch(), torch.ones(2), 4, "group", "mean")
-
-
 # ---- Named estimators -----------------------------------------------------------------------------------------------
 
 ONE = torch.ones(1)
@@ -351,8 +337,8 @@ def test_an_estimator_of_ones_own_takes_five_lines():
 
     try:
         assert estimated("best_of_group", 1, 2, 3, 0, 5, 5, 0, 0) == [-0.25, -0.25, 0.75, -0.25, 0.5, 0.5, -0.5, -0.5]
-        with pytest.raises(ConfigError, match=r"'best_of_group' is .*best_of_group already; choose another name"):
-            register_advantage_estimator("best_of_group")(torch.zeros_like)
+        with pytest.raises(ConfigError, match=r"'group_centered' comes with grpo_ext; choose another name"):
+            register_advantage_estimator("group_centered")(torch.zeros_like)
     finally:
         del ESTIMATORS["best_of_group"]
 
@@ -387,19 +373,7 @@ def test_an_estimator_may_write_to_its_rewards_without_scoring_what_was_not():
         del ESTIMATORS["filling"]
 
 
-def test_an_estimator_that_fails_without_variance_is_found_before_training(tmp_path):
-    register_advantage_estimator("fragile")(lambda r: (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True))
-    try:
-        with pytest.raises(ConfigError, match="'fragile' returned nan for completion 0 of group 1, whose reward is 1"):
-            GRPOConfig(**config_kwargs(tmp_path, advantage_estimator="fragile"))
-    finally:
-        del ESTIMATORS["fragile"]
-
-
-def test_what_is_registered_is_a_function_with_or_without_a_name():
-    with pytest.raises(ConfigError, match="is a int; register a function"):
-        register_advantage_estimator("number")(3)
-    assert "number" not in ESTIMATORS
+def test_what_is_registered_may_have_no_name_of_its_own():
     register_advantage_estimator("partial")(functools.partial(torch.sub, other=1.0))
     try:
         assert estimated("partial", 1, 2, 3, 4) == [0.0, 1.0, 2.0, 3.0]
