@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -216,73 +216,16 @@ def _ends_group(sizes: StepSizes, rows: Sequence[int], stop: int) -> bool:
 
 
 def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
-    """Cut rows into few and even micro-batches of at most `max_rows` rows and `max_tokens` tokens.
+    """Cut rows into few micro-batches of at most `max_rows` rows and `max_tokens` tokens, each as full as it gets.
 
-    A row that is larger than the budget on its own goes alone.
+    Where prompts are shared the rows of a group stay together, where they are padded rows of like length. A row that is
+    larger than the budget on its own goes alone.
     """
-    if form != "packed":
-        return _cut_columns(sizes, rows, max_rows, max_tokens, form)
-    # padding to the multiple stays within the budget
-    max_tokens = max(max_tokens // sizes.multiple * sizes.multiple, 1)
-    exact = replace(sizes, multiple=1)
-    pieces = [part for piece in sizes.pieces(rows) for part in _cut_piece(sizes, piece, max_rows, max_tokens)]
-    tokens = [exact.tokens(piece, form) for piece in pieces]
-    order = sorted(range(len(pieces)), key=lambda i: (-tokens[i], i))
-    count = max(ceil_div(sum(tokens), max_tokens), ceil_div(len(rows), max_rows)) if pieces else 0
-    while (bins := _fit(order, tokens, pieces, count, max_rows, max_tokens)) is None:
-        count += 1
-    return [sorted(row for i in content for row in pieces[i]) for content in bins if content]
-
-
-def _cut_piece(sizes: StepSizes, piece: list[int], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """Cut the rows of one group so that each part, prompt included, is within the limits; even parts."""
-    prompt = sizes.prompts_B[piece[0]]
-    room = max(max_tokens - prompt, 1)
-    order = sorted(piece, key=lambda row: (-sizes.completions_B[row], row))
-    lengths = [sizes.completions_B[row] for row in order]
-    units = [[row] for row in order]
-    count = max(ceil_div(sum(lengths), room), ceil_div(len(piece), max_rows), 1)
-    while (bins := _fit(range(len(order)), lengths, units, count, max_rows, room)) is None:
-        count += 1
-    return [sorted(order[i] for i in content) for content in bins if content]
-
-
-def _fit(
-    order: Iterable[int],
-    sizes: Sequence[int],
-    units: Sequence[Sequence[int]],
-    count: int,
-    max_rows: int,
-    capacity: int,
-) -> list[list[int]] | None:
-    """Longest first into the emptiest of `count` bins; None if something does not fit. Oversized units go alone."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    load, held = [0] * count, [0] * count
-    for i in order:
-        target = min(
-            (
-                b
-                for b in range(count)
-                if not bins[b] or (load[b] + sizes[i] <= capacity and held[b] + len(units[i]) <= max_rows)
-            ),
-            key=lambda b: (load[b], b),
-            default=None,
-        )
-        if target is None:
-            return None
-        bins[target].append(i)
-        load[target] += sizes[i]
-        held[target] += len(units[i])
-    return bins
-
-
-def _cut_columns(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_tokens: int, form: Form) -> list[list[int]]:
-    """Rows of like length together, each micro-batch filled as far as it goes; after shared prompts, whole groups."""
 
     def lengths(piece: Sequence[int]) -> list[int]:
         return [sizes.prompts_B[row] + sizes.completions_B[row] for row in piece]
 
-    pieces = sizes.pieces(rows) if form == "prefix" else [[row] for row in sorted(rows)]
+    pieces = [[row] for row in sorted(rows)] if form == "padded" else sizes.pieces(rows)
     pieces.sort(key=lambda piece: -max(lengths(piece)))
     ordered = [row for piece in pieces for _, row in sorted(zip((-n for n in lengths(piece)), piece))]
     result: list[list[int]] = []

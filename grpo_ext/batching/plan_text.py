@@ -26,8 +26,6 @@ def describe_plan(
         ahead: what it takes to sample ahead of training, where that is done.
     """
     g, group = geometry, geometry.num_generations
-    counts = g.micro_batches_per_process()
-    spread = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
     budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
     rows = [
@@ -36,7 +34,7 @@ def describe_plan(
         ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
         ("processes", f"{g.num_processes}"),
         ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
-        ("micro-batches per step", f"{spread} per process ({'derived' if not budget else 'or more, by length'})"),
+        ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
     more = (("forward", form), ("precision", precision), ("sampling ahead", ahead))
     rows += [(name, text) for name, text in more if text is not None]

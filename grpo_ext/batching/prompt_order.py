@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -76,13 +77,15 @@ class StepRows(Sequence[dict[str, Any]]):
         )
 
 
-def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+@functools.lru_cache(maxsize=4)
+def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
     """The order in which an epoch visits the prompts: a function of (seed, epoch) alone."""
-    if not shuffle:
-        return list(range(num_prompts))
-    # 63 bits: torch seeds are signed
-    generator = torch.Generator().manual_seed(derive_key(seed, ORDER_STREAM, epoch) >> 1)
-    return torch.randperm(num_prompts, generator=generator).tolist()
+    return _shuffled(num_prompts, seed, ORDER_STREAM, epoch) if shuffle else range(num_prompts)
+
+
+def _shuffled(count: int, *key: int) -> list[int]:
+    generator = torch.Generator().manual_seed(derive_key(*key) >> 1)  # 63 bits: torch seeds are signed
+    return torch.randperm(count, generator=generator).tolist()
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class StepDataset(Dataset):
 
     Args:
         layout: the steps of an epoch.
+        seed, shuffle: what the order of the prompts follows from.
         ahead: rows are asked for before their step (`rows`), so the steps come without.
     """
 
@@ -151,11 +155,12 @@ class StepDataset(Dataset):
         prompts: Any,
         layout: EpochLayout | list[StepLayout],
         rule: ProcessSlices,
-        order: Callable[[int], list[int]],
+        seed: int = 0,
+        shuffle: bool = False,
         ahead: bool = False,
     ) -> None:
-        self.prompts, self.layout, self.rule, self.order, self.ahead = prompts, layout, rule, order, ahead
-        self._cached: tuple[int, list[int]] | None = None
+        self.prompts, self.layout, self.rule = prompts, layout, rule
+        self.seed, self.shuffle, self.ahead = seed, shuffle, ahead
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -172,11 +177,26 @@ class StepDataset(Dataset):
 
     def rows(self, request: RolloutRequest) -> StepRows:
         """The rows of a rollout batch; steps that go on with one come without."""
-        epoch, start = request.epoch, request.layout.rollout_prompts.start
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self.order(epoch))
-        order = self._cached[1]
-        return self.rule.rows(request, self.prompts, lambda p: order[start + p])
+        order, start = self._order(request), request.layout.rollout_prompts.start
+        return self.rule.rows(request, self.prompts, lambda position: order[start + position])
+
+    def further_rows(self, request: RolloutRequest, taken: int, wanted: int) -> StepRows | None:
+        """This process's rows of up to `wanted` further prompts, after the `taken` first; None where none is left.
+
+        They are the rest of the data set, in an order that (seed, epoch, rollout) decide. So they do not depend on the
+        number of processes, nor on what other rollouts took, and a resumed run finds the same.
+        """
+        layout, order = request.layout, self._order(request)
+        used = {order[position] for position in layout.rollout_prompts}
+        mixed = _shuffled(len(self.prompts), self.seed, FURTHER_STREAM, request.epoch, layout.rollout)
+        chosen = [prompt for prompt in mixed if prompt not in used][taken : taken + wanted]
+        if not chosen:
+            return None
+        further = self.rule.part(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
+        return self.rule.rows(further, self.prompts, chosen.__getitem__)
+
+    def _order(self, request: RolloutRequest) -> Sequence[int]:
+        return prompt_order(len(self.prompts), self.seed, request.epoch, self.shuffle)
 
 
 class StepStream(IterableDataset):
@@ -214,36 +234,6 @@ class StepStream(IterableDataset):
                 yield self.rule.rows(request, batch)
 
 
-class FurtherPrompts:
-    """Further prompts for a rollout batch: the rest of the data set, in an order that (seed, epoch, rollout) decide.
-
-    So they do not depend on the number of processes, nor on what other rollouts took, and a resumed run finds the same.
-    """
-
-    def __init__(self, prompts: Any, rule: ProcessSlices, order: Callable[[int], list[int]], seed: int) -> None:
-        self.prompts, self.rule, self.order, self.seed = prompts, rule, order, seed
-        self._cached: tuple[tuple[int, int], list[int]] | None = None
-
-    def _rest(self, request: RolloutRequest) -> list[int]:
-        name = (request.epoch, request.layout.rollout)
-        if self._cached is None or self._cached[0] != name:
-            order = self.order(request.epoch)
-            taken = {order[p] for p in request.layout.rollout_prompts}
-            generator = torch.Generator().manual_seed(derive_key(self.seed, FURTHER_STREAM, *name) >> 1)
-            mixed = torch.randperm(len(self.prompts), generator=generator).tolist()
-            self._cached = (name, [p for p in mixed if p not in taken])
-        return self._cached[1]
-
-    def rows(self, request: RolloutRequest, taken: int, wanted: int) -> StepRows | None:
-        """This process's rows of up to `wanted` further prompts, after the `taken` first; None where none is left."""
-        chosen = self._rest(request)[taken : taken + wanted]
-        if not chosen:
-            return None
-        first = len(request.layout.rollout_prompts) + taken
-        further = self.rule.part(request.epoch, request.layout, len(chosen), first)
-        return self.rule.rows(further, self.prompts, chosen.__getitem__)
-
-
 class StepLoader(DataLoader):
     """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside.
 
@@ -265,10 +255,6 @@ class StepLoader(DataLoader):
 _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor")  # arguments of `DataLoader`
 
 
-def _first(items: list[StepRows]) -> StepRows:
-    return items[0]
-
-
 def _itself(item: Any) -> Any:
     return item
 
@@ -286,10 +272,9 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    order = functools.partial(prompt_order, len(prompts), seed, shuffle=shuffle)  # loader workers pickle it
-    dataset = StepDataset(prompts, layout, rule, order, args.rollout_lag > 0)
+    dataset = StepDataset(prompts, layout, rule, seed, shuffle, args.rollout_lag > 0)
     workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}
-    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=_first, **workers)
+    return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=itemgetter(0), **workers)
 
 
 def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> StepLoader:
@@ -299,9 +284,8 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     """
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
-    order = functools.partial(prompt_order, len(rows), 0, shuffle=False)
-    dataset = StepDataset(rows, [layout], rule, order)
+    dataset = StepDataset(rows, [layout], rule)
     once = [[(0, 0)]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
-    loader = StepLoader(dataset, batch_sampler=once, collate_fn=_first)
+    loader = StepLoader(dataset, batch_sampler=once, collate_fn=itemgetter(0))
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader

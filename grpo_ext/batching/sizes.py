@@ -7,7 +7,6 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,15 +86,6 @@ class BatchGeometry:
     def accumulation_steps(self) -> int:
         """Micro-batches of the busiest process in a full step."""
         return ceil_div(ceil_div(self.global_batch_size, self.num_processes), self.micro_batch_size)
-
-    def micro_batches_per_process(self, completions: int | None = None) -> list[int]:
-        """Micro-batches each process runs in a step of `completions` completions (default: a full step).
-
-        A process without completions still runs one micro-batch of weight zero, so no process is below 1.
-        """
-        total = self.global_batch_size if completions is None else completions
-        counts = (len(even_slice(total, self.num_processes, rank)) for rank in range(self.num_processes))
-        return [max(1, ceil_div(count, self.micro_batch_size)) for count in counts]
 
 
 # settings of GRPOConfig that the batch sizes follow from, and TRL's default of each
@@ -203,25 +193,20 @@ def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any
             f"{name}={rollout} is not a multiple of global_batch_size={step}; a generation phase feeds whole optimizer "
             f"steps; use {_multiples_around(rollout, unit)}."
         )
-    if rollout % group == 0:
-        return
-    if rollout > step:
+    if rollout % group and rollout > step:
         raise ConfigError(
             f"{name}={rollout} is not a multiple of num_generations={group}; a rollout batch holds whole groups; use "
             f"{_multiples_around(rollout, unit)}."
         )
-    size = f"global_batch_size={step}"
-    if sizes["global_batch_size"] is None:
-        size = (
-            f"per_device_train_batch_size={sizes['per_device_train_batch_size']} * gradient_accumulation_steps="
-            f"{sizes['gradient_accumulation_steps']} * {sizes['num_processes']} process(es) = {step} completions per "
-            "optimizer step, which"
+    if rollout % group:
+        factors = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+        product = " * ".join(f"{factor}={sizes[factor]}" for factor in factors)
+        size = f"{product} = {step} completions" if sizes["global_batch_size"] is None else f"global_batch_size={step}"
+        raise ConfigError(
+            f"{size} is not a multiple of num_generations={group}; a rollout batch, here one step, holds whole groups; "
+            f"set global_batch_size to {_multiples_around(step, group)} (any per_device_train_batch_size is then "
+            f"allowed), or rollout_batch_size to {unit}, whose steps cut groups."
         )
-    raise ConfigError(
-        f"{size} is not a multiple of num_generations={group}; a rollout batch, here one step, holds whole groups; set "
-        f"global_batch_size to {_multiples_around(step, group)} (any per_device_train_batch_size is then allowed), or "
-        f"rollout_batch_size to {unit}, whose steps cut groups."
-    )
 
 
 def _chunk_size(requested: int | None, num_generations: int) -> int:
@@ -323,25 +308,6 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
         raise ConfigError(
             f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
             "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
-        )
-
-
-def check_lag_of_run(rollout_lag: int, layout: EpochLayout, steps: int) -> None:
-    """Refuse a lag by which the weights of the start sample all of a run.
-
-    Args:
-        steps: optimizer steps of the run, over as many epochs as they take.
-
-    Raises:
-        ConfigError: says how many rollout batches there are.
-    """
-    inside = itertools.islice(itertools.cycle(range(len(layout))), steps)
-    starts = (step for step in inside if layout[step].starts_rollout)
-    batches = sum(1 for _ in itertools.islice(starts, rollout_lag + 1))
-    if rollout_lag >= max(batches, 1):
-        raise ConfigError(
-            f"rollout_lag={rollout_lag}, and a run of {steps} step(s) has {batches} rollout batch(es), so the weights "
-            f"of the start would sample all of it; use rollout_lag={max(batches - 1, 0)} or less, or train longer."
         )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import os
 from typing import Any
 
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..batching.sizes import EpochLayout, check_lag_of_run
 from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError
 from ..forward.quantised import outlier_thresholds
@@ -65,7 +62,6 @@ def check_ahead(trainer: Any, config: GRPOConfig) -> None:
             "trained. Use rollout_lag=0."
         )
     _check_model_ahead(trainer, config)
-    _refuse_server_elsewhere(trainer, lag)
     if trainer._rollouts.images.carry_images:
         raise ConfigError(
             f"rollout_lag={lag} with tools or an environment, and a model that takes images: not built; use "
@@ -76,9 +72,6 @@ def check_ahead(trainer: Any, config: GRPOConfig) -> None:
             f"rollout_lag={lag} asks for rows before their step, and a stream gives them in its own order; use a data "
             "set with a length, or rollout_lag=0."
         )
-    layout = EpochLayout(trainer.geometry, len(dataset), config.dataloader_drop_last)
-    steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * len(layout))
-    check_lag_of_run(lag, layout, steps)
 
 
 def _check_model_ahead(trainer: Any, config: GRPOConfig) -> None:
@@ -107,16 +100,6 @@ def _check_model_ahead(trainer: Any, config: GRPOConfig) -> None:
         )
     elif trainer.is_deepspeed_enabled and (parts := _other_parts(trainer.accelerator)):
         raise ConfigError(f"rollout_lag={lag} and {parts} of DeepSpeed: not built; leave it out, or use rollout_lag=0.")
-
-
-def _refuse_server_elsewhere(trainer: Any, lag: int) -> None:
-    machines = trainer.args.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", trainer.args.world_size))
-    here = trainer.args.vllm_server_host in ("0.0.0.0", "localhost", "127.0.0.1")
-    if trainer.use_vllm and machines > 1 and here and not trainer.args.vllm_server_base_url:
-        raise ConfigError(
-            f"rollout_lag={lag} on {machines} machines: every process asks the vLLM server, and on most of them "
-            f"vllm_server_host={trainer.args.vllm_server_host!r} is another machine; set vllm_server_base_url."
-        )
 
 
 def _other_parts(accelerator: Any) -> str:

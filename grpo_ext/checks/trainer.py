@@ -15,7 +15,7 @@ from .. import compat, contract
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
-from ..errors import ConfigError, DataError, ModelError, did_you_mean
+from ..errors import ConfigError, DataError, did_you_mean
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import longest_prompt, settle_rope
@@ -235,14 +235,8 @@ def check_bitwise(trainer: Any) -> None:
     """Refuse what the same bits cannot be promised for.
 
     Raises:
-        ConfigError, ModelError: names it.
+        ConfigError: names it.
     """
-    accelerator = trainer.accelerator
-    if shards_parameters(accelerator):
-        raise ModelError(
-            f"bitwise_invariant=True works on one process or data parallel, not under "
-            f"{accelerator.distributed_type.value}; use plain data parallel (DDP), or turn it off."
-        )
     if models := [type(func).__name__ for func in trainer.reward_funcs if isinstance(func, nn.Module)]:
         raise ConfigError(
             f"bitwise_invariant=True cannot be kept with reward models ({', '.join(models)}): the bits of a score "
@@ -250,7 +244,7 @@ def check_bitwise(trainer: Any) -> None:
         )
     own = own_sampling(trainer)
     if own is not None or not samples_by_key(trainer):
-        own = own or own_generate(accelerator.unwrap_model(trainer.model))
+        own = own or own_generate(trainer.accelerator.unwrap_model(trainer.model))
         raise ConfigError(
             "bitwise_invariant=True needs this trainer's own sampling; rollout_func, beam search, do_sample=False and "
             f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "

@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 
 from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
-from ..batching.prompt_order import FurtherPrompts, ProcessSlices, RolloutRequest, StepRows
+from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
@@ -94,7 +94,7 @@ class Rollouts:
         self.threads: int | None = None
         self.sampled_at = 0
         self.steps: Any = None
-        self.further: FurtherPrompts | None = None
+        self.further: StepDataset | None = None
         # while a user's `_generate_and_score_completions` runs: the request, and the rounds by calls of TRL's method
         self._scored: tuple[RolloutRequest, list[Round]] | None = None
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
@@ -146,7 +146,7 @@ class Rollouts:
         """The training loader's data set of steps."""
         self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
         if self.args.dynamic_sampling:
-            self.further = FurtherPrompts(steps.prompts, steps.rule, steps.order, self.args.seed)
+            self.further = steps
         self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
 
     def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
@@ -257,7 +257,7 @@ class Rollouts:
             teaches.append([not value for value in dull.tolist()])
             taken += len(dull) if len(rounds) > 1 else 0
             places, free = fill_places(teaches)
-            more = self.further.rows(request, taken, free) if free else None
+            more = self.further.further_rows(request, taken, free) if free else None
         self._log(rounds, context)
         groups = sum(map(len, rounds)) // group
         values = {

@@ -436,11 +436,6 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"rollout_lag": 3, "max_steps": 3},
-            r"rollout_lag=3, and a run of \d+ step\(s\) has 3 rollout batch.* use rollout_lag=2 or less",
-        ),
-        ({"rollout_lag": 2, "max_steps": 3, "rollout_batch_size": 32}, r"has 2 rollout batch"),
         ({"rollout_lag": 1, "generation_kwargs": {"do_sample": False}}, "needs this trainer's own sampling"),
     ],
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...batching.sizes import EpochLayout, check_lag_of_run, geometry_of
+from ...batching.sizes import geometry_of
 from ...errors import ConfigError
 from ..stock import OURS, STOCK
 from .comparison import (
@@ -89,7 +89,7 @@ def check(
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
     settings = _settings(task.settings, steps, bitwise)
     chosen = list(splits) if splits is not None else default_splits(settings["global_batch_size"], (1, 2))
-    _check_sizes(settings, chosen, len(task.dataset), steps)
+    _check_sizes(settings, chosen)
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name, ExitStack() as stack:
         data_path = str(Path(name) / "data")
         task.dataset.save_to_disk(data_path)
@@ -106,14 +106,12 @@ def check(
         return CheckReport(results, steps)
 
 
-def _check_sizes(settings: Mapping[str, Any], splits: Sequence[Split], rows: int, steps: int) -> None:
+def _check_sizes(settings: Mapping[str, Any], splits: Sequence[Split]) -> None:
     """Refuse sizes that break a rule under one of the splits, before anything is started."""
     if not splits:
         raise ConfigError("no splits to compare; give at least one micro-batch size and one number of processes.")
     for split in splits:
-        geometry = geometry_of({**settings, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
-        layout = EpochLayout(geometry, rows, settings.get("dataloader_drop_last", False))
-        check_lag_of_run(settings.get("rollout_lag", 0), layout, steps)
+        geometry_of({**settings, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
 
 
 def _settings(config: Mapping[str, Any], steps: int, bitwise: bool) -> dict[str, Any]:

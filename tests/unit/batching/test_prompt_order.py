@@ -111,7 +111,7 @@ def test_any_seed_and_epoch_give_an_order(seed, epoch):
 
 
 def test_without_shuffling_the_order_is_the_data_sets():
-    assert prompt_order(7, seed=1, epoch=2, shuffle=False) == list(range(7))
+    assert list(prompt_order(7, seed=1, epoch=2, shuffle=False)) == list(range(7))
 
 
 # ---- Shares of a step -----------------------------------------------------------------------------------------------
