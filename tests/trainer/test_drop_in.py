@@ -284,26 +284,26 @@ def test_bfloat16_trains(tmp_path):
     assert log_of(trainer, "grad_norm")[0] > 0
 
 
-def test_rollouts_are_reused_and_renewed_on_time(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "epochs", "rollouts"),
+    [
+        (22, 1, [32, 32, 24]),  # 8, 8 and 6 prompts
+        (8, 2, [32, 32]),  # a rollout batch for each epoch
+    ],
+)
+def test_rollouts_are_reused_and_renewed_on_time(tmp_path, rows, epochs, rollouts):
     calls = []
 
     def counting(prompts, completions, **kwargs):
         calls.append(len(completions))
         return letter_reward(prompts, completions)
 
-    # 22 prompts, rollouts of 8: 8, 8 and 6; two iterations of 2, 2 and 2 steps each
-    trainer = make(
-        tmp_path,
-        rewards=counting,
-        rollout_batch_size=32,
-        rollout_chunk_size=32,
-        num_iterations=2,
-        max_steps=-1,
-        num_train_epochs=1,
-    )
+    # two iterations of two steps each
+    sizes = {"rollout_batch_size": 32, "rollout_chunk_size": 32, "num_iterations": 2}
+    trainer = make(tmp_path, rewards=counting, dataset=prompts(rows), max_steps=-1, num_train_epochs=epochs, **sizes)
     trainer.train()
-    assert trainer.state.global_step == 12
-    assert calls == [32, 32, 24]
+    assert trainer.state.global_step == 4 * len(rollouts)
+    assert calls == rollouts
 
 
 def test_callbacks_see_one_step_per_optimizer_step(tmp_path):
