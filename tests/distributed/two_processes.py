@@ -77,7 +77,6 @@ def main(folder: Path, groups: int, chunk: int = 4, own: bool = False) -> dict[s
         "logged_prompts": len(trainer._logs["prompt"]),
         "eval_reward": metrics["eval_reward"],
         "passes": {name: value for name, value in metrics.items() if "@" in name},
-        "gold": list(zip(trainer._logs["prompt"], trainer._logs["gold"])),
         "kl": [line["kl"] for line in trainer.state.log_history if "kl" in line],
         "parameters": sum(float(p.detach().double().sum()) for p in trainer.model.parameters()),
         "metrics": [

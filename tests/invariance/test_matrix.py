@@ -45,16 +45,17 @@ FULL_CONTROLS = [("quantile", 1, 4), ("entropy", 1, 4), ("gpt2", 2, 8), ("cispo"
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory, request) -> Launches:
+    """The runs of the tests that were selected, launched together."""
     together = Launches(Bench(tmp_path_factory.mktemp("matrix")))
-    full = request.config.getoption("--full")
-    for name in NAMES if full else [name for name in NAMES if name not in FULL]:
-        together.plan(1, together.bench.run(name, REFERENCE))
-        for processes, size in covering(name) + (remaining(name) if full else []):
-            together.plan(processes, together.bench.run(name, size))
-    controls = [*STOCK_CONTROLS, *(FULL_CONTROLS if full else ())]
-    for name, processes, size in controls if STOCK_SCORES else ():
-        together.plan(1, together.bench.run(name, REFERENCE, STOCK))
-        together.plan(processes, together.bench.run(name, size, STOCK))
+    for item in request.session.items:
+        params = item.callspec.params if item.module is request.module and hasattr(item, "callspec") else {}
+        stock = item.originalname == test_stock_trl_learns_something_else.__name__
+        if "name" not in params or (stock and not STOCK_SCORES):
+            continue
+        trainer = STOCK if stock else OURS
+        together.plan(1, together.bench.run(params["name"], REFERENCE, trainer))
+        if "size" in params:
+            together.plan(params["processes"], together.bench.run(params["name"], params["size"], trainer))
     return together
 
 

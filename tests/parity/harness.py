@@ -73,7 +73,6 @@ KNOWN = [
     Known(
         "metrics", "loss", True, "grpo_ext logs the exact loss of a step by TRL's record; the line of the log is alike"
     ),
-    Known("tables", "gold", True, "gold answers are kept for the log of the run"),
     Known("timings", "_prepare_inputs", False, PHASES),
     Known("timings", "_get_per_token_logps_and_entropies", False, PHASES),
     *(Known("lines", f"eval_{name}@*", True, "grpo_ext's metrics of an evaluation") for name in ("pass", "mean")),

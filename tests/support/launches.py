@@ -32,8 +32,9 @@ class Launches:
             self.planned[processes].append(run)
 
     def result(self, processes: int, run: Run) -> RunResult:
+        self.plan(processes, run)
         if (processes, run.name) not in self.done:
-            together = self.planned[processes]
+            together = [r for r in self.planned[processes] if (processes, r.name) not in self.done]
             for r, outcome in zip(together, run_all(together, processes)):
                 self.done[processes, r.name] = outcome
         return self.done[processes, run.name]

@@ -54,28 +54,9 @@ def test_a_checkpoint_lists_all_it_holds(run):
     assert [folder.name for folder in checkpoints(run)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
-def test_a_flipped_bit_and_a_torn_end_are_found_in_every_file(copy):
-    folder = copy / "checkpoint-2"
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    assert len(names) >= 8
-    for name in names:
-        content = (folder / name).read_bytes()
-        assert content, name
-        damage(folder, name)
-        flipped = why_broken(folder)
-        (folder / name).write_bytes(content[: len(content) // 2])
-        torn = why_broken(folder)
-        (folder / name).write_bytes(content)
-        for reason in (flipped, torn):
-            assert reason is not None, name
-            assert name in reason
-        assert why_broken(folder) is None
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "grpo_ext_rollout.safetensors"])
-def test_a_bit_that_flipped_is_found_and_never_loaded(copy, name):
-    damage(copy / "checkpoint-2", name)
-    with pytest.raises(CheckpointError, match=rf"{name} has changed since it was written.*'latest'"):
+def test_a_bit_that_flipped_is_found_and_never_loaded(copy):
+    damage(copy / "checkpoint-2", "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors has changed since it was written.*'latest'"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
 
 
@@ -178,7 +159,7 @@ def test_the_limit_keeps_the_newest_whole_one(tmp_path):
     assert (tmp_path / "checkpoint-3").is_dir()
 
 
-@pytest.mark.parametrize("kind", ["moe", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["moe", pytest.param("qwen3_next", marks=pytest.mark.full)])
 def test_experts_resume_with_the_same_bits(tmp_path, kind):
     """Files have other names for them than the model."""
     settings = {**SAVE, "bitwise_invariant": True}

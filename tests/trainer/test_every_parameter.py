@@ -167,14 +167,14 @@ TRAINER = {
     "train_dataset": "tests/support/drop_in.py",
     "eval_dataset": "tests/trainer/test_drop_in.py",
     "processing_class": "tests/trainer/test_drop_in.py",
-    "reward_processing_classes": "tests/trainer/test_drop_in.py",
-    "callbacks": "tests/trainer/test_drop_in.py",
+    "reward_processing_classes": "tests/trainer/test_hooks.py",
+    "callbacks": "tests/trainer/test_hooks.py",
     "optimizers": "tests/trainer/test_every_parameter.py",
     "quantization_config": "tests/trainer/test_every_parameter.py",
     "peft_config": "tests/trainer/test_drop_in.py",
     "tools": "tests/support/drop_in.py",
-    "rollout_func": "tests/trainer/test_drop_in.py",
-    "environment_factory": "tests/trainer/test_drop_in.py",
+    "rollout_func": "tests/trainer/test_hooks.py",
+    "environment_factory": "tests/trainer/test_hooks.py",
 }
 
 

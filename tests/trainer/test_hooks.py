@@ -107,6 +107,8 @@ def assigning(hook: Callable[..., Any]) -> type:
 
 
 both = pytest.mark.parametrize("put", [overriding, assigning])
+# one method of the trainer finds all overrides, assigned or not
+overridden = pytest.mark.parametrize("put", [overriding, pytest.param(assigning, marks=pytest.mark.full)])
 
 
 # ---- What is passed -------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def test_calculate_rewards_makes_the_rewards(tmp_path, put):
     learns_as_in_trl(tmp_path, put(_calculate_rewards))
 
 
-@both
+@overridden
 def test_calculate_rewards_works_with_a_lag(tmp_path, put):
     """The same as a reward function that shapes by itself."""
     where = set()
@@ -272,7 +274,7 @@ def test_generate_single_turn_samples(tmp_path, put):
 
 
 @stock_scores
-@both
+@overridden
 def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, tool_tokenizer, put):
     sizes: list[int] = []
 
@@ -294,12 +296,12 @@ def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
 
 
 @stock_scores
-@both
+@overridden
 def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path, put):
     learns_as_in_trl(tmp_path, put(_tokenize_prompts))
 
 
-@both
+@overridden
 def test_tokenize_prompts_is_called_once_for_a_rollout_with_the_different_prompts(tmp_path, put):
     seen: list[list[str]] = []
 
@@ -341,7 +343,7 @@ def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any)
 
 
 @stock_scores
-@both
+@overridden
 @pytest.mark.parametrize("hook", [_generate, generate_alone], ids=["changed", "alone"])
 def test_generate_makes_the_completions(tmp_path, put, hook):
     learns_as_in_trl(tmp_path, put(hook), lambda: {"reward_funcs": with_bonus})
@@ -398,7 +400,7 @@ for scoring in (rebuilt_rows, scored_alone, own_metric):
 
 
 @stock_scores
-@both
+@overridden
 @pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone, own_metric], ids=["rows", "alone", "metric"])
 def test_generate_and_score_completions_makes_the_rollout(tmp_path, put, hook):
     learns_as_in_trl(tmp_path, put(hook), lambda: {"reward_funcs": with_bonus})

@@ -252,11 +252,6 @@ def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
     assert error(whole, update(make(tmp_path / "own", family, answers(Own), **settings))) <= UPDATE
 
 
-def test_rewards_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="returned nan in row 0"):
-        make(tmp_path, reward=lambda completions, **kwargs: [float("nan")] * len(completions)).train()
-
-
 def test_the_stand_in_makes_what_lfm2_vls_image_processor_makes():
     pytest.importorskip("torchvision", reason="LFM2-VL's image processor needs torchvision")
     processor = image_processor("lfm2_vl")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
@@ -109,36 +108,6 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
             assert our_result == result, name
 
 
-EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
-
-
-@stock_scores
-def test_callbacks_are_called_in_trls_order_with_trls_state(tmp_path):
-    def events(cls: type, **settings: Any) -> list[Any]:
-        seen: list[Any] = []
-
-        def handler(name: str) -> Any:
-            def handle(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                known = (state.global_step, state.epoch, state.max_steps, state.num_input_tokens_seen)
-                seen.append((name, *known, state.is_local_process_zero, sorted(kwargs)))
-
-            return handle
-
-        callback = type("Seen", (transformers.TrainerCallback,), {name: handler(name) for name in EVENTS})()
-        often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 1, "max_steps": 3}
-        extra = {"callbacks": [callback], "eval_dataset": prompts(4)}
-        build(tmp_path / cls.__module__, cls, extra=extra, per_device_eval_batch_size=16, **often, **settings).train()
-        return seen
-
-    stock, ours = events(trl.GRPOTrainer), events(GRPOTrainer)
-    assert ours == stock
-    assert {name for name, *_ in stock} >= set(EVENTS) - {"on_substep_end", "on_predict", "on_push_begin"}
-    # of a smaller micro-batch there are more, and nothing else changes
-    smaller = events(GRPOTrainer, per_device_train_batch_size=5)
-    assert [event for event in smaller if event[0] != "on_substep_end"] == ours
-    assert len(smaller) > len(ours)
-
-
 class HalfLogps:
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -168,6 +137,9 @@ class OwnTermOutside:
         return loss + length_penalty(self, model, inputs)
 
 
+REUSED = {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}
+
+
 class TrlsLoss:
     """As one who has copied TRL's loss into a subclass to change a line of it."""
 
@@ -181,9 +153,17 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
 
 
 @stock_scores
-@pytest.mark.parametrize("override", [HalfLogps, OwnTerm, OwnTermOutside])
 @pytest.mark.parametrize(
-    "settings", [{"loss_type": "dapo"}, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}], ids=str
+    ("override", "settings"),
+    [
+        (HalfLogps, REUSED),
+        (OwnTerm, {"loss_type": "dapo"}),
+        (OwnTermOutside, REUSED),
+        pytest.param(HalfLogps, {"loss_type": "dapo"}, marks=pytest.mark.full),
+        pytest.param(OwnTerm, REUSED, marks=pytest.mark.full),
+        pytest.param(OwnTermOutside, {"loss_type": "dapo"}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
     def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
@@ -205,7 +185,9 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 
 
 @stock_scores
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dapo", *(pytest.param(k, marks=pytest.mark.full) for k in ("dr_grpo", "luspo"))]
+)
 def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
     cls = type("Own", (TrlsLoss, GRPOTrainer), {})
     stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))

@@ -155,8 +155,15 @@ def stock_gradient(stock, step, parts: int) -> torch.Tensor:
 
 
 @stock_scores
-@pytest.mark.parametrize("phase", [{"generation_batch_size": 36}, {"steps_per_generation": 6}], ids=str)
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(
+    ("loss_type", "phase"),
+    [
+        ("grpo", {"generation_batch_size": 36}),
+        ("dr_grpo", {"steps_per_generation": 6}),
+        ("dapo", {"generation_batch_size": 36}),
+    ],
+    ids=str,
+)
 def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_type, phase):
     """6 x 3 completions with 4 generations: the second step begins within a group."""
     sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "num_generations": 4, **phase}

@@ -10,7 +10,6 @@ import math
 import pandas
 import pytest
 import trl
-from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.drop_in import CountingGame, conversations, log_of, make
@@ -195,23 +194,3 @@ def test_a_subclass_may_log_itself_and_may_override_what_logs(tmp_path):
     assert [*table["text"]] == [*table["completion"]]
     assert len(table["length"]) == 16
     assert table["length"].notna().all()
-
-
-def test_what_looks_beyond_the_group_sees_the_same_in_evaluation_and_in_training(tmp_path):
-    seen: list[tuple[int, ...]] = []
-
-    def graded(prompts, completions, environment_id, **kwargs):
-        seen.append(tuple(environment_id))
-        return letter_reward(prompts, completions)
-
-    def rows(count):
-        return Dataset.from_dict({"prompt": prompts(count)["prompt"], "environment_id": list(range(count))})
-
-    trainer = make(
-        tmp_path, rewards=graded, dataset=rows(8), shuffle_dataset=False, max_steps=1, num_generations_eval=2
-    )
-    trainer.train()
-    assert seen == [(0,) * 4 + (1,) * 4, (2,) * 4 + (3,) * 4]
-    seen.clear()
-    trainer.evaluate(rows(5))
-    assert seen == [(0, 0, 1, 1, 2, 2, 3, 3), (4, 4)]

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_ext import checks
-from grpo_ext.errors import ConfigError, DataError, RolloutError
+from grpo_ext.errors import ConfigError, DataError
 from tests.support.drop_in import CountingGame, log_of, make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game, count, sampled, transcript_reward
@@ -101,23 +101,6 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert caplog.text.count("whose call hung has no reward") == 1
 
 
-def test_a_reset_that_hangs_ends_the_run(tmp_path):
-    class Slow(CountingGame):
-        def reset(self, **kwargs):
-            time.sleep(60)
-
-    with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
-        trainer_with(tmp_path, environment_factory=Slow, tool_timeout=SECONDS).train()
-
-
-@pytest.mark.parametrize("turns", [1, 2])
-def test_the_turns_of_a_transcript_are_limited(tmp_path, turns):
-    trainer = trainer_with(tmp_path, tools=[count], max_tool_calling_iterations=turns)
-    trainer.train()
-    assert len(contents(trainer, "assistant")) == 8 * (turns + 1)
-    assert len(contents(trainer)) == 8 * turns
-
-
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
@@ -183,20 +166,6 @@ BAD = [
 def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, words):
     with pytest.raises(error, match=words):
         trainer_with(tmp_path, **given)
-
-
-@pytest.mark.parametrize(
-    ("found", "words"), [(KeyError("k"), "raised KeyError: 'k'"), (3, "returned 3; return what is added to the prompt")]
-)
-def test_what_reset_raises_or_returns_names_the_environment(tmp_path, found, words):
-    class Odd(CountingGame):
-        def reset(self, **kwargs):
-            if isinstance(found, Exception):
-                raise found
-            return found
-
-    with pytest.raises(RolloutError, match=f"`reset` of environment Odd {words}"):
-        trainer_with(tmp_path, environment_factory=Odd).train()
 
 
 @pytest.mark.parametrize(("mode", "engines"), [("server", 1), ("colocate", 2), ("colocate", 1)])

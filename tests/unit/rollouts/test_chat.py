@@ -15,13 +15,12 @@ from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.turns import TurnLimits, context_length, continue_with
 from tests.support.images import image, image_model, image_processor
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.tool_runs import count
-from tests.support.turns import processing_class
+from tests.support.tool_runs import count, sampled
 
 
 def chat_with(*tools: Any) -> Chat:
-    """One whose tokenizer is a stock trainer's."""
-    return Chat(processing_class("tools"), tools)
+    """One that finds calls in tokens."""
+    return Chat(sampled(lambda ids: ["count"] if sum(ids) % 2 else []), tools)
 
 
 def test_a_second_chat_parses_and_renders_the_same_with_a_tokenizer_of_its_own():

@@ -318,12 +318,13 @@ def test_the_keys_of_all_processes_are_the_keys_of_one(processes):
     ).tolist()
 
 
-def test_keys_of_other_streams_epochs_rollouts_and_seeds_differ():
+def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
     g, found = geometry(), set()
-    for epoch, rollout, training, seed in itertools.product((0, 1), (0, 1), (True, False), (0, 1)):
-        request = ProcessSlices(2, g.rollout_chunk_size, 1, 0).request(epoch, EpochLayout(g, 12)[rollout])
+    for epoch, rollout, first, training, seed in itertools.product((0, 1), (0, 1), (0, 6), (True, False), (0, 1)):
+        slices = ProcessSlices(2, g.rollout_chunk_size, 1, 0)
+        request = slices.part(epoch, EpochLayout(g, 12)[rollout], 6, first_prompt=first)  # of dynamic sampling
         found |= set(request_keys(request, 12, seed, training))
-    assert len(found) == 16 * 12
+    assert len(found) == 32 * 12
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from accelerate import PartialState
@@ -51,6 +52,20 @@ def test_a_folder_of_a_run_that_goes_on_is_refused_or_left_alone(tmp_path, monke
     assert f"{folder} belongs to another run" in caplog.text
     other.release()
     HeldFolder().take(folder, in_place=True)
+
+
+def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    folder, acquire = tmp_path / "out", output_folder._acquire
+
+    def late(name: str) -> Any:
+        if name == str(folder):
+            (folder / "checkpoint-1").mkdir(parents=True)
+        return acquire(name)
+
+    monkeypatch.setattr(output_folder, "_acquire", late)
+    assert HeldFolder().take(str(folder), in_place=False)[0] == f"{folder}-2"
+    monkeypatch.undo()
+    assert HeldFolder().take(str(folder), in_place=True)[0] == str(folder)  # its lock was released
 
 
 def test_what_a_run_that_was_killed_left_unfinished_is_cleared_once_the_folder_is_taken(tmp_path):

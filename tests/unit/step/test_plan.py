@@ -84,6 +84,9 @@ def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processe
         planned.append(plan_step(one, SIZES, rows, layout))
     assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
     assert all(own for own in planned)
+    for own in planned:  # the others reuse the memory of the largest, which comes first
+        tokens = [SIZES.tokens(part.rows, layout.form) for part in own if part.weight]
+        assert tokens == sorted(tokens, reverse=True)
 
 
 def test_sharded_processes_run_the_same_number_of_forwards():

@@ -1,0 +1,45 @@
+"""Step-wide statistics: a micro-batch that only keeps the collectives aligned adds nothing to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from grpo_ext.forward.lm_head import RouterOutput
+from grpo_ext.step.metrics import StepMetrics
+from grpo_ext.step.plan import MicroBatch
+from grpo_ext.step.statistics import Measured, StepContext, counted, set_statistics
+
+
+@pytest.fixture(autouse=True)
+def accelerator() -> Accelerator:
+    """Sums over processes ask Accelerate's shared state."""
+    return Accelerator(cpu=True)
+
+
+def measured(row: int, weight: float) -> Measured:
+    """A completion of 2 tokens with entropy `row` behind a prompt of 2, all of which choose the expert `row` of 3."""
+    logits = torch.nn.functional.one_hot(torch.full((4,), row), 3).float()
+    scores = (torch.zeros(1, 2), torch.full((1, 2), float(row)), RouterOutput((logits,), torch.ones(1, 4)))
+    return Measured.of(MicroBatch((row,), weight), scores, torch.ones(1, 2), top_k=1)
+
+
+def statistics(weights: list[float]) -> StepContext:
+    context = StepContext(counted([2] * 3, [0] * 3), StepMetrics(torch.device("cpu")))
+    set_statistics(context, [measured(row, weight) for row, weight in enumerate(weights)], 0.5)
+    return context
+
+
+def test_a_micro_batch_of_weight_zero_adds_nothing():
+    context = statistics([1.0, 1.0, 0.0])
+    assert (context.expert_share.tolist(), context.router_rows) == ([0.5, 0.5, 0.0], 8)
+    assert [context.entropy_keep[row].tolist() for row in range(2)] == [[False] * 2, [True] * 2]
+    assert context.counts.entropy_tokens == 2
+
+
+def test_with_a_weight_it_counts():
+    context = statistics([1.0, 1.0, 1.0])
+    assert context.expert_share.tolist() == pytest.approx([1 / 3] * 3)
+    assert context.router_rows == 12
+    assert context.counts.entropy_tokens == 4
