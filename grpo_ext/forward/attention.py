@@ -243,7 +243,7 @@ def packed_attention_forward(
     layout: PackLayout = options.pop(LAYOUT)
     # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
-    layout.readers[module] = window
+    layout.readers.add(module)
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
     plain = window is None or window >= longest
     if name == FLEX:

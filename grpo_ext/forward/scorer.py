@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,18 +97,10 @@ class Scorer:
         request = _request.get()
         return self if request is None else request.scorer
 
-    def form(self, model: Any) -> Form:
-        """How the completions of `model` run."""
-        return self.choice.form(self.accelerator.unwrap_model(model))
-
-    def described(self, model: Any) -> str:
-        """How the completions of `model` run, and why not in another form, for people."""
-        return self.choice.described(self.accelerator.unwrap_model(model))
-
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.choice.form(model)
         with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
             yield
 
@@ -124,10 +116,6 @@ class Scorer:
         finally:
             if checkpointing:
                 model.gradient_checkpointing_enable(kwargs)
-
-    def settled(self, model: Any) -> bool:
-        """Whether `check` has nothing left to compare."""
-        return self.choice.settled(self.accelerator.unwrap_model(model))
 
     @contextmanager
     def requested(
@@ -153,11 +141,6 @@ class Scorer:
         """Whether these are the tensors of `requested`, unchanged."""
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
-
-    def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
-        """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
-        if not self.settled(model):
-            self.choice.check(model, self.accelerator.unwrap_model(model), replace(rows, attended_N=None), everywhere)
 
     def score_rollout(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
@@ -241,7 +224,7 @@ class Scorer:
 
     def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
         """Rows in order, in chunks of at most so many completions and tokens."""
-        form = self.form(model) if rows.attended_N is None else "padded"
+        form = self.choice.form(model) if rows.attended_N is None else "padded"
         lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
         return cut_in_order(*lengths, batch_size or len(rows), max_tokens, form, self.multiple)
 
@@ -255,7 +238,7 @@ class Scorer:
     ) -> list[Scores]:
         """Score a rollout in chunks that fit into memory, canonical units in bitwise mode; see `score_rollout`."""
         with self.accelerator.autocast():
-            self.check(model, rows, everywhere=False)
+            self.choice.check(model, rows)
         batch_size, max_tokens, group_size = limits
         if (unit := self.args.unit_rows) is None:
             chunks = self._cut(model, rows, batch_size, max_tokens)
@@ -277,7 +260,7 @@ class Scorer:
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score rows in one forward; its graph is kept where gradients are on."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.choice.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside

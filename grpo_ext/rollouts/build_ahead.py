@@ -93,7 +93,7 @@ def _begin(trainer: Any) -> RolloutsAhead:
             worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
         local = worker.sample(rows, terms)
         models = () if scorer.sharded else (snapshot.policy, snapshot.reference)
-        forms = tuple(scorer.form(model) for model in models if model is not None)
+        forms = tuple(scorer.choice.form(model) for model in models if model is not None)
         return SampledAhead(local, forms, worker.parts.clock.take(), idle)
 
     send = _sender(trainer, snapshot) if trainer.use_vllm else None

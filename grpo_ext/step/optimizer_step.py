@@ -93,10 +93,10 @@ class OptimizerStep:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         parts, args, scorer = self.parts, self.parts.args, self.parts.scorer
         sizes, policy = rollout.sizes(parts.multiple), parts.accelerator.unwrap_model(model)
-        if not scorer.settled(policy):
+        if not scorer.choice.settled(policy):
             with scorer.without_gradients(policy):
-                scorer.check(policy, parts.token_rows(rollout, terms.training), everywhere=True)
-        form = "padded" if any(rollout.gaps) else scorer.form(policy)
+                scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
+        form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
         self._warn_of_oversized(sizes, form)
         layout = MicroBatchLayout(max_rows, self.limits.tokens, form, parts.cost, args.unit_rows)
         rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
@@ -168,7 +168,7 @@ class OptimizerStep:
                 "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
                 "run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
-        form = self.parts.scorer.form(attempt.model)
+        form = self.parts.scorer.choice.form(attempt.model)
         rows = max(len(part.rows) for part in attempt.plan)
         tokens = max(sizes.tokens(part.rows, form) for part in attempt.plan)
         rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
