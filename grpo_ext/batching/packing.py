@@ -38,13 +38,13 @@ class PackLayout:
         tokens: length N of the pack.
         counts_N: how often the padded batch would have computed each token.
         readers: the attention layers that have read this layout; none after a forward means the model ignores it.
-        masks: what attention kernels have made of this layout, for each sliding window (None without one) or device.
+        calls: what the flash kernel on CUDA is told of this layout, for each device.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int, counts_N: tuple[int, ...] = ()) -> None:
         self.groups, self.tokens, self.counts_N = groups, tokens, counts_N
         self.readers: set[object] = set()
-        self.masks: dict[object, object] = {}
+        self.calls: dict[object, object] = {}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, ModelError, did_you_mean
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
-from ..forward.positions import longest_prompt, settle_rope
+from ..forward.positions import settle_rope
 from ..forward.reference import base_model_of
 from ..precision.loss_scaler import refuse_half_weights
 from ..rollouts.build import overridden, own_sampling, samples_by_key
@@ -357,4 +357,7 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     if unread or not trainer.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)
-    return longest_prompt(prompts, lengths) + trainer.max_completion_length
+    longest = 0
+    while some := list(itertools.islice(prompts, 256)):
+        longest = max(longest, *lengths(some))
+    return longest + trainer.max_completion_length

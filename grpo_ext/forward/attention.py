@@ -21,12 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
-from .pack_masks import block_mask, seen_mask
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
-FLEX = "flex_attention"
-SUPPORTED = ("sdpa", "eager", FLEX)
+SUPPORTED = ("sdpa", "eager")
 
 # one more call of the attention kernel costs as much as this many (query, key) pairs. CPU: measured, 8 heads of 64.
 # Accelerator: an estimate, not measured: 20 microseconds at 100 TFLOP/s
@@ -104,12 +102,12 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
                 places.append(torch.cat([torch.arange(*tokens, device=device) for tokens in ranges]))
         return _Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]))
 
-    if device not in layout.masks:
+    if device not in layout.calls:
         segments = [s for group in layout.groups for s in (group.prompt, *group.completions) if s[1] > s[0]]
         answers = [(group.answers, group.prompt) for group in layout.groups if group.answers[1] > group.answers[0]]
         parts = [part([(s, s) for s in segments], causal=True)]
-        layout.masks[device] = parts + ([part(answers, causal=False)] if answers else [])
-    return cast("list[_Part]", layout.masks[device])
+        layout.calls[device] = parts + ([part(answers, causal=False)] if answers else [])
+    return cast("list[_Part]", layout.calls[device])
 
 
 def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -191,6 +189,25 @@ class _SharedPrefixAttention(torch.autograd.Function):
         return (*grads, None, None)
 
 
+def seen_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
+
+    A completion's tokens see the whole prompt and what comes before them in the same completion.
+
+    Args:
+        window: a query sees keys less than this many positions back; None without a sliding window.
+    """
+    start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
+    segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
+    position = torch.arange(stop - start, device=device)
+    for number, (first, last) in enumerate(group.completions, start=1):
+        segment[first - start : last - start] = number
+        position[first - start : last - start] -= first - group.prompt[1]
+    back = position[:, None] - position[None, :]
+    mask = (back >= 0) & ((segment[:, None] == segment[None, :]) | (segment[None, :] == 0))
+    return mask if window is None else mask & (back < window)
+
+
 def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     """The model's own attention function of that name."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -245,13 +262,10 @@ def packed_attention_forward(
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
-    plain = window is None or window >= longest
-    if name == FLEX:
-        mask = block_mask(layout, None if plain else window, query.device)
-        return _reference(module, name)(module, query, key, value, mask, **options)[0], None
+    window = None if window is None or window >= longest else window
     fast = (
         name == "sdpa"
-        and plain
+        and window is None
         and not options.get("dropout")
         and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
         and query.size(-1) == value.size(-1)
@@ -267,14 +281,14 @@ def packed_attention_forward(
     of_groups = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
     for group, states in zip(layout.groups, of_groups):  # each in its own way, whatever runs beside it
         if not split_is_cheaper(group, query.device):
-            mask = seen_mask(group, None if plain else window, query.device)
+            mask = seen_mask(group, window, query.device)
             pieces.append(_masked(module, name, states, mask, **options))
         elif fast and query.device.type == "cpu":
             repeats = query.size(1) // key.size(1)  # this kernel takes no grouped heads
             whole = (states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])) if repeats > 1 else states
             pieces.append(_SharedPrefixAttention.apply(*whole, list(_parts(group)), scale).transpose(1, 2))
         else:
-            pieces.extend(_by_segment(module, name, group, states, None if plain else window, **options))
+            pieces.extend(_by_segment(module, name, group, states, window, **options))
     return torch.cat(pieces, dim=1), None
 
 

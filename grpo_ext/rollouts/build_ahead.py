@@ -118,7 +118,7 @@ def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot 
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
 
-    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare, not trainer.use_vllm)
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
     return snapshot
