@@ -270,50 +270,51 @@ def packed_attention_forward(
         and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
         and query.size(-1) == value.size(-1)
     )
-    scale = options.get("scaling")
     if fast:
         query, key, value = _as_sdpa_takes_them(query, key, value)
         if _takes_varlen(query, key, value):
-            parts = _joint_parts(layout, query.device)
+            parts, scale = _joint_parts(layout, query.device), options.get("scaling")
             return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
-    pieces: list[torch.Tensor] = []
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
-    of_groups = zip(*(x.split(sizes, dim=2) for x in (query, key, value)))
-    for group, states in zip(layout.groups, of_groups):  # each in its own way, whatever runs beside it
-        if not split_is_cheaper(group, query.device):
-            mask = seen_mask(group, window, query.device)
-            pieces.append(_masked(module, name, states, mask, **options))
-        elif fast and query.device.type == "cpu":
-            repeats = query.size(1) // key.size(1)  # this kernel takes no grouped heads
-            whole = (states[0], *(x.repeat_interleave(repeats, dim=1) for x in states[1:])) if repeats > 1 else states
-            pieces.append(_SharedPrefixAttention.apply(*whole, list(_parts(group)), scale).transpose(1, 2))
-        else:
-            pieces.extend(_by_segment(module, name, group, states, window, **options))
-    return torch.cat(pieces, dim=1), None
+    of_groups = zip(layout.groups, *(x.split(sizes, dim=2) for x in (query, key, value)))
+    on_cpu = fast and query.device.type == "cpu"
+    return torch.cat([_of_group(module, name, *states, window, on_cpu, **options) for states in of_groups], dim=1), None
 
 
-def _by_segment(
+def _of_group(
     module: torch.nn.Module,
     name: str,
     group: PackedGroup,
-    states: tuple[torch.Tensor, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     window: int | None,
+    by_kernel: bool,
     **options: Any,
-) -> Iterator[torch.Tensor]:
-    """One call for the prompt and one for each completion, whose keys are the prompt's and its own."""
-    query, key, value = states
-    base, prompt = group.prompt[0], group.prompt[1] - group.prompt[0]
-    alone = PackedGroup((0, prompt), ())
-    head = tuple(x[:, :, :prompt] for x in states)
-    yield _masked(module, name, head, seen_mask(alone, window, query.device), **options)
-    for start, stop in group.completions:
-        if stop == start:
-            continue
-        segment, length = slice(start - base, stop - base), stop - start
-        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, segment]], dim=2) for x in (key, value))
-        sequence = PackedGroup((0, prompt), ((prompt, prompt + length),))
-        mask = seen_mask(sequence, window, query.device)[prompt:]
-        yield _masked(module, name, (query[:, :, segment], keys, values), mask, **options)
+) -> torch.Tensor:
+    """Attention of one group, in its own way, whatever runs beside it: (1, tokens of the group, H, D).
+
+    Args:
+        by_kernel: torch's flash kernel of the CPU may run.
+    """
+    if not split_is_cheaper(group, query.device):
+        mask = seen_mask(group, window, query.device)
+        return _masked(module, name, (query, key, value), mask, **options)
+    if by_kernel:
+        if (repeats := query.size(1) // key.size(1)) > 1:  # this kernel takes no grouped heads
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        parts = list(_parts(group))
+        return _SharedPrefixAttention.apply(query, key, value, parts, options.get("scaling")).transpose(1, 2)
+    # one call for the prompt and one for each completion, whose keys are the prompt's and its own
+    base, pieces = group.prompt[0], []
+    for start, stop in (group.prompt, *group.completions):
+        if stop > start:
+            segment, before = slice(start - base, stop - base), slice(0, min(group.prompt[1], start) - base)
+            keys, values = (torch.cat([x[:, :, before], x[:, :, segment]], dim=2) for x in (key, value))
+            sequence = PackedGroup((0, keys.size(2)), ())
+            mask = seen_mask(sequence, window, query.device)[before.stop :]
+            pieces.append(_masked(module, name, (query[:, :, segment], keys, values), mask, **options))
+    return torch.cat(pieces, dim=1)
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:

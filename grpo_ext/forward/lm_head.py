@@ -144,7 +144,7 @@ def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, co
         counts_BL: of the `RouterOutput`, where one is wanted.
     """
     output = model(**inputs, **{SCORE: wanted})
-    router = RouterOutput(output.router_logits, counts_BL) if wanted.router else None
+    router = RouterOutput(output.router_logits, counts_BL) if output.router_logits else None
     return Scores(output.log_probs, output.entropy if wanted.entropy else None, router)
 
 
@@ -229,11 +229,6 @@ def _run(
         hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
     else:
         hidden, routers = run_after_prompts(_backbone(model), kwargs, completions)
-    if wanted.router and not routers:
-        raise ModelError(
-            f"{type(model).__name__} returned no router logits, so there is nothing that its router_aux_loss_coef "
-            "could weigh; set router_aux_loss_coef=0."
-        )
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):

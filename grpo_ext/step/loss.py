@@ -67,20 +67,26 @@ def assemble_loss(
         context.metrics.add("bonus_entropy", bonus, bonus_mask.sum(), weight)
         loss = loss - terms.entropy_coefficient * bonus / max(context.counts.entropy_tokens, 1)
     if terms.router_coefficient is not None:
-        if router is None:
-            raise ModelError(
-                f"router_aux_loss_coef={terms.router_coefficient:g} asks for the load-balancing loss, and the "
-                "forward returned no router logits; set router_aux_loss_coef=0, or let an override of "
-                "_get_per_token_logps_and_entropies pass compute_aux_loss on."
-            )
-        aux = router_term(router, context)
-        context.metrics.add_total("aux_loss", aux, weight)
-        loss = loss + terms.router_coefficient * aux
+        loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, context, weight)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
     if terms.ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context, weight)
     return loss * weight
+
+
+def _router_loss(
+    coefficient: float, router: RouterOutput | None, context: StepContext, weight: float
+) -> torch.Tensor:
+    if router is None:
+        raise ModelError(
+            f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "
+            "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
+            "compute_aux_loss on."
+        )
+    aux = router_term(router, context)
+    context.metrics.add_total("aux_loss", aux, weight)
+    return aux
 
 
 def _add_ratios(ratio_BT: torch.Tensor, mask: torch.Tensor, context: StepContext, weight: float) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..batching.micro_batches import Form, StepSizes, oversized
 from ..batching.sizes import group_numbers
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.rows import TokenRows, Unchanged
@@ -43,7 +42,6 @@ class OptimizerStep:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         self.limits = MicroBatchLimits(parts.args.per_device_train_batch_size, parts.args.micro_batch_tokens)
-        self._warned_of_oversized = False
 
     def attempts(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> Iterator[Attempt]:
         """The step as it is run, and again with smaller micro-batches until an attempt fits into memory.
@@ -97,7 +95,6 @@ class OptimizerStep:
             with scorer.without_gradients(policy):
                 scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
         form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
-        self._warn_of_oversized(sizes, form)
         layout = MicroBatchLayout(max_rows, self.limits.tokens, form, parts.cost, args.unit_rows)
         rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(parts.accelerator, sizes, rows, layout)
@@ -142,17 +139,6 @@ class OptimizerStep:
         if not self.parts.args.bitwise_invariant:
             return NativeGradients(parameters, self.parts.accelerator)
         return FixedPointGradients(parameters, self.parts.accelerator, names)
-
-    def _warn_of_oversized(self, sizes: StepSizes, form: Form) -> None:
-        budget = self.limits.tokens
-        if budget is None or self._warned_of_oversized or not (large := oversized(sizes, budget, form)):
-            return
-        self._warned_of_oversized = True
-        tokens = max(sizes.tokens([row], form) for row in large)
-        logger.warning(
-            f"{len(large)} completion(s) of this step are larger with their prompt than micro_batch_tokens={budget} "
-            f"(up to {tokens} tokens) and run alone, over the budget; max_completion_length bounds them."
-        )
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` of a step, which did not fit.

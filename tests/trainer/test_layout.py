@@ -154,12 +154,6 @@ def test_the_budget_holds_in_every_forward(tmp_path):
     assert len(tokens) > 3 * 2
 
 
-def test_an_oversized_completion_is_said_once(tmp_path, caplog):
-    trainer = make(tmp_path, micro_batch_tokens=16)
-    trainer.train()
-    assert caplog.text.count("run alone, over the budget") == 1
-
-
 def test_a_budget_that_holds_no_prompt_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"micro_batch_tokens=4 has to hold a prompt.*set it to \d+ or more"):
         make(tmp_path, micro_batch_tokens=4)
