@@ -276,18 +276,16 @@ def packed_attention_forward(
             parts, scale = _joint_parts(layout, query.device), options.get("scaling")
             return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
-    of_groups = zip(layout.groups, *(x.split(sizes, dim=2) for x in (query, key, value)))
+    groups = zip(layout.groups, *(x.split(sizes, dim=2) for x in (query, key, value)))
     on_cpu = fast and query.device.type == "cpu"
-    return torch.cat([_of_group(module, name, *states, window, on_cpu, **options) for states in of_groups], dim=1), None
+    return torch.cat([_of_group(module, name, g, s, window, on_cpu, **options) for g, *s in groups], dim=1), None
 
 
 def _of_group(
     module: torch.nn.Module,
     name: str,
     group: PackedGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: Sequence[torch.Tensor],
     window: int | None,
     by_kernel: bool,
     **options: Any,
@@ -295,8 +293,10 @@ def _of_group(
     """Attention of one group, in its own way, whatever runs beside it: (1, tokens of the group, H, D).
 
     Args:
+        states: query, key and value of its tokens.
         by_kernel: torch's flash kernel of the CPU may run.
     """
+    query, key, value = states
     if not split_is_cheaper(group, query.device):
         mask = seen_mask(group, window, query.device)
         return _masked(module, name, (query, key, value), mask, **options)

@@ -101,13 +101,12 @@ class ForwardChoice:
         return next((form for form in self.forms if form not in refused), "padded")
 
     def _of(self, model: Any) -> _Known:
-        model = extract_model_from_parallel(model)
         policy = base_model_of(model)
         if id(policy) not in self._known:
             reentrant = bool((self.checkpointing_kwargs or {}).get("use_reentrant"))
             refused: dict[Form, str] = {}
             for form in self.forms:
-                reason = self.refused.get(form) or needs_whole_rows(model)
+                reason = self.refused.get(form) or needs_whole_rows(extract_model_from_parallel(model))
                 reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
                 if reason is not None:
                     refused[form] = reason
@@ -165,8 +164,8 @@ class ForwardChoice:
         some = replace(rows.part(telling or slice(0, 1)), attended_N=None)
 
         def work(piece: Sequence[int]) -> Trial:
-            part, policy = some.part(slice(piece[0], piece[-1] + 1)), base_model_of(extract_model_from_parallel(model))
-            trial = try_form(form, model, policy, part, self.checkpointing_kwargs)
+            part = some.part(slice(piece[0], piece[-1] + 1))
+            trial = try_form(form, model, base_model_of(model), part, self.checkpointing_kwargs)
             return trial if telling is not None and len(piece) > 1 else replace(trial, tokens=0)
 
         try:

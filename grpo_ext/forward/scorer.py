@@ -31,7 +31,7 @@ from .padded import score_padded
 from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
-from .rows import TokenRows, Unchanged
+from .rows import TokenRows, Unchanged, padded_ids_and_mask
 
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
@@ -100,7 +100,7 @@ class Scorer:
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.choice.form(model)
+        policy, form = base_model_of(model), self.choice.form(model)
         with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
             yield
 
@@ -177,7 +177,7 @@ class Scorer:
             assert scores.entropies_S is not None
             logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
             return logps, entropies, scores.router
-        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
@@ -210,7 +210,7 @@ class Scorer:
         routers = [scores.router for scores in parts if scores.router is not None]
         aux_loss = None
         if routers:
-            experts = experts_per_token(base_model_of(self.accelerator.unwrap_model(model)))
+            experts = experts_per_token(base_model_of(model))
             aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
         if request is not None and len(parts) == 1:
             request.router = parts[0].router
@@ -260,7 +260,7 @@ class Scorer:
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score rows in one forward; its graph is kept where gradients are on."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.choice.form(model)
+        policy, form = base_model_of(model), self.choice.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside

@@ -75,9 +75,7 @@ def assemble_loss(
     return loss * weight
 
 
-def _router_loss(
-    coefficient: float, router: RouterOutput | None, context: StepContext, weight: float
-) -> torch.Tensor:
+def _router_loss(coefficient: float, router: RouterOutput | None, context: StepContext, weight: float) -> torch.Tensor:
     if router is None:
         raise ModelError(
             f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, and the forward returned no "

@@ -16,7 +16,7 @@ from accelerate.logging import get_logger
 
 from ..batching.sizes import group_numbers
 from ..errors import MemoryShortageError, PrecisionError
-from ..forward.rows import TokenRows, Unchanged
+from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import first_of_all_processes, max_over_processes
@@ -26,7 +26,7 @@ from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
 from .plan import MicroBatch, MicroBatchLayout, plan_step
-from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, padded_ids_and_mask, set_statistics
+from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, set_statistics
 from .terms import StepTerms
 
 logger = get_logger(__name__)

@@ -365,14 +365,6 @@ def test_a_copy_of_a_model_runs_its_own_weights():
     assert not torch.allclose(twin(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
-def test_a_model_without_routers_is_told_what_to_set():
-    model = tiny_model("qwen2")
-    install(model, TEMPERATURE)
-    wanted = Wanted(torch.arange(3), torch.tensor([4, 5, 6]), router=True)
-    with pytest.raises(ModelError, match="router_aux_loss_coef=0"):
-        model(torch.randint(3, 50, (1, 9)), **{SCORE: wanted})
-
-
 def test_a_model_that_returns_tuples_is_scored():
     model, ids = tiny_model("qwen2"), torch.randint(3, 50, (1, 9))
     install(model, TEMPERATURE)
