@@ -186,10 +186,6 @@ def refuse_unknown_head(model: Any) -> None:
         )
 
 
-def _unbound(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Let the forward of `model` score tokens through this head, beside what it does already.
 
@@ -203,9 +199,8 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """
     transform = logit_transform(model.config, temperature)
     # the function, because a bound method would run these weights in a deep copy of the model
-    below = getattr(model.forward, "__func__", None)
-    if below is None:
-        below = functools.partial(_unbound, model.forward)
+    bound = model.forward
+    below: Callable[..., Any] = getattr(bound, "__func__", lambda model, *args, **kwargs: bound(*args, **kwargs))
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
