@@ -47,8 +47,8 @@ from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.attempt import StepParts
-from .step.backward import clear_cache_every
 from .step.evaluation import PassAtK
+from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
 from .step.optimizer_step import OptimizerStep
 from .step.statistics import STEP_PART, StepPart

@@ -264,8 +264,3 @@ def cut_in_order(
             start = row
     result.append(slice(start, len(prompts_B)))
     return result
-
-
-def oversized(sizes: StepSizes, max_tokens: int, form: Form = "packed") -> list[int]:
-    """Rows that are larger than the budget on their own."""
-    return [row for row in range(len(sizes.completions_B)) if sizes.tokens([row], form) > max_tokens]

@@ -37,15 +37,14 @@ class PackLayout:
         groups: one for each prompt.
         tokens: length N of the pack.
         counts_N: how often the padded batch would have computed each token.
-        readers: the attention layers that have read this layout, and the sliding window each asked for (None without
-            one); none after a forward means the model ignores it.
-        masks: what attention kernels have made of this layout, for each sliding window (None without one) or device.
+        readers: the attention layers that have read this layout; none after a forward means the model ignores it.
+        calls: what the flash kernel on CUDA is told of this layout, for each device.
     """
 
     def __init__(self, groups: tuple[PackedGroup, ...], tokens: int, counts_N: tuple[int, ...] = ()) -> None:
         self.groups, self.tokens, self.counts_N = groups, tokens, counts_N
-        self.readers: dict[object, int | None] = {}
-        self.masks: dict[object, object] = {}
+        self.readers: set[object] = set()
+        self.calls: dict[object, object] = {}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from accelerate.logging import get_logger
 from torch import nn
@@ -18,7 +18,7 @@ from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, did_you_mean
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
-from ..forward.positions import longest_prompt, settle_rope
+from ..forward.positions import settle_rope
 from ..forward.reference import base_model_of
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
@@ -75,7 +75,7 @@ def check_arguments(
         ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
     """
     if isinstance(model, str):
-        find_model(model, config.model_init_kwargs or {})  # type: ignore[arg-type]  (text until TRL reads it)
+        find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
         check_causal_lm(model)
     if config.rollout_lag:
@@ -334,4 +334,7 @@ def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -
     if unread or not trainer.max_completion_length:
         return None
     prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)
-    return longest_prompt(prompts, lengths) + trainer.max_completion_length
+    longest = 0
+    while some := list(itertools.islice(prompts, 256)):
+        longest = max(longest, *lengths(some))
+    return longest + trainer.max_completion_length

@@ -21,12 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
-from .pack_masks import block_mask, seen_mask
 
 PACKED = "grpo_ext_packed"
 LAYOUT = "grpo_ext_pack"  # keyword that carries the layout through the model to its attention layers
-FLEX = "flex_attention"
-SUPPORTED = ("sdpa", "eager", FLEX)
+SUPPORTED = ("sdpa", "eager")
 
 # one more call of the attention kernel costs as much as this many (query, key) pairs. CPU: measured, 8 heads of 64.
 # Accelerator: an estimate, not measured: 20 microseconds at 100 TFLOP/s
@@ -104,12 +102,12 @@ def _joint_parts(layout: PackLayout, device: torch.device) -> list[_Part]:
                 places.append(torch.cat([torch.arange(*tokens, device=device) for tokens in ranges]))
         return _Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]))
 
-    if device not in layout.masks:
+    if device not in layout.calls:
         segments = [s for group in layout.groups for s in (group.prompt, *group.completions) if s[1] > s[0]]
         answers = [(group.answers, group.prompt) for group in layout.groups if group.answers[1] > group.answers[0]]
         parts = [part([(s, s) for s in segments], causal=True)]
-        layout.masks[device] = parts + ([part(answers, causal=False)] if answers else [])
-    return cast("list[_Part]", layout.masks[device])
+        layout.calls[device] = parts + ([part(answers, causal=False)] if answers else [])
+    return cast("list[_Part]", layout.calls[device])
 
 
 def _takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -191,6 +189,25 @@ class _SharedPrefixAttention(torch.autograd.Function):
         return (*grads, None, None)
 
 
+def seen_mask(group: PackedGroup, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which tokens of a group see which, (n, n) for the n tokens of prompt and completions, rows are queries.
+
+    A completion's tokens see the whole prompt and what comes before them in the same completion.
+
+    Args:
+        window: a query sees keys less than this many positions back; None without a sliding window.
+    """
+    start, stop = group.prompt[0], max(group.answers[1], group.prompt[1])
+    segment = torch.zeros(stop - start, dtype=torch.long, device=device)  # 0: the prompt
+    position = torch.arange(stop - start, device=device)
+    for number, (first, last) in enumerate(group.completions, start=1):
+        segment[first - start : last - start] = number
+        position[first - start : last - start] -= first - group.prompt[1]
+    back = position[:, None] - position[None, :]
+    mask = (back >= 0) & ((segment[:, None] == segment[None, :]) | (segment[None, :] == 0))
+    return mask if window is None else mask & (back < window)
+
+
 def _reference(module: torch.nn.Module, name: str) -> Callable[..., Any]:
     """The model's own attention function of that name."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -243,74 +260,61 @@ def packed_attention_forward(
     layout: PackLayout = options.pop(LAYOUT)
     # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
-    layout.readers[module] = window
+    layout.readers.add(module)
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
-    if window is not None and window >= longest:
-        window = None
-    if name == FLEX:
-        mask = block_mask(layout, window, query.device)
-        return _reference(module, name)(module, query, key, value, mask, **options)[0], None
-    extras = options.get("dropout") or any(options.get(x) is not None for x in ("softcap", "position_bias", "s_aux"))
-    fast = name == "sdpa" and window is None and not extras and query.size(-1) == value.size(-1)
+    window = None if window is None or window >= longest else window
+    fast = (
+        name == "sdpa"
+        and window is None
+        and not options.get("dropout")
+        and not any(options.get(extra) is not None for extra in ("softcap", "position_bias", "s_aux"))
+        and query.size(-1) == value.size(-1)
+    )
     if fast:
         query, key, value = _as_sdpa_takes_them(query, key, value)
         if _takes_varlen(query, key, value):
             parts, scale = _joint_parts(layout, query.device), options.get("scaling")
             return _SharedPrefixAttention.apply(query, key, value, parts, scale).transpose(1, 2), None
-    on_cpu = fast and query.device.type == "cpu"
-    return _by_group(module, name, layout, (query, key, value), window, on_cpu, **options), None
-
-
-def _by_group(
-    module: torch.nn.Module,
-    name: str,
-    layout: PackLayout,
-    states: tuple[torch.Tensor, ...],
-    window: int | None,
-    on_cpu: bool,
-    **options: Any,
-) -> torch.Tensor:
-    """The output (1, N, H, D), group by group, each by what is cheapest for it, whatever runs beside it."""
-    pieces: list[torch.Tensor] = []
     sizes = [max(group.answers[1], group.prompt[1]) - group.prompt[0] for group in layout.groups]
-    of_groups = zip(*(x.split(sizes, dim=2) for x in states))
-    for group, (query, key, value) in zip(layout.groups, of_groups):
-        if not split_is_cheaper(group, query.device):
-            mask = seen_mask(group, window, query.device)
-            pieces.append(_masked(module, name, (query, key, value), mask, **options))
-        elif on_cpu:
-            repeats = query.size(1) // key.size(1)  # this kernel takes no grouped heads
-            if repeats > 1:
-                key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-            scale = options.get("scaling")
-            pieces.append(_SharedPrefixAttention.apply(query, key, value, list(_parts(group)), scale).transpose(1, 2))
-        else:
-            pieces.extend(_by_segment(module, name, group, (query, key, value), window, **options))
-    return torch.cat(pieces, dim=1)
+    groups = zip(layout.groups, *(x.split(sizes, dim=2) for x in (query, key, value)))
+    on_cpu = fast and query.device.type == "cpu"
+    return torch.cat([_of_group(module, name, g, s, window, on_cpu, **options) for g, *s in groups], dim=1), None
 
 
-def _by_segment(
+def _of_group(
     module: torch.nn.Module,
     name: str,
     group: PackedGroup,
-    states: tuple[torch.Tensor, ...],
+    states: Sequence[torch.Tensor],
     window: int | None,
+    by_kernel: bool,
     **options: Any,
-) -> Iterator[torch.Tensor]:
-    """One call for the prompt and one for each completion, whose keys are the prompt's and its own."""
+) -> torch.Tensor:
+    """Attention of one group, in its own way, whatever runs beside it: (1, tokens of the group, H, D).
+
+    Args:
+        states: query, key and value of its tokens.
+        by_kernel: torch's flash kernel of the CPU may run.
+    """
     query, key, value = states
-    base, prompt = group.prompt[0], group.prompt[1] - group.prompt[0]
-    alone = PackedGroup((0, prompt), ())
-    head = tuple(x[:, :, :prompt] for x in states)
-    yield _masked(module, name, head, seen_mask(alone, window, query.device), **options)
-    for start, stop in group.completions:
-        if stop == start:
-            continue
-        segment, length = slice(start - base, stop - base), stop - start
-        keys, values = (torch.cat([x[:, :, :prompt], x[:, :, segment]], dim=2) for x in (key, value))
-        sequence = PackedGroup((0, prompt), ((prompt, prompt + length),))
-        mask = seen_mask(sequence, window, query.device)[prompt:]
-        yield _masked(module, name, (query[:, :, segment], keys, values), mask, **options)
+    if not split_is_cheaper(group, query.device):
+        mask = seen_mask(group, window, query.device)
+        return _masked(module, name, (query, key, value), mask, **options)
+    if by_kernel:
+        if (repeats := query.size(1) // key.size(1)) > 1:  # this kernel takes no grouped heads
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        parts = list(_parts(group))
+        return _SharedPrefixAttention.apply(query, key, value, parts, options.get("scaling")).transpose(1, 2)
+    # one call for the prompt and one for each completion, whose keys are the prompt's and its own
+    base, pieces = group.prompt[0], []
+    for start, stop in (group.prompt, *group.completions):
+        if stop > start:
+            segment, before = slice(start - base, stop - base), slice(0, min(group.prompt[1], start) - base)
+            keys, values = (torch.cat([x[:, :, before], x[:, :, segment]], dim=2) for x in (key, value))
+            sequence = PackedGroup((0, keys.size(2)), ())
+            mask = seen_mask(sequence, window, query.device)[before.stop :]
+            pieces.append(_masked(module, name, (query[:, :, segment], keys, values), mask, **options))
+    return torch.cat(pieces, dim=1)
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,17 +6,18 @@ Differs from TRL, which always pads. Asked for the policy and the reference mode
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
 
 from ..batching.micro_batches import Form
 from ..errors import MemoryShortageError, ModelError
 from ..runtime.collectives import any_process, gather_lists
 from ..runtime.out_of_memory import Halving
-from .form_check import Evidence, Trial, telling_rows, try_form
+from .form_check import Trial, telling_rows, try_form
 from .packed import why_not_packed
 from .prefix import why_no_prefix
 from .reference import base_model_of
@@ -30,6 +31,7 @@ _MEANINGS: dict[Form, str] = {
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }
+_ENOUGH = 32  # completion tokens to compare; attention that is sharp hides a neighbour from a few
 
 
 def needs_whole_rows(model: Any) -> str | None:
@@ -42,10 +44,10 @@ def needs_whole_rows(model: Any) -> str | None:
 
 @dataclass
 class _Known:
-    """What is known of a model: the forms it does not run, with the reason, and the evidence for the one it runs."""
+    """What is known of a model: the forms it does not run, with the reason, and the tokens compared of its form."""
 
-    refused: dict[Form, str] = field(default_factory=dict)
-    evidence: Evidence = field(default_factory=Evidence)
+    refused: dict[Form, str]
+    compared: int = 0
 
 
 class ForwardChoice:
@@ -56,7 +58,7 @@ class ForwardChoice:
     model runs packs if it can, else the prefix form if it can; inside a pack, `forward.attention.split_is_cheaper`
     decides for each group how its attention is computed.
 
-    Every method takes a model without what an engine wraps it in, but with its adapters.
+    Every method takes a model with its adapters, as an engine wraps it or without that.
 
     Args:
         forms: the forms that may be run, the best first; a model that can run none of them pads.
@@ -82,52 +84,55 @@ class ForwardChoice:
 
     def form(self, model: Any) -> Form:
         """The form that a model runs; warns once of a model that pads, with the reasons."""
-        refused = self._of(model).refused
-        return next((form for form in self.forms if form not in refused), "padded")
+        return self._form_beside(self._of(model).refused)
 
     def described(self, model: Any) -> str:
         """How a model runs, and why not in another form, for people."""
-        reasons = "; ".join(f"no {_NAMES[form]}: {why}" for form, why in self._of(model).refused.items())
-        return _MEANINGS[self.form(model)] + (f" ({reasons})" if reasons else "")
+        refused = self._of(model).refused
+        reasons = "; ".join(f"no {_NAMES[form]}: {why}" for form, why in refused.items())
+        return _MEANINGS[self._form_beside(refused)] + (f" ({reasons})" if reasons else "")
 
     @property
     def all_refused(self) -> dict[Form, str]:
         """The forms that no model takes, or that one was found not to run, with the reason."""
         return {**self.refused, **{form: why for known in self._known.values() for form, why in known.refused.items()}}
 
+    def _form_beside(self, refused: Mapping[Form, str]) -> Form:
+        return next((form for form in self.forms if form not in refused), "padded")
+
     def _of(self, model: Any) -> _Known:
         policy = base_model_of(model)
         if id(policy) not in self._known:
             reentrant = bool((self.checkpointing_kwargs or {}).get("use_reentrant"))
-            known = self._known[id(policy)] = _Known()
+            refused: dict[Form, str] = {}
             for form in self.forms:
-                reason = self.refused.get(form) or needs_whole_rows(model)
+                reason = self.refused.get(form) or needs_whole_rows(extract_model_from_parallel(model))
                 reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
                 if reason is not None:
-                    known.refused[form] = reason
-            self._warn_of_padding(known)
+                    refused[form] = reason
+            self._known[id(policy)] = _Known(refused)
+            self._warn_of_padding(refused)
         return self._known[id(policy)]
 
-    def _warn_of_padding(self, known: _Known) -> None:
-        reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in known.refused.items())
+    def _warn_of_padding(self, refused: Mapping[Form, str]) -> None:
+        reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in refused.items())
         # policy and reference are often of one kind
-        if reasons and len(known.refused) == len(self.forms) and reasons not in self._warned:
+        if reasons and self._form_beside(refused) == "padded" and reasons not in self._warned:
             self._warned.add(reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
 
     def settled(self, model: Any) -> bool:
         """Whether `check` has nothing left to compare."""
-        return self.form(model) == "padded" or self._of(model).evidence.settled
+        return self.form(model) == "padded" or self._of(model).compared >= _ENOUGH
 
-    def check(self, wrapped: Any, model: Any, rows: TokenRows, everywhere: bool) -> None:
+    def check(self, model: Any, rows: TokenRows) -> None:
         """Before a model's first pack or shared prefix, run it and padded on real completions; all processes together.
 
-        What one process finds holds for all. Where these completions cannot show a fault (one token each; none longer
-        than the sliding window), the next ones are compared too.
+        What one process finds holds for all. Where these completions cannot show a fault (one token each), or are few,
+        the next ones are compared too.
 
         Args:
-            wrapped: the model as the loop calls it.
-            everywhere: whether all processes have the same completions.
+            model: as the loop calls it.
 
         Raises:
             ModelError: on every process, where packed and padded differ by more than rounding on one of them.
@@ -135,34 +140,35 @@ class ForwardChoice:
         """
         while not self.settled(model):
             known, form = self._of(model), self.form(model)
-            telling = telling_rows(rows.prompts_B, rows.completions_B, rows.same_prompt, known.evidence.longer_than)
-            if not (telling is not None if everywhere else any_process(telling is not None, self.device)):
+            telling = telling_rows(rows.completions_B, rows.same_prompt)
+            if not any_process(telling is not None, self.device):
                 return
             # a forward may be a collective, so all processes run it
-            some = rows.part(slice(0, 1) if telling is None else telling)
-            mine = self._try(form, wrapped, model, some, telling is not None)
-            trials = gather_lists(mine)
+            trials = gather_lists(self._try(form, model, rows, telling))
             if shortage := next((trial.shortage for trial in trials if trial.shortage), None):
                 raise MemoryShortageError(shortage)
             difference = next((trial.difference for trial in trials if trial.difference), None)
-            reason = next((trial.refused for trial in trials if trial.refused), None)
             if difference is not None and form == "packed":
                 raise ModelError(f"{difference}. Set forward='padded'.")
-            if difference is None and reason is None:
-                known.evidence += mine if everywhere else trials
+            reason = difference or next((trial.refused for trial in trials if trial.refused), None)
+            if reason is None:
+                # processes may hold the same completions, so those of one of them count
+                known.compared += max(trial.tokens for trial in trials)
                 return
-            known.refused[form], known.evidence = str(reason or difference), Evidence()
-            self._warn_of_padding(known)
+            known.refused[form], known.compared = reason, 0
+            self._warn_of_padding(known.refused)
             if self.form(model) != "padded":
                 logger.warning(f"Completions do not run as planned: {self.described(model)}.")
 
-    def _try(self, form: Form, wrapped: Any, model: Any, rows: TokenRows, telling: bool) -> list[Trial]:
+    def _try(self, form: Form, model: Any, rows: TokenRows, telling: slice | None) -> list[Trial]:
+        some = replace(rows.part(telling or slice(0, 1)), attended_N=None)
+
         def work(piece: Sequence[int]) -> Trial:
-            part = rows.part(slice(piece[0], piece[-1] + 1))
-            trial = try_form(form, wrapped, base_model_of(model), part, self.checkpointing_kwargs)
-            return trial if telling and len(piece) > 1 else trial.inconclusive
+            part = some.part(slice(piece[0], piece[-1] + 1))
+            trial = try_form(form, model, base_model_of(model), part, self.checkpointing_kwargs)
+            return trial if telling is not None and len(piece) > 1 else replace(trial, tokens=0)
 
         try:
-            return self._memory.run(range(len(rows)), work)
+            return self._memory.run(range(len(some)), work)
         except MemoryShortageError as error:  # raised once the other processes know of it
             return [Trial(shortage=str(error))]

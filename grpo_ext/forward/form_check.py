@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from .lm_head import Scores
 from .packed import pack_of, score_packed
 from .padded import score_padded
 from .prefix import columns_of, score_prefix
-from .prefix_cache import windows_of
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .rows import TokenRows
 
@@ -38,7 +37,6 @@ LIMIT = 4.0
 _ROWS = 8  # completions compared at most
 _CHANNELS = 64  # of a module's output that are compared, at most
 _DRAWS = 2  # the rounding is estimated from this many perturbed forwards
-_ENOUGH = 32  # completion tokens; attention that is sharp hides a neighbour from a few
 
 Outputs = dict[tuple[str, int, int], torch.Tensor]  # of modules, by name, call and place in what the call returns
 
@@ -51,50 +49,19 @@ class Trial:
         refused: why the model does not run the form, as a sentence without its end; None where it ran.
         difference: how the form and padding differ by more than rounding, as a sentence; None where they do not.
         shortage: that the comparison did not fit into memory, as a sentence; None where it did.
-        tokens: completion tokens compared.
-        longest: tokens of the longest sequence compared.
-        windows: sizes of the model's sliding windows.
+        tokens: completion tokens compared, of completions that can show a fault.
     """
 
     refused: str | None = None
     difference: str | None = None
     shortage: str | None = None
     tokens: int = 0
-    longest: int = 0
-    windows: tuple[int, ...] = ()
-
-    @property
-    def inconclusive(self) -> Trial:
-        """The same trial, of completions too few to show a fault."""
-        return replace(self, tokens=0, longest=0)
 
 
-class Evidence(list[Trial]):
-    """The trials of all processes so far."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the form needs no further trial."""
-        return self._enough and self.longer_than == 0
-
-    @property
-    def longer_than(self) -> int:
-        """The smallest window that no compared sequence has exceeded; 0 where there is none."""
-        longest = max((trial.longest for trial in self), default=0)
-        return min((w for trial in self for w in trial.windows if w >= longest), default=0) if self._enough else 0
-
-    @property
-    def _enough(self) -> bool:
-        return sum(trial.tokens for trial in self) >= _ENOUGH
-
-
-def telling_rows(
-    prompts_B: Sequence[int], completions_B: Sequence[int], same: Sequence[bool], longer_than: int
-) -> slice | None:
+def telling_rows(completions_B: Sequence[int], same: Sequence[bool]) -> slice | None:
     """Consecutive rows that can show a fault; None if there are none.
 
-    Two completions of one prompt need a second token, the first that the other could disturb, and one sequence has to
-    be longer than `longer_than` tokens.
+    Two completions of one prompt need a second token, the first that the other could disturb.
 
     Args:
         same: for each row but the first, whether its prompt is that of the row before.
@@ -103,8 +70,7 @@ def telling_rows(
         stop = min(start + _ROWS, len(completions_B))
         groups = accumulate((int(not alike) for alike in same[start : stop - 1]), initial=0)
         long_ones = Counter(group for group, n in zip(groups, completions_B[start:stop]) if n > 1)
-        neighbours = max(long_ones.values(), default=0) > 1
-        if neighbours and max(map(sum, zip(prompts_B[start:stop], completions_B[start:stop]))) > longer_than:
+        if max(long_ones.values(), default=0) > 1:
             return slice(start, stop)
     return None
 
@@ -134,13 +100,11 @@ def try_form(
     reason = _why_refused(score, model, policy, rows, None if pack is not None else checkpointing_kwargs)
     if reason is not None:
         return Trial(refused=reason)
-    readers = None if pack is None else pack.layout.readers
-    asked = windows_of(policy.config.get_text_config(decoder=True)) if readers is None else readers.values()
-    run = functools.partial(_outputs, model, policy, rows, _compared_modules(policy, readers))
     tokens, source, shape = _compared_tokens(rows, pack)
     mask = rows.padded()[1]
     column_N = mask.reshape(-1).nonzero().squeeze(1).tolist()  # of each token of the rows in the padded batch
     padded = score_padded, [column_N[token] for token in source], (mask.size(0), mask.size(1))
+    run = functools.partial(_outputs, model, policy, rows, _compared_modules(policy, pack))
     with torch.no_grad():
         (ours, logps), (right, padded_logps) = run(score, tokens, shape), run(*padded)
         unit, others = rounding_unit(policy, rows.ids_N.device), []
@@ -150,18 +114,15 @@ def try_form(
     if not torch.isfinite(padded_logps).all():
         return Trial()  # nothing to compare with; a loss that is not finite is an error of its own
     ratios = compare(ours, right, others, unit) if tokens else []
-    for (module, *_), ratio in ratios:
-        if not ratio <= LIMIT:
-            gap = float((logps - padded_logps).abs().float().mean())
-            model_name, count = type(policy).__name__, len(rows)
-            return Trial(
-                difference=f"{form} and padded log-probabilities of {model_name} differ by {gap:.1e} on {count} "
-                f"completions, and the output of {module} by {ratio:.0f} times the rounding (at most {LIMIT:.0f} is "
-                "rounding): the model does something between tokens that this form does not keep, such as ignoring "
-                "position_ids"
-            )
-    longest = max(map(sum, zip(rows.prompts_B, rows.completions_B)))
-    return Trial(tokens=len(tokens), longest=longest, windows=tuple({window for window in asked if window}))
+    wrong = next(((place, ratio) for (place, *_), ratio in ratios if not ratio <= LIMIT), None)
+    if wrong is None:
+        return Trial(tokens=len(tokens))
+    gap = float((logps - padded_logps).abs().float().mean())
+    return Trial(
+        difference=f"{form} and padded log-probabilities of {type(policy).__name__} differ by {gap:.1e} on {len(rows)} "
+        f"completions, and the output of {wrong[0]} by {wrong[1]:.0f} times the rounding (at most {LIMIT:.0f} is "
+        "rounding): the model does something between tokens that this form does not keep, such as ignoring position_ids"
+    )
 
 
 def _why_refused(
@@ -219,17 +180,13 @@ def _compared_tokens(rows: TokenRows, pack: Pack | None) -> tuple[list[int], lis
     return [row * columns + t for row, t in grid], source, (len(rows), columns)
 
 
-def _compared_modules(policy: Any, readers: Mapping[object, Any] | None) -> dict[str, torch.nn.Module]:
-    """The modules outside of layers, and in each layer those that mix tokens.
-
-    Args:
-        readers: the attention layers that read a pack; None: what stands directly in a layer.
-    """
+def _compared_modules(policy: Any, pack: Pack | None) -> dict[str, torch.nn.Module]:
+    """The modules outside of layers, and in each layer those that read the pack, or, without one, all that it has."""
 
     def is_compared(path: str, module: torch.nn.Module) -> bool:
         parts = path.split(".")
         layers = [place for place, part in enumerate(parts) if part.isdigit()]
-        mixes = layers == [len(parts) - 2] if readers is None else module in readers
+        mixes = layers == [len(parts) - 2] if pack is None else module in pack.layout.readers
         return bool(path) and (not layers or mixes)
 
     return {path: module for path, module in policy.named_modules() if is_compared(path, module)}

@@ -1,8 +1,8 @@
 """The language-model head: the part of a model's forward that scores tokens, installed on the model.
 
-Differs from TRL's fused head: needs no Triton on any device, sees the scored positions only, and knows the logits of
-more models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions,
-H hidden size, V vocabulary.
+Differs from TRL's fused head: takes the positions of a pack, sees these only, and knows the logits of more models. Runs
+inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions, H hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from transformers.utils import ModelOutput
 from ..algorithms.losses import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
-from .architecture import experts_per_token
 from .prefix_cache import Continuation, run_after_prompts
 from .tiled_log_probs import LogitTransform, tiled_log_probs
 
@@ -130,13 +129,11 @@ class Wanted:
 
 @dataclass
 class ScoredOutput(ModelOutput):
-    """What a model with this head returns: (S,) for a `Wanted`, the shape of the labels for TRL's call."""
+    """What a model with this head returns: (S,) log-probabilities and entropies, and a MoE model's router logits."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
-    router_counts: torch.Tensor | None = None
 
 
 def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, counts_BL: torch.Tensor) -> Scores:
@@ -147,7 +144,7 @@ def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, co
         counts_BL: of the `RouterOutput`, where one is wanted.
     """
     output = model(**inputs, **{SCORE: wanted})
-    router = RouterOutput(output.router_logits, counts_BL) if wanted.router else None
+    router = RouterOutput(output.router_logits, counts_BL) if output.router_logits else None
     return Scores(output.log_probs, output.entropy if wanted.entropy else None, router)
 
 
@@ -189,15 +186,11 @@ def refuse_unknown_head(model: Any) -> None:
         )
 
 
-def _unbound(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """Let the forward of `model` score tokens through this head, beside what it does already.
 
-    Called with `grpo_ext_score=Wanted(...)` or TRL's `fused_lm_head=True`, it returns a `ScoredOutput`; otherwise it
-    is the forward it was. To be called before anything wraps the model.
+    Called with `grpo_ext_score=Wanted(...)`, it returns a `ScoredOutput`; otherwise it is the forward it was. To be
+    called before anything wraps the model.
 
     Args:
         model: the causal language model, under PEFT the one inside.
@@ -206,20 +199,15 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
     """
     transform = logit_transform(model.config, temperature)
     # the function, because a bound method would run these weights in a deep copy of the model
-    below = getattr(model.forward, "__func__", None)
-    if below is None:
-        below = functools.partial(_unbound, model.forward)
+    bound = model.forward
+    below: Callable[..., Any] = getattr(bound, "__func__", lambda model, *args, **kwargs: bound(*args, **kwargs))
 
     @functools.wraps(type(model).forward)  # `generate` checks its arguments against this signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted, fused = kwargs.pop(SCORE, None), kwargs.pop("fused_lm_head", False)
-        if wanted is None and not fused:
+        wanted = kwargs.pop(SCORE, None)
+        if wanted is None:
             return below(self, *args, **kwargs)
-        labels = kwargs.pop("labels", None)
-        run = functools.partial(_run, self, transform, cast_to_fp32)
-        if wanted is not None:
-            return run(wanted, *args, **kwargs)
-        return _as_trl(run, experts_per_token(self), labels, *args, **kwargs)
+        return _run(self, transform, cast_to_fp32, wanted, *args, **kwargs)
 
     forward.of_grpo_ext = True  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
@@ -236,11 +224,6 @@ def _run(
         hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
     else:
         hidden, routers = run_after_prompts(_backbone(model), kwargs, completions)
-    if wanted.router and not routers:
-        raise ModelError(
-            f"{type(model).__name__} returned no router logits, so there is nothing that its router_aux_loss_coef "
-            "could weigh; set router_aux_loss_coef=0."
-        )
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):
@@ -254,28 +237,4 @@ def _run(
     with precision, gathered(weight, bias):
         targets = wanted.targets_S.to(weight.device)
         logps, entropy = log_probs(hidden_SH, weight, bias, targets, transform, wanted.entropy)
-    return ScoredOutput(logps, entropy, None, routers if wanted.router else None)
-
-
-def _as_trl(
-    run: Callable[..., ScoredOutput],
-    top_k: int,
-    labels: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> ScoredOutput:
-    """Answer TRL's call: values in the shape of the shifted labels, 0 where a label is -100."""
-    labels_BT = labels[:, 1:]
-    mask = labels_BT != -100
-    scored = torch.nn.functional.pad(mask, (0, 1))
-    predictor_S = scored.reshape(-1).nonzero().squeeze(1)
-    router = bool(kwargs.get("output_router_logits"))
-    output = run(Wanted(predictor_S, labels_BT[mask], router=router), *args, **kwargs)
-    for name in ("log_probs", "entropy"):
-        # connected to the model also where nothing is scored, so that every process can run its backward pass
-        output[name] = output[name].new_zeros(mask.shape).masked_scatter(mask.to(output[name].device), output[name])
-    if output.router_logits is not None:
-        counts = kwargs.get("attention_mask")
-        output.router_counts = counts = torch.ones_like(scored) if counts is None else counts
-        output.aux_loss = RouterOutput(output.router_logits, counts).aux_loss(top_k)
-    return output
+    return ScoredOutput(logps, entropy, routers if wanted.router else None)

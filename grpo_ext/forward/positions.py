@@ -1,4 +1,4 @@
-"""Rotary positions whose frequencies depend on the longest sequence of a forward (`longrope`, `dynamic`, and others).
+"""Rotary positions whose frequencies depend on the longest sequence of a forward (`longrope`, `dynamic`).
 
 Differs from TRL, where the same completion then has other log-probabilities in another micro-batch: the frequencies are
 set once, to those of the longest sequence the run can have, in policy and reference alike. Used once, while the trainer
@@ -8,7 +8,7 @@ is built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _FAR = 2**20  # a length in tokens beyond every switch
-_TEMPLATE_TOKENS = 512
 
 
 def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -43,87 +42,47 @@ def covered_length(config: Any) -> int | None:
     return max(lengths)
 
 
-def _rotary(model: nn.Module) -> Iterator[tuple[str, Any, str | None]]:
-    """Every rotary module of a model with its path, once for each layer type it serves."""
+def _changing(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
+    """The rotary modules whose frequencies change with the length of a forward, once for each layer type they serve.
+
+    Yields:
+        The module as text, the module, the layer type (None where all share one), and the longest sequence in tokens
+        that does not change them.
+    """
     for path, module in model.named_modules():
-        if "rotary" in type(module).__name__.lower():
-            kinds = getattr(module, "rope_type", None)
-            yield from ((path, module, kind) for kind in (kinds if isinstance(kinds, dict) else (None,)))
+        config: Any = getattr(module, "config", None)
+        if config is None or "rotary" not in type(module).__name__.lower():
+            continue
+        for kind, values in rope_parameters(config).items():
+            scaling = str(values.get("rope_type"))
+            if scaling == "longrope" or "dynamic" in scaling:
+                switch = values["original_max_position_embeddings"] if scaling == "longrope" else None
+                text = f"{path} ({type(module).__name__}, {scaling})"
+                yield text, module, kind, switch or config.max_position_embeddings
 
 
-def _declared(module: Any, kind: str | None) -> str:
-    """The name of a module's kind of scaling, also after it was pinned."""
-    rope_type = getattr(module, "rope_type_before", getattr(module, "rope_type", "default"))
-    return str(rope_type[kind] if isinstance(rope_type, dict) else rope_type)
-
-
-def _angles(module: Any, kind: str | None, length: int) -> torch.Tensor:
-    """Cosines and sines of the first two positions in a forward over `length` tokens."""
-    device = next((b.device for b in module.buffers()), torch.device("cpu"))
-    positions = torch.tensor([[0, 1, length - 1]], device=device)
-    extra = {} if kind is None else {"layer_type": kind}
-    # `forward`, because a call would run an engine's hooks
-    angles = module.forward(torch.zeros(1, 3, 1, device=device), positions, **extra)
-    return torch.stack([part.float() for part in angles])[..., :2, :]
-
-
-def _depends(module: Any, kind: str | None, length: int) -> bool:
-    """Whether the frequencies of a forward over `length` tokens are others than those of a short one."""
-    try:
-        far = _angles(module, kind, length)
-        # the short length last, which resets what the long one has changed
-        return not torch.equal(far, _angles(module, kind, 2))
-    except (TypeError, ValueError, RuntimeError, IndexError):  # takes other arguments: its type is decided by its name
-        return _declared(module, kind) == "longrope" or "dynamic" in _declared(module, kind)
+def _is_pinned(module: Any, kind: str | None) -> bool:
+    scaling = getattr(module, "rope_type", None)
+    return (scaling.get(kind) if isinstance(scaling, dict) else scaling) == "default"
 
 
 def depends_on_length(model: nn.Module, length: int = _FAR) -> str | None:
-    """Name of the first rotary module whose angles depend on the longest of up to `length` tokens; None if none do."""
-    for path, module, kind in _rotary(model):
-        if _depends(module, kind, length):
-            return f"{path} ({type(module).__name__}, {_declared(module, kind)})"
-    return None
+    """The first rotary module whose angles depend on the longest of up to `length` tokens, as text; None if none do."""
+    modules = _changing(model)
+    return next((text for text, rope, kind, switch in modules if length > switch and not _is_pinned(rope, kind)), None)
 
 
 def _pin(model: nn.Module, length: int) -> None:
     """Set the frequencies to those of a forward over `length` tokens, for every forward from now on."""
-    for _, module, kind in _rotary(model):
-        rope_type, prefix = _declared(module, kind), "" if kind is None else f"{kind}_"
-        if not hasattr(module, f"{prefix}original_inv_freq") or rope_type not in ROPE_INIT_FUNCTIONS:
-            continue
-        if rope_type != "longrope" and "dynamic" not in rope_type:
-            continue
-        if not hasattr(module, "rope_type_before"):
-            module.rope_type_before = module.rope_type
+    for _, module, kind, _ in _changing(model):
+        values, prefix = rope_parameters(module.config)[kind], "" if kind is None else f"{kind}_"
+        if "short_mscale" in values:
+            continue  # Phi-MoE, which also changes the scale, in every forward
         extra = {} if kind is None else {"layer_type": kind}
-        frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, None, seq_len=length, **extra)
+        frequencies, _ = ROPE_INIT_FUNCTIONS[values["rope_type"]](module.config, None, seq_len=length, **extra)
         getattr(module, f"{prefix}inv_freq").copy_(frequencies)
         # transformers updates the frequencies of other kinds in every forward
         module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
-
-
-def _pinned(model: nn.Module) -> str | None:
-    """Name of the first rotary module that an earlier run of the same object has set."""
-    paths = (path for path, module, _ in _rotary(model) if hasattr(module, "rope_type_before"))
-    return next(paths, None)
-
-
-def longest_prompt(prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], batch: int = 256) -> int:
-    """Tokens of the longest of these prompts; those that are too short in bytes to be it are not tokenised.
-
-    Args:
-        lengths_of: function from a list of prompts to their lengths in tokens.
-    """
-    best, margin, waiting = 0, _TEMPLATE_TOKENS, []
-    for prompt in prompts:
-        if not best:
-            best = lengths_of([prompt])[0]
-            margin = max(margin, best)  # what a chat template and tools add is in the first one too
-        if len(str(prompt).encode()) + margin > best:  # a token is at least one byte
-            waiting.append(prompt)
-        if len(waiting) == batch:
-            best, waiting = max(best, *lengths_of(waiting)), []
-    return max([best, *lengths_of(waiting)]) if waiting else best
 
 
 def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[str | None, str | None]:
@@ -136,7 +95,7 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[s
     Returns:
         What was done, and what still depends on the micro-batch; as sentences, None where there is nothing to say.
     """
-    name = depends_on_length(models[0]) or _pinned(models[0])
+    name = next((text for text, *_ in _changing(models[0])), None)
     if name is None:
         return None, None
     length = longest()
@@ -146,7 +105,7 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[s
             "run is not known (a stream, a transform, an environment, or max_completion_length=None); use a data set "
             "with a length and set max_completion_length, or a rope_type that does not depend on it"
         )
-    if all(depends_on_length(model, length) is None and _pinned(model) is None for model in models):
+    if all(length <= switch and not _is_pinned(rope, kind) for m in models for _, rope, kind, switch in _changing(m)):
         return None, None  # the whole run stays below the switch
     for model in models:
         _pin(model, length)

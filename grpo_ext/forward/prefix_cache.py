@@ -138,12 +138,6 @@ def unknown_layers(config: Any) -> list[str]:
     return sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN}) if layers else ["no layers"]
 
 
-def windows_of(config: Any) -> tuple[int, ...]:
-    """The sliding windows of a model's cache layers, in tokens."""
-    windows = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
-    return tuple(sorted(window for window in windows if window))
-
-
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
     """The cache that completions continue from; it does not see what the recording one is given later."""
     layers = _layers(config, _Frozen)

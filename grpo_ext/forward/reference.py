@@ -14,6 +14,7 @@ from typing import Any
 import trl
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig
@@ -27,7 +28,8 @@ logger = get_logger(__name__)
 
 
 def base_model_of(model: Any) -> Any:
-    """The transformers model under a PEFT wrapper, or the model itself."""
+    """The transformers model inside what an engine and PEFT wrap it in."""
+    model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -6,8 +6,9 @@ Differs from TRL, whose batches are padded throughout: they are read and written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -132,6 +133,12 @@ class TokenRows:
         if self.attended_N is not None:
             mask = mask.masked_scatter(mask, self._of_completions(self.attended_N).to(mask.device))
         return values_S.new_zeros(mask.shape).masked_scatter(mask, values_S)
+
+
+def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
+    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+    return ids, mask
 
 
 class Unchanged:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .padded import score_padded
 from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
-from .rows import TokenRows, Unchanged
+from .rows import TokenRows, Unchanged, padded_ids_and_mask
 
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
@@ -97,18 +97,10 @@ class Scorer:
         request = _request.get()
         return self if request is None else request.scorer
 
-    def form(self, model: Any) -> Form:
-        """How the completions of `model` run."""
-        return self.choice.form(self.accelerator.unwrap_model(model))
-
-    def described(self, model: Any) -> str:
-        """How the completions of `model` run, and why not in another form, for people."""
-        return self.choice.described(self.accelerator.unwrap_model(model))
-
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        policy, form = base_model_of(model), self.choice.form(model)
         with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
             yield
 
@@ -124,10 +116,6 @@ class Scorer:
         finally:
             if checkpointing:
                 model.gradient_checkpointing_enable(kwargs)
-
-    def settled(self, model: Any) -> bool:
-        """Whether `check` has nothing left to compare."""
-        return self.choice.settled(self.accelerator.unwrap_model(model))
 
     @contextmanager
     def requested(
@@ -153,11 +141,6 @@ class Scorer:
         """Whether these are the tensors of `requested`, unchanged."""
         request = _request.get()
         return request is not None and request.tensors.are(input_ids, attention_mask)
-
-    def check(self, model: Any, rows: TokenRows, everywhere: bool) -> None:
-        """Before a model's first pack or shared prefix, compare it with padding: see `ForwardChoice.check`."""
-        if not self.settled(model):
-            self.choice.check(model, self.accelerator.unwrap_model(model), replace(rows, attended_N=None), everywhere)
 
     def score_rollout(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None, group_size: int
@@ -194,7 +177,7 @@ class Scorer:
             assert scores.entropies_S is not None
             logps, entropies = (rows.to_columns(v, width).to(device) for v in (scores.logps_S, scores.entropies_S))
             return logps, entropies, scores.router
-        ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        ids, mask = padded_ids_and_mask(inputs)
         images = compat.images_among(inputs)
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
@@ -227,7 +210,7 @@ class Scorer:
         routers = [scores.router for scores in parts if scores.router is not None]
         aux_loss = None
         if routers:
-            experts = experts_per_token(base_model_of(self.accelerator.unwrap_model(model)))
+            experts = experts_per_token(base_model_of(model))
             aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean()
         if request is not None and len(parts) == 1:
             request.router = parts[0].router
@@ -241,7 +224,7 @@ class Scorer:
 
     def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
         """Rows in order, in chunks of at most so many completions and tokens."""
-        form = self.form(model) if rows.attended_N is None else "padded"
+        form = self.choice.form(model) if rows.attended_N is None else "padded"
         lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
         return cut_in_order(*lengths, batch_size or len(rows), max_tokens, form, self.multiple)
 
@@ -255,7 +238,7 @@ class Scorer:
     ) -> list[Scores]:
         """Score a rollout in chunks that fit into memory, canonical units in bitwise mode; see `score_rollout`."""
         with self.accelerator.autocast():
-            self.check(model, rows, everywhere=False)
+            self.choice.check(model, rows)
         batch_size, max_tokens, group_size = limits
         if (unit := self.args.unit_rows) is None:
             chunks = self._cut(model, rows, batch_size, max_tokens)
@@ -277,7 +260,7 @@ class Scorer:
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score rows in one forward; its graph is kept where gradients are on."""
-        policy, form = base_model_of(self.accelerator.unwrap_model(model)), self.form(model)
+        policy, form = base_model_of(model), self.choice.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside

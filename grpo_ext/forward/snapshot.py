@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +85,6 @@ def _tensors(model: nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _some_elements(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A few of each, evenly spread."""
-    flat = [tensor.detach().flatten() for tensor in tensors]
-    return [values[:: max(1, values.numel() // 8)].clone() for values in flat]
-
-
 def _copy_of(model: nn.Module, moving: Set[str], device: torch.device) -> nn.Module:
     """A second object of a model, whose `moving` parameters can be exchanged; it shares the others' memory.
 
@@ -164,8 +158,6 @@ class Snapshot:
         reference_moves: the reference is trained along (`sync_ref_model`).
         device: where the copies run.
         prepare: gives a copy what the run has put around the forward of its model.
-        watches: refuse changes of weights that are not trained. (For a server TRL merges adapters into them and takes
-            them out again, by rounding others than before, between two steps and while nothing samples.)
 
     Attributes:
         policy, reference: the copies; device: where they are; sent: whose weights a server is sent.
@@ -179,23 +171,17 @@ class Snapshot:
         reference_moves: bool,
         device: Any,
         prepare: Any,
-        watches: bool = True,
     ) -> None:
-        self.device, self._watches = torch.device(device), watches
+        self.device = torch.device(device)
         self._live = trained, moves = moving_tensors(policy, reference, reference_moves)
         self._in_copies: list[Tensors] = []
-        self._unmoved: Tensors = {}
         self.abandoned = threading.Event()
-        self.policy = self.sent = self._copy("policy", policy, trained.keys(), prepare)
-        self.reference = None if reference is None else self._copy("reference", reference, moves.keys(), prepare)
-        self._as_taken = _some_elements(self._unmoved.values())
+        self.policy = self.sent = self._copy(policy, trained.keys(), prepare)
+        self.reference = None if reference is None else self._copy(reference, moves.keys(), prepare)
 
-    def _copy(self, role: str, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
+    def _copy(self, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
         twin = _copy_of(model, moving, self.device)
         self._in_copies.append({name: tensor for name, tensor in _tensors(twin).items() if name in moving})
-        still = [(n, p) for n, p in model.named_parameters() if n not in moving and type(p) is nn.Parameter]
-        if self._watches:
-            self._unmoved |= {f"{name} of the {role}": p for name, p in still if p.device == self.device}
         base_model_of(twin).register_forward_pre_hook(self._check)  # PEFT generates with the model inside
         return prepare(twin)
 
@@ -204,18 +190,7 @@ class Snapshot:
             raise Abandoned
 
     def take(self, progress: dict[str, Any]) -> Weights:
-        """The weights of the models as they are now, copied.
-
-        Raises:
-            ModelError: weights that are not trained have changed, which the copies share.
-        """
-        for name, now, before in zip(self._unmoved, _some_elements(self._unmoved.values()), self._as_taken):
-            if not torch.equal(now.nan_to_num(), before.nan_to_num()):
-                raise ModelError(
-                    f"{name} is not trained and has changed all the same (by a callback?); with rollout_lag it is "
-                    "shared with the model that samples beside training, so speed would decide what samples. Use "
-                    "rollout_lag=0, or sync_ref_model for a reference that follows."
-                )
+        """The weights of the models as they are now, copied."""
         parts = [{n: p.detach().to(self.device, copy=True) for n, p in moving.items()} for moving in self._live]
         if self.device.type == "cuda":  # another stream reads them
             torch.cuda.current_stream(self.device).synchronize()

@@ -173,7 +173,8 @@ def _backward(
     if entropy_up_S is not None and entropy is not None:
         entropy_up = entropy_up_S.to(exact) * tiles.factor
         constant = up + entropy_up * entropy
-    left_SH = tiles.hidden_SH if _adds_exactly(tiles.hidden_SH) else tiles.hidden_SH.to(exact)
+    left_SH = tiles.hidden_SH.to(exact)  # half precision is never summed in itself
+    hidden, weight, bias = found
     for rows, columns, x_RC in tiles:
         tanh_RC = tiles.spare(-1, x_RC) if capped else None
         z_RC = tiles.finish(x_RC, tanh_RC).sub_(log_z[rows, None])  # log p
@@ -187,40 +188,13 @@ def _backward(
         z_RC[each, local] += torch.where(inside, up[rows], 0)
         if tanh_RC is not None:
             z_RC.mul_(tanh_RC.square_().neg_().add_(1))
-        _add_products(found, tiles, left_SH, rows, columns, z_RC)
+        if bias is not None:
+            bias[columns] += z_RC.sum(0)
+        if hidden is not None:
+            hidden[rows].addmm_(z_RC, tiles.weight_CH.to(exact))
+        if weight is not None:
+            weight[columns].addmm_(z_RC.t(), left_SH[rows])
     return found
-
-
-def _adds_exactly(tensor: torch.Tensor) -> bool:
-    """Whether this device adds products of half precision in float32."""
-    return tensor.device.type == "cuda" and tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _add_products(
-    found: list[torch.Tensor | None],
-    tiles: _Tiles,
-    left_SH: torch.Tensor,
-    rows: slice,
-    columns: slice,
-    gradient_RC: torch.Tensor,
-) -> None:
-    """Add what a tile's gradient gives hidden states, weight and bias; half precision is never summed in itself."""
-    hidden, weight, bias = found
-    if bias is not None:
-        bias[columns] += gradient_RC.sum(0)
-    if _adds_exactly(left_SH):
-        gradient_RC = gradient_RC.to(left_SH.dtype)
-        for total, a, b in (
-            (None if hidden is None else hidden[rows], gradient_RC, tiles.weight_CH),
-            (None if weight is None else weight[columns], gradient_RC.t(), left_SH[rows]),
-        ):
-            if total is not None:
-                torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        return
-    if hidden is not None:
-        hidden[rows].addmm_(gradient_RC, tiles.weight_CH.to(tiles.exact))
-    if weight is not None:
-        weight[columns].addmm_(gradient_RC.t(), left_SH[rows])
 
 
 def tiled_log_probs(

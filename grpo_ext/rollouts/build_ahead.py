@@ -93,7 +93,7 @@ def _begin(trainer: Any) -> RolloutsAhead:
             worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
         local = worker.sample(rows, terms)
         models = () if scorer.sharded else (snapshot.policy, snapshot.reference)
-        forms = tuple(scorer.form(model) for model in models if model is not None)
+        forms = tuple(scorer.choice.form(model) for model in models if model is not None)
         return SampledAhead(local, forms, worker.parts.clock.take(), idle)
 
     send = _sender(trainer, snapshot) if trainer.use_vllm else None
@@ -118,7 +118,7 @@ def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot 
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
 
-    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare, not trainer.use_vllm)
+    snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
     return snapshot

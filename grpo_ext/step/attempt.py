@@ -16,14 +16,13 @@ from accelerate import Accelerator
 
 from ..batching.micro_batches import TokenCost
 from ..config import GRPOConfig
-from ..forward.rows import TokenRows, Unchanged
+from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.scorer import Scorer
 from ..rollouts.batch import RolloutBatch, to_device
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.out_of_memory import StepOutOfMemory
-from .backward import Accumulation, accumulating, out_of_memory_on_all
-from .gradients import NativeGradients
+from .gradients import Accumulation, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
 from .plan import MicroBatch
@@ -34,7 +33,6 @@ from .statistics import (
     StepContext,
     StepPart,
     count_step,
-    padded_ids_and_mask,
     set_statistics,
 )
 from .terms import StepTerms

@@ -38,8 +38,7 @@ def assemble_loss(
         router: router output of a MoE model.
 
     Raises:
-        ConfigError: a term needs reference log-probabilities, which the rollout was made without.
-        ModelError: a term needs router logits, which came with no log-probabilities.
+        ConfigError, ModelError: a term needs reference log-probabilities or router logits, and there are none.
     """
     if cfg.beta != 0.0 and "ref_per_token_logps" not in inputs:
         raise ConfigError(
@@ -58,8 +57,8 @@ def assemble_loss(
         sampling_ratio=inputs.get("importance_sampling_ratio"),
         entropy_keep_BT=keep,
     )
-    tokens = token_loss(cfg, batch)
-    loss = (tokens.loss_BT * token_weights(cfg, mask, context.counts, part.groups)).sum()
+    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.counts, part.groups)
+    loss = (tokens.loss_BT * weights_BT).sum()
     if terms.entropy_coefficient is not None:
         context.metrics.add_total("policy_loss", loss, weight)
         loss = loss - terms.entropy_coefficient * _entropy_bonus(entropies, mask if keep is None else mask * keep, part)
@@ -67,12 +66,17 @@ def assemble_loss(
         loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, part)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
-    if terms.ratios and batch.old_logps_BT is not None:
-        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context, weight)
+    if terms.ratios:
+        _add_ratios(logps, batch.old_logps_BT, mask, context, weight)
     return loss * weight
 
 
-def _add_ratios(ratio_BT: torch.Tensor, mask: torch.Tensor, context: StepContext, weight: float) -> None:
+def _add_ratios(
+    logps: torch.Tensor, old: torch.Tensor | None, mask: torch.Tensor, context: StepContext, weight: float
+) -> None:
+    if old is None:
+        return
+    ratio_BT = (logps - old).detach().exp()
     context.metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask, weight)
     known = torch.where(mask.bool(), ratio_BT, torch.nan)
     context.metrics.add_extreme("sampling/ratio_min", known, weight, lowest=True)

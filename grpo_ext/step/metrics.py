@@ -39,10 +39,6 @@ class StepMetrics:
         self.totals.add(name)
         self.add(name, part, 0.0, weight)
 
-    def add_number(self, name: str, value: float) -> None:
-        """Add a process's part of a step-wide total that is no tensor."""
-        self.add_total(name, torch.tensor(float(value)), 1.0)
-
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float, weight: float = 1.0) -> None:
         """Add a sum and the number of things summed; the metric is their quotient over the step."""
         pair = torch.stack([total.detach().to(self.dtype), torch.as_tensor(count, device=total.device).to(self.dtype)])
@@ -114,7 +110,7 @@ class StepWork:
     def add_to(self, metrics: StepMetrics) -> None:
         """Meter this process's part."""
         for name in ("computed", "padding"):
-            metrics.add_number(f"layout/{name}", getattr(self, name))
+            metrics.add_total(f"layout/{name}", torch.tensor(float(getattr(self, name))), 1.0)
 
     def logged(self, values: dict[str, float], seconds: float) -> dict[str, float]:
         """What is logged, from the reduced values (taken out of `values`) and this process's seconds."""

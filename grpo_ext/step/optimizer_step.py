@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..batching.micro_batches import Form, StepSizes, oversized
 from ..batching.sizes import group_numbers
 from ..errors import MemoryShortageError, PrecisionError
-from ..forward.rows import TokenRows, Unchanged
+from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import first_of_all_processes, max_over_processes
@@ -27,7 +26,7 @@ from .gradients import FixedPointGradients, NativeGradients
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
 from .plan import MicroBatch, MicroBatchLayout, plan_step
-from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, padded_ids_and_mask, set_statistics
+from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, set_statistics
 from .terms import StepTerms
 
 logger = get_logger(__name__)
@@ -43,7 +42,6 @@ class OptimizerStep:
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
         self.limits = MicroBatchLimits(parts.args.per_device_train_batch_size, parts.args.micro_batch_tokens)
-        self._warned_of_oversized = False
 
     def attempts(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> Iterator[Attempt]:
         """The step as it is run, and again with smaller micro-batches until an attempt fits into memory.
@@ -93,11 +91,10 @@ class OptimizerStep:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         parts, args, scorer = self.parts, self.parts.args, self.parts.scorer
         sizes, policy = rollout.sizes(parts.multiple), parts.accelerator.unwrap_model(model)
-        if not scorer.settled(policy):
+        if not scorer.choice.settled(policy):
             with scorer.without_gradients(policy):
-                scorer.check(policy, parts.token_rows(rollout, terms.training), everywhere=True)
-        form = "padded" if any(rollout.gaps) else scorer.form(policy)
-        self._warn_of_oversized(sizes, form)
+                scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
+        form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
         layout = MicroBatchLayout(max_rows, self.limits.tokens, form, parts.cost, args.unit_rows)
         rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
         micro_batches = plan_step(parts.accelerator, sizes, rows, layout)
@@ -143,17 +140,6 @@ class OptimizerStep:
             return NativeGradients(parameters, self.parts.accelerator)
         return FixedPointGradients(parameters, self.parts.accelerator, names)
 
-    def _warn_of_oversized(self, sizes: StepSizes, form: Form) -> None:
-        budget = self.limits.tokens
-        if budget is None or self._warned_of_oversized or not (large := oversized(sizes, budget, form)):
-            return
-        self._warned_of_oversized = True
-        tokens = max(sizes.tokens([row], form) for row in large)
-        logger.warning(
-            f"{len(large)} completion(s) of this step are larger with their prompt than micro_batch_tokens={budget} "
-            f"(up to {tokens} tokens) and run alone, over the budget; max_completion_length bounds them."
-        )
-
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` of a step, which did not fit.
 
@@ -168,7 +154,7 @@ class OptimizerStep:
                 "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
                 "run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
-        form = self.parts.scorer.form(attempt.model)
+        form = self.parts.scorer.choice.form(attempt.model)
         rows = max(len(part.rows) for part in attempt.plan)
         tokens = max(sizes.tokens(part.rows, form) for part in attempt.plan)
         rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)

@@ -56,12 +56,6 @@ STEP_PART = "grpo_ext_step"
 TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
 
 
-def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
-    ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-    return ids, mask
-
-
 @dataclass(frozen=True)
 class StepPart:
     """What the loss of a micro-batch has to know of its step.
@@ -112,9 +106,9 @@ class StepPart:
         """
         counts = self.context.counts
         items = float((counts.tokens if counts.items is None else counts.items) * processes)
-        return (
-            items if steps_per_rollout is None else items * (steps_per_rollout * len(self.groups) / counts.completions)
-        )
+        if steps_per_rollout is None:
+            return items
+        return items * (steps_per_rollout * len(self.groups) / counts.completions)
 
 
 def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
@@ -166,32 +160,19 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 def set_statistics(context: StepContext, measured: Sequence[Measured], top_entropy_quantile: float) -> None:
     """Make the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
     if top_entropy_quantile < 1.0:
-        entropies = {row: values for one in measured for row, values in zip(one.part.rows, one.entropies_BT)}
-        masks = {row: values for one in measured for row, values in zip(one.part.rows, one.mask_BT)}
-        real = [row for one in measured if one.part.weight for row in one.part.rows]
-        _set_entropy_keep(context, entropies, masks, real, top_entropy_quantile)
+        local = [one.entropies_BT[one.mask_BT.bool()].float() for one in measured if one.part.weight]
+        everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
+        threshold = entropy_threshold(everyone, top_entropy_quantile)
+        keep = [(one.part.rows, (one.entropies_BT >= threshold) & one.mask_BT.bool()) for one in measured]
+        context.entropy_keep = {row: kept for rows, keep_BT in keep for row, kept in zip(rows, keep_BT)}
+        kept = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
+        context.counts = replace(context.counts, entropy_tokens=kept)
     experts = [one.experts for one in measured if one.experts is not None]
     if experts:
         chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)
-
-
-def _set_entropy_keep(
-    context: StepContext,
-    entropies: dict[int, torch.Tensor],
-    masks: dict[int, torch.Tensor],
-    real: list[int],
-    top_entropy_quantile: float,
-) -> None:
-    some = next(iter(entropies.values()))
-    local = [entropies[row][masks[row].bool()].float() for row in real]
-    everyone = ragged_gather(torch.cat(local) if local else some[:0].float())
-    threshold = entropy_threshold(everyone, top_entropy_quantile)
-    context.entropy_keep = {row: (entropies[row] >= threshold) & masks[row].bool() for row in entropies}
-    kept = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
-    context.counts = replace(context.counts, entropy_tokens=kept)
 
 
 def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:

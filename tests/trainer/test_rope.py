@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext import GRPOConfig, GRPOTrainer, checks
 from grpo_ext.errors import DataError, SplitDependentError
-from grpo_ext.forward.positions import covered_length, depends_on_length, longest_prompt
+from grpo_ext.forward.positions import covered_length, depends_on_length
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -188,23 +188,6 @@ def test_what_cannot_be_set_is_refused_where_the_run_reaches_it(tmp_path):
     with pytest.raises(SplitDependentError, match=r"Phimoe.* reach 22 tokens, beyond where they change"):
         make(tmp_path, model_of(PHIMOE))
     make(tmp_path, model_of(PHIMOE), max_completion_length=SWITCH - 10)
-
-
-def test_the_longest_prompt_is_found_without_reading_all():
-    read = []
-
-    def lengths_of(batch):
-        read.extend(batch)
-        return [len(text) for text in batch]
-
-    rows = ["a" * 700, *["b" * n for n in (3, 900, 20, 1500, 40)]]
-    assert longest_prompt(rows, lengths_of) == 1500
-    assert "b" * 1500 in read
-    assert longest_prompt(["abc"], lengths_of) == 3
-    assert longest_prompt([], lengths_of) == 0
-    read.clear()
-    assert longest_prompt(["a", "a" * 9000, *["b"] * 50], lengths_of, batch=1) == 9000
-    assert "b" not in read
 
 
 SCALED = {

@@ -20,7 +20,6 @@ from grpo_ext.batching.micro_batches import (
     cut_by_count,
     cut_by_tokens,
     cut_in_order,
-    oversized,
 )
 from grpo_ext.batching.sizes import group_numbers
 
@@ -64,8 +63,7 @@ def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_t
     assert sorted(row for part in parts for row in part) == rows
     for part in parts:
         assert len(part) <= max_rows
-        alone = len(part) == 1 and part[0] in oversized(sizes, max_tokens, form)
-        assert sizes.tokens(part, form) <= max_tokens or alone
+        assert sizes.tokens(part, form) <= max_tokens or len(part) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,7 +83,6 @@ def test_a_group_larger_than_the_budget_is_cut_and_repeats_its_prompt():
 
 def test_a_row_larger_than_the_budget_goes_alone():
     sizes = whole(2, [10, 10], [500, 20, 20, 20])
-    assert oversized(sizes, 100) == [0]
     for form in FORMS:
         parts = cut_by_tokens(sizes, range(4), 8, 100, form)
         assert [0] in parts
@@ -190,10 +187,9 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, m
     assert max(map(len, by_count)) <= max_rows
     by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
     assert sorted(row for part in by_tokens for row in part) == rows
-    alone = oversized(sizes, max_tokens, form)
     for part in by_tokens:
         assert len(part) <= max_rows
-        assert sizes.tokens(part, form) <= max_tokens or part[0] in alone
+        assert sizes.tokens(part, form) <= max_tokens or len(part) == 1
     shares = assign_rows(sizes, rows, processes, COST)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)

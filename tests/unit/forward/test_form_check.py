@@ -30,7 +30,7 @@ from grpo_ext.forward import attention, form_check
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import LIMIT, Evidence, Trial, compare, telling_rows, try_form
+from grpo_ext.forward.form_check import LIMIT, Trial, compare, telling_rows, try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import rows_of
@@ -220,22 +220,10 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
 
 
 def test_rows_that_can_tell():
-    assert telling_rows([5] * 4, [1, 1, 1, 1], [True] * 3, 0) is None  # the first token is predicted from the prompt
-    assert telling_rows([5] * 4, [7, 1, 0, 1], [True] * 3, 0) is None  # no neighbour
-    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 0) == slice(0, 4)
-    assert telling_rows([5] * 12, [1] * 8 + [3] * 4, [True] * 11, 0) == slice(8, 12)
-    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 12) is None
-    assert telling_rows([5] * 4, [7, 1, 0, 2], [True] * 3, 11) == slice(0, 4)
-
-
-def test_what_could_not_tell_is_looked_at_again():
-    evidence = Evidence()
-    evidence.extend([Trial(tokens=3, longest=9, windows=(16,))])
-    assert (evidence.settled, evidence.longer_than) == (False, 0)
-    evidence.extend([Trial(tokens=200, longest=16, windows=(16,)), Trial(longest=4)])
-    assert (evidence.settled, evidence.longer_than) == (False, 16)  # nothing has left the window so far
-    evidence.extend([Trial(tokens=2, longest=17, windows=(16,))])
-    assert evidence.settled
+    assert telling_rows([1, 1, 1, 1], [True] * 3) is None  # the first token is predicted from the prompt
+    assert telling_rows([7, 1, 0, 1], [True] * 3) is None  # no neighbour
+    assert telling_rows([7, 1, 0, 2], [True] * 3) == slice(0, 4)
+    assert telling_rows([1] * 8 + [3] * 4, [True] * 11) == slice(8, 12)
 
 
 SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
@@ -256,8 +244,8 @@ def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = Fa
     return ForwardChoice(("packed",), torch.device("cpu")), looked
 
 
-def look(chosen: ForwardChoice, model: Any, batch: Any, everywhere: bool = False) -> None:
-    chosen.check(model, model, rows_of(*batch), everywhere)
+def look(chosen: ForwardChoice, model: Any, batch: Any) -> None:
+    chosen.check(model, rows_of(*batch))
 
 
 def test_a_fault_on_one_process_ends_all(monkeypatch):
@@ -286,7 +274,7 @@ def test_short_completions_do_not_settle_it(monkeypatch):
 
 
 def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=99, longest=9)], telling_elsewhere=True)
+    chosen, looked = checking(monkeypatch, [Trial(tokens=99)], telling_elsewhere=True)
     model = model_of("qwen2")
     for _ in range(2):
         look(chosen, model, SHORT)
@@ -294,7 +282,7 @@ def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
 
 
 def test_what_a_process_runs_only_to_keep_step_settles_nothing(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=3, longest=9)], telling_elsewhere=True)
+    chosen, looked = checking(monkeypatch, [Trial(tokens=3)], telling_elsewhere=True)
     model = model_of("qwen2")
     one_long = ([4], [[40, 1]])  # alone it has no neighbour
     for _ in range(3):
@@ -304,11 +292,11 @@ def test_what_a_process_runs_only_to_keep_step_settles_nothing(monkeypatch):
 
 
 def test_the_same_completions_on_every_process_count_once(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=10, longest=9)] * 9)
+    chosen, looked = checking(monkeypatch, [Trial(tokens=10)] * 9)
     model = model_of("qwen2")
-    look(chosen, model, SOME, everywhere=True)
+    look(chosen, model, SOME)
     assert not chosen.settled(model)
-    look(chosen, model, LONG, everywhere=True)
+    look(chosen, model, LONG)
     assert chosen.settled(model)
     assert len(looked) == 2
 

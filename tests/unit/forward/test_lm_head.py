@@ -202,6 +202,12 @@ def labelled(seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}, labels
 
 
+def scored(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor, **options: Any) -> Any:
+    mask = labels[:, 1:] != -100
+    predictor = torch.nn.functional.pad(mask, (0, 1)).reshape(-1).nonzero().squeeze(1)
+    return model(**inputs, **{SCORE: Wanted(predictor, labels[:, 1:][mask], **options)})
+
+
 def gradient_of(model: Any, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
@@ -226,28 +232,18 @@ def test_casting_the_head_to_float32_leaves_autocast():
 
 @stock_scores
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "moe"])
-def test_a_call_of_trls_kind_gets_trls_answer(kind):
+def test_the_scores_are_those_of_trls_head_which_still_answers(kind):
     inputs, labels = labelled()
-    call: dict[str, Any] = {"labels": labels, "fused_lm_head": True}
-    if kind == "moe":
-        call["output_router_logits"] = True
-    results = []
-    for ours in (False, True):
-        model = tiny_model(kind)
-        if ours:
-            install(model, TEMPERATURE)
-        else:
-            trl_utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
-        output = model(**inputs, **call)
-        loss = output.log_probs.sum() + 0.3 * output.entropy.sum()
-        loss = loss if output.aux_loss is None else loss + output.aux_loss
-        results.append((output, gradient_of(model, loss)))
-    (theirs, expected), (mine, found) = results
-    torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(mine.entropy, theirs.entropy, rtol=0, atol=1e-5)
-    assert (mine.aux_loss is None) == (theirs.aux_loss is None)
-    if kind == "moe":
-        torch.testing.assert_close(mine.aux_loss, theirs.aux_loss)
+    model = tiny_model(kind)
+    trl_utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    install(model, TEMPERATURE)
+    mask = labels[:, 1:] != -100
+    theirs = model(**inputs, labels=labels, fused_lm_head=True)
+    expected = gradient_of(model, theirs.log_probs[mask].sum() + 0.3 * theirs.entropy[mask].sum())
+    mine = scored(model, inputs, labels)
+    torch.testing.assert_close(mine.log_probs, theirs.log_probs[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(mine.entropy, theirs.entropy[mask], rtol=0, atol=1e-5)
+    found = gradient_of(model, mine.log_probs.sum() + 0.3 * mine.entropy.sum())
     assert (found - expected).norm() <= PARITY * expected.norm()
 
 
@@ -258,7 +254,7 @@ def test_the_head_sees_the_scored_positions_only(monkeypatch):
     monkeypatch.setattr(lm_head, "log_probs", lambda hidden, *rest: rows.append(len(hidden)) or score(hidden, *rest))
     model = tiny_model("qwen2")
     install(model, TEMPERATURE)
-    model(**inputs, labels=labels, fused_lm_head=True)
+    scored(model, inputs, labels)
     model(**inputs, **{SCORE: Wanted(torch.tensor([4, 7]), torch.tensor([9, 9]))})
     assert rows == [int((labels != -100).sum()), 2]
 
@@ -271,7 +267,7 @@ def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
     logps = (model(**inputs).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     theirs = gradient_of(model, logps.gather(2, labels[:, 1:, None].clamp(min=0))[keep].sum())
     install(model, TEMPERATURE)
-    ours = gradient_of(model, model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum())
+    ours = gradient_of(model, scored(model, inputs, labels).log_probs.sum())
     assert (ours - theirs).norm() <= SAME_ALGEBRA * theirs.norm()
 
 
@@ -292,7 +288,7 @@ def test_nothing_to_score_still_reaches_every_parameter():
     inputs, labels = labelled()
     model = tiny_model("qwen2")
     install(model, TEMPERATURE)
-    output = model(**inputs, labels=torch.full_like(labels, -100), fused_lm_head=True)
+    output = scored(model, inputs, torch.full_like(labels, -100))
     (output.log_probs.sum() + output.entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
@@ -301,15 +297,13 @@ def test_an_adapter_scores_through_the_model_inside_it():
     inputs, labels = labelled()
     model = tiny_model("qwen2").double()
     install(model, TEMPERATURE)
-    before = model(**inputs, labels=labels, fused_lm_head=True).log_probs
+    before = scored(model, inputs, labels).log_probs
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, config).double()
-    scored = (labels[:, 1:] != -100).nonzero()
-    wanted = Wanted(scored[:, 0] * labels.size(1) + scored[:, 1], labels[:, 1:][labels[:, 1:] != -100])
-    output = wrapped(**inputs, **{SCORE: wanted})
-    assert not torch.allclose(output.log_probs, before[before != 0])
+    output = scored(wrapped, inputs, labels)
+    assert not torch.allclose(output.log_probs, before)
     with wrapped.disable_adapter():
-        assert torch.allclose(wrapped(**inputs, **{SCORE: wanted}).log_probs, before[before != 0])
+        assert torch.allclose(scored(wrapped, inputs, labels).log_probs, before)
     output.log_probs.sum().backward()
     assert model.lm_head.weight.grad is None
 
@@ -369,14 +363,6 @@ def test_a_copy_of_a_model_runs_its_own_weights():
             parameter.mul_(0.5)
     ids = torch.tensor([[5, 6, 7]])
     assert not torch.allclose(twin(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-def test_a_model_without_routers_is_told_what_to_set():
-    model = tiny_model("qwen2")
-    install(model, TEMPERATURE)
-    wanted = Wanted(torch.arange(3), torch.tensor([4, 5, 6]), router=True)
-    with pytest.raises(ModelError, match="router_aux_loss_coef=0"):
-        model(torch.randint(3, 50, (1, 9)), **{SCORE: wanted})
 
 
 def test_a_model_that_returns_tuples_is_scored():

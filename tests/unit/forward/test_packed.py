@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -144,49 +142,6 @@ def test_dropping_the_window_would_show(monkeypatch, kind):
     monkeypatch.setattr(attention, "seen_mask", lambda group, window, device: whole(group, None, device))
     difference = score_packed(model, model, batch).logps_S - score_padded(model, model, batch).logps_S
     assert difference.abs().max() > 1e-3
-
-
-FLEXED = ("qwen2", "mistral", "gemma2", "gemma3")
-
-
-def _eager_flex(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention(query, key, value, **options)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        *(("qwen2", "groups"), ("mistral", "long"), ("gemma2", "masked_out"), ("gemma3", "long")),
-        *(pytest.param(kind, shape, marks=pytest.mark.full) for kind, shape in itertools.product(FLEXED, SHAPES)),
-    ],
-)
-def test_flex_attention_takes_a_pack_as_a_block_mask(monkeypatch, kind, shape):
-    """Its CPU kernel has no backward pass, so torch's own uncompiled arithmetic runs here in its place."""
-    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *states: None)
-    padded = model_of(kind, "eager" if kind == "gemma2" else "sdpa")
-    model, batch = model_of(kind, attention.FLEX), rows_of(*SHAPES[shape])
-    assert why_not_packed(model) is None
-    tolerance = UPDATE if kind in FLOAT32 else SAME_ALGEBRA
-    assert alike(score_packed(model, model, batch), score_padded(padded, padded, batch), tolerance)
-    assert same(gradient(score_packed, model, batch), gradient(score_padded, padded, batch), tolerance)
-
-
-def test_flex_attention_lays_out_a_mask_once_for_all_layers(monkeypatch):
-    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", _eager_flex)
-    made = []
-    original = torch.nn.attention.flex_attention.create_block_mask
-    monkeypatch.setattr(
-        "torch.nn.attention.flex_attention.create_block_mask",
-        lambda *args, **options: made.append(args) or original(*args, **options),
-    )
-    with torch.no_grad():
-        model = model_of("gemma3", attention.FLEX)
-        score_packed(model, model, rows_of(*SHAPES["groups"]))
-    assert len(made) == 2  # one for the layers with a window, one for those without
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -132,7 +132,7 @@ def chosen_form(monkeypatch: Any, model: Any, **options: Any) -> tuple[str, str]
     monkeypatch.setattr(module.logger, "warning", said.append)
     chosen = ForwardChoice(("packed", "prefix"), torch.device("cpu"), **options)
     with torch.no_grad():
-        chosen.check(model, model, rows_of(*SHAPES["long"]), everywhere=True)
+        chosen.check(model, rows_of(*SHAPES["long"]))
     assert chosen.settled(model)
     return chosen.form(model), " ".join(said)
 

@@ -17,8 +17,7 @@ from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
 from grpo_ext.batching.sizes import group_numbers
 from grpo_ext.errors import PrecisionError
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory
-from grpo_ext.step.backward import accumulating
-from grpo_ext.step.gradients import FixedPointGradients, NativeGradients
+from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
 
