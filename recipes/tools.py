@@ -25,7 +25,6 @@ from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.options import refuse_option, refuse_unknown
 from grpo_ext.tools.report.page import report_or_reason
-from grpo_ext.tools.report.runs import completions_of_last, load_run
 
 MODEL, CALL, ANSWER = "<model>", "<call>", "<answer>"
 NAME, ARGUMENT = "calculate", "expression"
@@ -173,9 +172,6 @@ def main(argv: list[str]) -> None:
     folder = str(training.output_dir)
     trainer.save_model(folder)
     if trainer.accelerator.is_main_process:
-        _, best, worst = completions_of_last(load_run(folder))
-        for row in [*best, *worst]:
-            print(f"{row['prompt']}\n{row['completion']}\n")
         print(f"{report_or_reason(folder)}\nSaved in {folder}: the model and its tokenizer")
     trainer.end()
 

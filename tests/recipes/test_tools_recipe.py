@@ -54,7 +54,6 @@ def test_it_trains_and_reports_calls(recipe, tmp_path):
     done = forks.python(script, *options, cwd=tmp_path, timeout_s=300, GRPO_EXT_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tool calls" in done.stdout
-    assert "user: " in done.stdout
     assert "Report: " in done.stdout
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "Tool calls that failed" in page

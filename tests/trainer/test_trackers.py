@@ -86,7 +86,6 @@ def test_trackio_gets_the_metrics_and_the_completions(tmp_path):
 def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
     trainer = train(tmp_path / "out", [ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
     run = load_run(tmp_path / "out")
-    assert run.source == LOG
     for name in ("reward", "kl", "grad_norm", "time/train", "eval_reward"):
         assert run.series(name)[1] == logged(trainer, name), name
     training = [entry for entry in run.entries if "reward" in entry["values"]]

@@ -168,6 +168,7 @@ def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     kept = (fingerprint, recorded_completions, state)
     for module in (checks.trainer, checks.ahead, compat, *kept, reference, build, loss, terms):  # they take the trainer
         read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
+    own |= reads(ast.parse(inspect.getsource(reference)), ast.Store, owner="trainer")
     theirs = read - own - {"_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"} - set(dir(GRPOTrainer))
     conditional = (*contract.SAMPLING_ATTRIBUTES.values(), contract.ENVIRONMENT_ATTRIBUTES)
     assert theirs == set(contract.ATTRIBUTES).union(*conditional)

@@ -11,6 +11,6 @@ from grpo_ext.step.loss import _router_loss
 
 
 def test_a_model_without_router_logits_is_told_what_to_set():
-    context: Any = None
+    part: Any = None
     with pytest.raises(ModelError, match=r"router_aux_loss_coef=0\.1 .* set router_aux_loss_coef=0"):
-        _router_loss(0.1, None, context, 1.0)
+        _router_loss(0.1, None, part)

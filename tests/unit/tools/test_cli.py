@@ -59,7 +59,7 @@ def test_plan_shows_a_token_budget(tmp_path):
     path.write_text("micro_batch_tokens: 4096\n")
     planned = runner.invoke(app, ["plan", "--config", str(path)]).output
     assert "up to 8 completions and 4096 tokens per device" in planned
-    assert "or more, by length" in run("plan", "--micro_batch_tokens", "2048").stdout
+    assert "(or more)" in run("plan", "--micro_batch_tokens", "2048").stdout
 
 
 def test_an_error_is_one_message_and_status_2():

@@ -288,12 +288,13 @@ def test_without_the_check_nothing_is_loaded(full, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_read_is_one_error(copy, tmp_path):
-    (copy / "checkpoint.json").unlink()
     (copy / "model.safetensors").write_bytes(b"no tensors")
+    relist(copy)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be exported: SafetensorError"):
         export(copy, tmp_path / "out")
     save_file({}, copy / "model.safetensors")
     (copy / "config.json").unlink()
+    relist(copy)
     with pytest.raises(CheckpointError, match=r"neither config\.json nor"):
         export(copy, tmp_path / "out")
     assert nothing_left(tmp_path)
