@@ -1,0 +1,164 @@
+"""Run by test_simulated_gpu.py in a process of its own: one training on the simulated device, what it recorded as JSON.
+
+    python -m tests.simulated.train '{"settings": {"forward": "packed"}, "micro_batch": 4}'
+
+On the CPU itself with `"simulated": false`. `"plant"` adds a copy or an operator of two devices to every forward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+CASE = json.loads(sys.argv[1])
+SIMULATED = CASE.pop("simulated", True)
+if SIMULATED:
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:0"
+
+import datasets
+import peft
+import torch
+import transformers
+import trl
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.forward import attention
+from tests.simulated.device import LEDGER, ReferenceKernels, SimulatedTensor, simulated_gpu
+from tests.support import varlen
+from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
+
+BATCH = 16  # completions of a step
+STEPS = 3
+
+
+class Steps(transformers.TrainerCallback):
+    """What was recorded of each step, up to the optimizer's."""
+
+    def __init__(self) -> None:
+        self.recorded: list[dict[str, Any]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        LEDGER.reset()
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        waits = {f"{name} {place}": count for (name, place), count in LEDGER.waits.items()}
+        copies = {"to_device": dict(LEDGER.to_device), "to_host": dict(LEDGER.to_host)}
+        self.recorded.append({"launches": LEDGER.launches.total(), "waits": waits, **copies})
+
+
+def _kernel(reference: Any) -> Any:
+    """A reference of a CUDA kernel, on the values in CPU memory; one launch."""
+    if not SIMULATED:
+        return reference
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        LEDGER.launches["varlen"] += 1
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            args, kwargs = torch.utils._pytree.tree_map_only(SimulatedTensor, lambda t: t.on_cpu, (args, kwargs))
+            outputs = reference(*args, **kwargs)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, SimulatedTensor, outputs)
+
+    return run
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Inside, packs attend as on a GPU that has torch's varlen operator, and attention has the same bits everywhere."""
+    with (
+        mock.patch.object(attention, "_takes_varlen", lambda *shapes: True),
+        mock.patch.object(attention, "_varlen", _kernel(varlen.forward)),
+        mock.patch.object(attention, "_varlen_backward", _kernel(varlen.backward)),
+        ReferenceKernels(),
+    ):
+        yield
+
+
+def _planted(kind: str) -> Any:
+    """A fault for the head's inputs: another copy to the device, or an operator of two devices."""
+
+    def hook(module: Any, args: Any) -> None:
+        extra = torch.zeros(3)
+        if kind == "copy":
+            extra.to(args[0].device)
+        else:
+            args[0].flatten()[:3] + extra
+
+    return hook
+
+
+def train(
+    folder: str,
+    model: Any,
+    settings: dict[str, Any],
+    micro_batch: int = 4,
+    lora: bool = False,
+    stock: bool = False,
+    evaluate: bool = False,
+    plant: str = "",
+) -> tuple[list[dict[str, Any]], str]:
+    """What each step recorded, and the SHA-256 of the weights at the end."""
+    if plant:
+        model.base_model.register_forward_pre_hook(lambda m, args, kwargs: _planted(plant)(m, [kwargs["input_ids"]]), with_kwargs=True)
+    tokenizer, steps = tiny_tokenizer(), Steps()
+    prompts = ["abcdefgh>", "abcdabcdabcd>", "abcd>", "ab>"] * 6
+    data = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["a" * 24] * len(prompts)})
+    options: dict[str, Any] = {
+        "output_dir": folder,
+        "max_completion_length": 24,
+        "max_steps": STEPS,
+        "num_generations": 4,
+        "per_device_train_batch_size": micro_batch,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    if stock:
+        parts = BATCH // micro_batch
+        options |= {"gradient_accumulation_steps": parts, "steps_per_generation": parts}
+    else:
+        options["global_batch_size"] = BATCH
+    config, trainer_class = (trl.GRPOConfig, trl.GRPOTrainer) if stock else (GRPOConfig, GRPOTrainer)
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=letter_reward,
+        args=config(**options | settings),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)) if evaluate else None,
+        processing_class=tokenizer,
+        callbacks=[steps],
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+    )
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    weights = hashlib.sha256()
+    for parameter in trainer.model.parameters():
+        value = parameter.detach()
+        weights.update((value.on_cpu if isinstance(value, SimulatedTensor) else value).numpy().tobytes())
+    return steps.recorded, weights.hexdigest()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # a module that is moved to tensors of another class unties its weights
+    model = tiny_model(CASE.pop("model", "llama"), tie_word_embeddings=False)
+    device = simulated_gpu() if SIMULATED else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, device, kernels():
+        steps, weights = train(folder, model, **CASE)
+    mixed = {f"{name} {place}": count for (name, place), count in LEDGER.mixed.items()}
+    print(json.dumps({"steps": steps, "weights": weights, "mixed": mixed}))
+
+
+if __name__ == "__main__":
+    main()
