@@ -23,6 +23,7 @@ from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
+from .runtime.determinism import choose_cublas_workspace
 from .runtime.quiet import quiet
 from .setting_rules import (
     asks_for_deepspeed,
@@ -302,6 +303,7 @@ class GRPOConfig(trl.GRPOConfig):
         check_ahead(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
+            choose_cublas_workspace()
             self.tf32 = False
 
     @property

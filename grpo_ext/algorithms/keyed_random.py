@@ -83,11 +83,30 @@ def choose(scores_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 token ids, shape (B,); V, which is no token, where the scores are no distribution (not finite).
     """
-    if scores_BV.device.type == "mps" or (scores_BV.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        # no float64 there, or no deterministic running sum
+    if scores_BV.device.type == "mps":  # which has no float64
         return choose(scores_BV.cpu(), uniforms_B.cpu()).to(scores_BV.device)
-    cdf = torch.softmax(scores_BV.to(torch.float64), dim=-1).cumsum(dim=-1)
+    probabilities_BV = torch.softmax(scores_BV.to(torch.float64), dim=-1)
+    if scores_BV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return choose_by_integers(probabilities_BV, uniforms_B)
+    cdf = probabilities_BV.cumsum(dim=-1)
     total = cdf[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniforms_B.to(cdf)[:, None] * total, below_total)
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
+
+
+def choose_by_integers(probabilities_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """`choose` with a running sum of whole numbers, which is the same in every order, as CUDA's of floats is not.
+
+    Probabilities are rounded down to multiples of 2**-52, float64's resolution at 1.
+
+    Args:
+        probabilities_BV: float64; a row that is not finite gives V.
+        uniforms_B: float64 in [0, 1).
+    """
+    broken_B = ~probabilities_BV.isfinite().all(dim=-1)
+    shares_BV = (probabilities_BV.nan_to_num() * 2.0**52).floor().long()
+    cdf = shares_BV.cumsum(dim=-1)
+    target_B = (uniforms_B.to(probabilities_BV) * cdf[:, -1]).floor().long().clamp(max=cdf[:, -1] - 1)
+    chosen_B = torch.searchsorted(cdf, target_B[:, None], right=True).squeeze(1)
+    return chosen_B.masked_fill(broken_B, probabilities_BV.size(-1))

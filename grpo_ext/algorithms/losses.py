@@ -333,7 +333,8 @@ def router_statistics(
         layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
         weights = times.to(layer_probs)
         picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
-        layer_chosen = torch.bincount(picked, weights.double().repeat_interleave(top_k), minlength=logits.size(-1))
+        layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
+        layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
         layer_sum = (layer_probs * weights[:, None]).sum(0)
         chosen = layer_chosen if chosen is None else chosen + layer_chosen.to(chosen.device)
         probs = layer_sum if probs is None else probs + layer_sum.to(probs.device)

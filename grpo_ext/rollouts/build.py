@@ -264,7 +264,7 @@ def _engine(
     if trainer.use_vllm:
         return VllmEngine(trainer.vllm_generation, profile)
     if trainer.use_transformers_continuous_batching:
-        return ContinuousBatching(trainer.trl_turn)
+        return ContinuousBatching(trainer.trl_turn, lambda: trainer.accelerator.unwrap_model(trainer.model))
 
     def model() -> Any:
         return trainer.accelerator.unwrap_model(trainer.model)

@@ -8,7 +8,8 @@ in rollouts.vllm. Called by the worker, once for every turn.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -174,10 +175,11 @@ class ContinuousBatching(InOneChunk):
 
     Args:
         turn: TRL's `_generate_single_turn`.
+        model: the one that is trained.
     """
 
-    def __init__(self, turn: Callable[..., Any]) -> None:
-        self.turn = turn
+    def __init__(self, turn: Callable[..., Any], model: Callable[[], Any]) -> None:
+        self.turn, self.model = turn, model
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -185,5 +187,17 @@ class ContinuousBatching(InOneChunk):
         """See `Engine`."""
         if not transcripts:
             return []
-        ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
+        with _keeping_weights(self.model()):
+            ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, num_generations)
         return [(list(row), None) for row in ids]
+
+
+@contextlib.contextmanager
+def _keeping_weights(model: Any) -> Iterator[None]:
+    """Inside, a model may be cast (`.to(torch.bfloat16)`, as TRL does here); afterwards its weights are as before."""
+    weights = [(tensor, tensor.data) for tensor in itertools.chain(model.parameters(), model.buffers())]
+    try:
+        yield
+    finally:
+        for tensor, data in weights:
+            tensor.data = data

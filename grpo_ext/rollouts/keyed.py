@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TopHLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
 from ..batching.prompt_order import RolloutRequest
@@ -21,6 +28,7 @@ from .decoding import compact_decode, growing_cache, unique
 from .ragged import padded
 
 _FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ADD_UP = (TopHLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)  # filters by running sums of probabilities
 BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
 _NOT_PLAIN = (
     "watermarking_config",
@@ -68,7 +76,22 @@ def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorLis
             values[name] = getattr(model.generation_config, name, None)
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
-    return model._get_logits_processor(GenerationConfig(do_sample=True, **values))
+    filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
+    return LogitsProcessorList(map(_deterministic, filters))
+
+
+class _OnCpu(LogitsProcessor):
+    """A filter that adds up probabilities, which CUDA does not do deterministically; run on the CPU."""
+
+    def __init__(self, filter: LogitsProcessor) -> None:
+        self.filter = filter
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.filter(input_ids.cpu(), scores.cpu()).to(scores.device)
+
+
+def _deterministic(filter: LogitsProcessor) -> LogitsProcessor:
+    return _OnCpu(filter) if torch.are_deterministic_algorithms_enabled() and isinstance(filter, _ADD_UP) else filter
 
 
 def greedy_config(config: GenerationConfig) -> GenerationConfig:

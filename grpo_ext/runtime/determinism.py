@@ -19,6 +19,9 @@ from .attributes import assigned
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
 _CUBLAS, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+# whose products of float32 may be rounded more coarsely (TF32, bfloat16); torch refuses its older switches beside these
+_BACKENDS: Any = torch.backends
+_PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _BACKENDS.mkldnn.matmul)
 
 
 def align_memory(*models: Any) -> None:
@@ -41,7 +44,7 @@ def environment() -> dict[str, Any]:
         "mkl_cbwr": os.environ.get("MKL_CBWR"),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cublas_workspace": os.environ.get(_CUBLAS),
     }
@@ -84,6 +87,12 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+def choose_cublas_workspace() -> None:
+    """Choose a deterministic workspace of cuBLAS, which it reads when CUDA starts; one that is set stays."""
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+
+
 @contextmanager
 def pinned(threads: int | None) -> Iterator[None]:
     """Inside, kernels are deterministic and `threads` CPU threads compute; None changes nothing.
@@ -94,21 +103,20 @@ def pinned(threads: int | None) -> Iterator[None]:
     if threads is None:
         yield
         return
-    if torch.cuda.is_available():
-        if torch.cuda.is_initialized() and os.environ.get(_CUBLAS) not in _CUBLAS_VALUES:
-            raise ConfigError(
-                f"bitwise_invariant=True needs {_CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
-                f"{os.environ.get(_CUBLAS)!r}. Set it in the shell."
-            )
-        os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+    if torch.cuda.is_available() and os.environ.get(_CUBLAS) not in _CUBLAS_VALUES:
+        raise ConfigError(
+            f"bitwise_invariant=True needs {_CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
+            f"{os.environ.get(_CUBLAS)!r}. Make the GRPOConfig, which sets it, before anything runs on the GPU, or set "
+            "it in the shell."
+        )
     with ExitStack() as restored:
         restored.enter_context(computing_with(threads))
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = torch.are_deterministic_algorithms_enabled()
         restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
-        restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("highest")
+        for backend in _PRODUCTS:
+            restored.enter_context(assigned(backend, fp32_precision="ieee"))
         restored.enter_context(assigned(torch.backends.cudnn, benchmark=False))
         # costs time, and nothing here reads such memory
         restored.enter_context(assigned(torch.utils.deterministic, fill_uninitialized_memory=False))

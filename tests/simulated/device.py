@@ -2,7 +2,8 @@
 
 A `SimulatedTensor` says that it is on `cuda:0` and holds its values in CPU memory. Recorded, with the line of this
 package that asked for it: operators that mix devices, copies between them, synchronisations of the host, launches.
-The kernels are the CPU's, and attention is a reference: nothing here says anything of speed, streams or CUDA's rounding.
+The kernels are the CPU's, and attention is a reference: nothing here says anything of speed, streams, or the rounding
+of CUDA.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 CUDA = torch.device("cuda", 0)
 
 # views and allocations: nothing runs on the device
-_NO_LAUNCH = frozenset(
-    "alias as_strided detach detach_ diagonal empty empty_like empty_strided expand lift_fresh new_empty "
-    "new_empty_strided permute resize_ select set_ slice split split_with_sizes squeeze t transpose unbind unfold "
-    "unsqueeze view view_as_real _local_scalar_dense _reshape_alias _unsafe_view".split()
-)
+_NO_LAUNCH = {
+    *("alias", "as_strided", "detach", "detach_", "diagonal", "empty", "empty_like", "empty_strided", "expand"),
+    *("lift_fresh", "new_empty", "new_empty_strided", "permute", "resize_", "select", "set_", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as_real"),
+    *("_local_scalar_dense", "_reshape_alias", "_unsafe_view"),
+}
 # the host reads a value, or a size that depends on values
-_READ_BY_HOST = frozenset("_local_scalar_dense _unique2 equal is_nonzero masked_select nonzero".split())
-_INDEXING = frozenset("_index_put_impl_ index index_put index_put_".split())
-_COPIES = frozenset("_copy_from _to_copy copy_".split())
+_READ_BY_HOST = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
+_INDEXING = {"_index_put_impl_", "index", "index_put", "index_put_"}
+_COPIES = {"_copy_from", "_to_copy", "copy_"}
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Ledger:
         waits: operators for which the host waits, as (name, line).
         to_device, to_host: copies.
         mixed: operators that were given tensors of both devices, as (name, line); CUDA refuses them.
+        refused: operators that torch refuses on CUDA under deterministic algorithms, as (name, line).
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -51,9 +54,10 @@ class Ledger:
     to_device: Counter[str] = field(default_factory=Counter)
     to_host: Counter[str] = field(default_factory=Counter)
     mixed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def reset(self) -> None:
-        """Forget all but what was mixed."""
+        """Forget what each step does; what is wrong stays."""
         for counts in (self.launches, self.waits, self.to_device, self.to_host):
             counts.clear()
 
@@ -195,6 +199,10 @@ def _record(
         return
     if not ours:
         return
+    floats = name == "cumsum" and args[0].is_floating_point()
+    weighted = name == "bincount" and any(tensor is not None for tensor in args[1:2])
+    if (floats or weighted) and torch.are_deterministic_algorithms_enabled():
+        LEDGER.refused[name, _place()] += 1
     indices = args[1] if name in _INDEXING else ()
     masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)]
     sizeless = name == "repeat_interleave" and kwargs.get("output_size") is None
@@ -285,6 +293,10 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor
     return data.to(**wanted) if wanted else data
 
 
+def _new_generator(device: Any = "cpu") -> torch.Generator:
+    return _Generator("cpu")
+
+
 @contextmanager
 def simulated_gpu() -> Iterator[Ledger]:
     """Inside, `cuda:0` is the simulated device. Torch stays changed, so a process does nothing else.
@@ -293,16 +305,13 @@ def simulated_gpu() -> Iterator[Ledger]:
     """
     _setup_privateuseone_for_python_backend("simulated")
     torch._C._set_only_lift_cpu_tensors(True)
-    nothing = mock.Mock(return_value=None)
+    answers = {"current_device": 0, "get_device_name": "simulated", "get_device_capability": (9, 0)}
+    answers |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "synchronize"))
     with ExitStack() as stack:
-        for name in ("_lazy_init", "set_device", "empty_cache", "synchronize"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, nothing))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", lambda *args: "simulated"))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0)))
-        stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
-        stack.enter_context(mock.patch.object(torch, "as_tensor", _as_tensor))
-        stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": _Generator("cpu")))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
+        for name, function in (("tensor", _new_tensor), ("as_tensor", _as_tensor), ("Generator", _new_generator)):
+            stack.enter_context(mock.patch.object(torch, name, function))
         stack.enter_context(_DeviceNames())
         stack.enter_context(_Dispatch())
         yield LEDGER

@@ -2,12 +2,12 @@
 
     python -m tests.simulated.train '{"settings": {"forward": "packed"}, "micro_batch": 4}'
 
-On the CPU itself with `"simulated": false`. `"plant"` adds a copy or an operator of two devices to every forward.
+With ACCELERATE_TORCH_DEVICE=cuda:0 on the simulated device, else on the CPU itself. `"planted": true` adds to every
+forward a copy to the device, an operator of two devices, and a running sum of floats.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -16,11 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
-
-CASE = json.loads(sys.argv[1])
-SIMULATED = CASE.pop("simulated", True)
-if SIMULATED:
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:0"
 
 import datasets
 import peft
@@ -34,6 +29,7 @@ from tests.simulated.device import LEDGER, ReferenceKernels, SimulatedTensor, si
 from tests.support import varlen
 from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
+SIMULATED = os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cuda")
 BATCH = 16  # completions of a step
 STEPS = 3
 
@@ -72,7 +68,7 @@ def _kernel(reference: Any) -> Any:
 def kernels() -> Iterator[None]:
     """Inside, packs attend as on a GPU that has torch's varlen operator, and attention has the same bits everywhere."""
     with (
-        mock.patch.object(attention, "_takes_varlen", lambda *shapes: True),
+        mock.patch.object(attention, "_takes_varlen", return_value=True),
         mock.patch.object(attention, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(attention, "_varlen_backward", _kernel(varlen.backward)),
         ReferenceKernels(),
@@ -80,17 +76,11 @@ def kernels() -> Iterator[None]:
         yield
 
 
-def _planted(kind: str) -> Any:
-    """A fault for the head's inputs: another copy to the device, or an operator of two devices."""
-
-    def hook(module: Any, args: Any) -> None:
-        extra = torch.zeros(3)
-        if kind == "copy":
-            extra.to(args[0].device)
-        else:
-            args[0].flatten()[:3] + extra
-
-    return hook
+def _planted(module: Any, args: Any, kwargs: Any) -> None:
+    """Before a forward: another copy to the device, an operator of two devices, and a running sum of floats."""
+    ids = kwargs["input_ids"]
+    copied = torch.zeros(3).to(ids.device)
+    (copied + torch.zeros(3)).cumsum(0)
 
 
 def train(
@@ -101,11 +91,11 @@ def train(
     lora: bool = False,
     stock: bool = False,
     evaluate: bool = False,
-    plant: str = "",
-) -> tuple[list[dict[str, Any]], str]:
-    """What each step recorded, and the SHA-256 of the weights at the end."""
-    if plant:
-        model.base_model.register_forward_pre_hook(lambda m, args, kwargs: _planted(plant)(m, [kwargs["input_ids"]]), with_kwargs=True)
+    planted: bool = False,
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """What each step recorded, and the sum of every weight matrix at the end."""
+    if planted:
+        model.base_model.register_forward_pre_hook(_planted, with_kwargs=True)
     tokenizer, steps = tiny_tokenizer(), Steps()
     prompts = ["abcdefgh>", "abcdabcdabcd>", "abcd>", "ab>"] * 6
     data = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["a" * 24] * len(prompts)})
@@ -142,22 +132,20 @@ def train(
     trainer.train()
     if evaluate:
         trainer.evaluate()
-    weights = hashlib.sha256()
-    for parameter in trainer.model.parameters():
-        value = parameter.detach()
-        weights.update((value.on_cpu if isinstance(value, SimulatedTensor) else value).numpy().tobytes())
-    return steps.recorded, weights.hexdigest()
+    weights = [p.on_cpu if isinstance(p, SimulatedTensor) else p for p in trainer.model.parameters()]
+    return steps.recorded, [float(weight.detach().double().sum()) for weight in weights]
 
 
 def main() -> None:
+    case = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     # a module that is moved to tensors of another class unties its weights
-    model = tiny_model(CASE.pop("model", "llama"), tie_word_embeddings=False)
+    model = tiny_model(case.pop("model", "llama"), tie_word_embeddings=False)
     device = simulated_gpu() if SIMULATED else nullcontext()
     with tempfile.TemporaryDirectory() as folder, device, kernels():
-        steps, weights = train(folder, model, **CASE)
-    mixed = {f"{name} {place}": count for (name, place), count in LEDGER.mixed.items()}
-    print(json.dumps({"steps": steps, "weights": weights, "mixed": mixed}))
+        steps, weights = train(folder, model, **case)
+    mixed, refused = ([f"{name} {place}" for name, place in counts] for counts in (LEDGER.mixed, LEDGER.refused))
+    print(json.dumps({"steps": steps, "weights": weights, "mixed": mixed, "refused": refused}))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def tiny_model(kind: str = "qwen2", seed: int = 0, **overrides: Any) -> Any:
     if kind == "qwen2":
         config: Any = Qwen2Config(vocab_size=vocab, **{**_SIZES, **overrides})
     elif kind == "llama":
-        config = LlamaConfig(vocab_size=vocab, tie_word_embeddings=True, **{**_SIZES, **overrides})
+        config = LlamaConfig(vocab_size=vocab, **{"tie_word_embeddings": True, **_SIZES, **overrides})
     elif kind == "moe":
         experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
         router = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
