@@ -26,6 +26,7 @@ from ..rollouts.environments import checked_environments
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
+from ..runtime.determinism import check_kernels
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
     check_data_sets,
@@ -250,6 +251,8 @@ def check_bitwise(trainer: Any) -> None:
             f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "
             "off."
         )
+    layers = getattr(trainer.model.config.get_text_config(), "layer_types", None) or ()
+    check_kernels(trainer.accelerator.device, "linear_attention" in layers)
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:

@@ -8,7 +8,6 @@ in rollouts.vllm. Called by the worker, once for every turn.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -195,9 +194,12 @@ class ContinuousBatching(InOneChunk):
 @contextlib.contextmanager
 def _keeping_weights(model: Any) -> Iterator[None]:
     """Inside, a model may be cast (`.to(torch.bfloat16)`, as TRL does here); afterwards its weights are as before."""
-    weights = [(tensor, tensor.data) for tensor in itertools.chain(model.parameters(), model.buffers())]
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         yield
     finally:
-        for tensor, data in weights:
-            tensor.data = data
+        for parameter, data in weights:
+            parameter.data = data
+        for module, tensors in buffers:
+            module._buffers.update(tensors)

@@ -12,9 +12,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..errors import ConfigError
 from .attributes import assigned
+from .collectives import gather_lists
 
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"  # read by transformers at each call
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
@@ -91,6 +94,34 @@ def choose_cublas_workspace() -> None:
     """Choose a deterministic workspace of cuBLAS, which it reads when CUDA starts; one that is set stays."""
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_CUBLAS, _CUBLAS_VALUES[0])
+
+
+def check_kernels(device: torch.device, linear_attention: bool) -> None:
+    """Refuse kernels whose bits another library, or another GPU, decides.
+
+    Args:
+        linear_attention: the model has such layers, which transformers gives to `fla` where it is installed.
+
+    Raises:
+        ConfigError: on every process.
+    """
+    if (name := current_flash_attention_impl()) is not None:
+        raise ConfigError(
+            f"bitwise_invariant=True cannot be kept with the attention kernels {name!r}, which replace torch's; call "
+            "torch.nn.attention.restore_flash_attention_impl() before training."
+        )
+    if device.type != "cuda":
+        return
+    if linear_attention and is_flash_linear_attention_available():
+        raise ConfigError(
+            "bitwise_invariant=True cannot be kept with flash-linear-attention, which chooses its kernels by timing "
+            "them; uninstall it, and transformers computes these layers in torch."
+        )
+    if len(names := sorted(set(gather_lists([torch.cuda.get_device_name(device)])))) > 1:
+        raise ConfigError(
+            "bitwise_invariant=True needs GPUs of one kind, which choose the same kernels; these are "
+            f"{', '.join(names)}."
+        )
 
 
 @contextmanager

@@ -151,6 +151,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     values = [_on_cpu(value) for value in flat]
     cpu_args, cpu_kwargs = _pytree.tree_unflatten(values, spec)
+    if name == "histc":  # of whole numbers on CUDA alone
+        cpu_args = (cpu_args[0].float(), *cpu_args[1:])
     if name not in _COPIES:
         cpu_kwargs.pop("non_blocking", None)
     if "pin_memory" in cpu_kwargs:
@@ -163,6 +165,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = torch.ops.aten.reshape(*cpu_args)  # strides of a reference kernel's output differ from CUDA's
     if name == "_local_scalar_dense":
         return result
+    if name == "histc":
+        result = result.to(args[0].dtype)
     known = {id(tensor.on_cpu): tensor for tensor in ours} | {id(tensor): tensor for tensor in others}
     meta = any(isinstance(value, torch.device) and value.type == "meta" for value in values)
 

@@ -81,3 +81,21 @@ def test_what_is_wrong_is_found():
 def test_the_device_computes_what_the_cpu_does():
     one, other = (run(json.dumps(CASES["packed"]), device)["weights"] for device in ("cuda:0", "cpu"))
     assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < ROUNDING
+
+
+# blocking copies and waits of the host, of packs without images; measured, and never more
+CEILINGS = {"to_device": (18, 19), "to_host": (0, 1), "waits": (0, 79)}  # of a micro-batch, of the rest of a step
+
+
+@pytest.mark.parametrize("kind", CEILINGS)
+def test_the_host_waits_and_copies_no_more_than_this(kind):
+    micro_batch, rest = by_part(kind)
+    most, most_of_rest = CEILINGS[kind]
+    assert micro_batch <= most
+    assert rest <= most_of_rest
+
+
+def test_another_copy_in_every_forward_is_found():
+    case = CASES["packed"] | {"micro_batch": 4}
+    plain, planted = (run(json.dumps(case | more))["steps"][-1]["to_device"] for more in ({}, {"planted": True}))
+    assert sum(planted.values()) >= sum(plain.values()) + 4

@@ -16,6 +16,7 @@ from grpo_ext.algorithms.keyed_random import (
     ORDER_STREAM,
     TRAIN_STREAM,
     choose,
+    choose_by_integers,
     completion_keys,
     derive_key,
     mix,
@@ -342,3 +343,24 @@ def test_adding_a_constant_to_the_scores_changes_no_choice():
     scores = torch.randn(200, 30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     u = uniform(torch.arange(200), 3)
     assert torch.equal(choose(scores, u), choose(scores + 12.5, u))
+
+
+# ---- Running sums of whole numbers, for CUDA ------------------------------------------------------------------------
+
+
+def test_whole_numbers_choose_what_floats_choose():
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn(4000, 997, generator=generator)
+    scores[:, ::7] = -torch.inf
+    u = torch.rand(4000, generator=generator, dtype=torch.float64)
+    probabilities = scores.double().softmax(-1)
+    assert torch.equal(choose_by_integers(probabilities, u), choose(scores, u))
+    assert not torch.equal(choose_by_integers(probabilities, 1 - u), choose(scores, u))
+
+
+def test_whole_numbers_choose_possible_tokens_at_the_edges_and_none_of_a_broken_row():
+    probabilities = torch.zeros(3, 8, dtype=torch.float64)
+    probabilities[0, [2, 5]] = probabilities[1, [2, 5]] = 0.5
+    probabilities[2] = torch.nan
+    u = torch.tensor([0.0, 1.0 - 2.0**-53, 0.5], dtype=torch.float64)
+    assert choose_by_integers(probabilities, u).tolist() == [2, 5, 8]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_ext.runtime.determinism import align_memory
+from grpo_ext import GRPOConfig
+from grpo_ext.errors import ConfigError
+from grpo_ext.runtime import determinism
+from grpo_ext.runtime.determinism import align_memory, check_kernels, pinned
 from tests.support.tiny import tiny_model
 
 
@@ -37,3 +44,48 @@ def test_a_mapped_file_puts_weights_anywhere(tmp_path):
         save_file({name: torch.ones(8)}, tmp_path / name, metadata={"pad": name})
         places.add(load_file(tmp_path / name)[name].data_ptr() % 64)
     assert places != {0}
+
+
+def test_tf32_is_off_inside_and_as_it_was_afterwards():
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with pinned(1):
+            assert matmul.fp32_precision == "ieee"
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("set_before", "after"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":0:0")])
+def test_the_configuration_chooses_the_workspace_of_cublas(monkeypatch, tmp_path, set_before, after):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored afterwards
+    del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    if set_before is not None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = set_before
+    GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == set_before, "outside bitwise mode nothing is set"
+    GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, bitwise_invariant=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+
+
+def test_kernels_of_other_libraries_are_refused(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    names = SimpleNamespace(get_device_name=lambda device: "H100")
+    monkeypatch.setattr(determinism.torch, "cuda", names)
+    monkeypatch.setattr(determinism, "is_flash_linear_attention_available", lambda: True)
+    check_kernels(cpu, True)
+    check_kernels(gpu, False)
+    with pytest.raises(ConfigError, match="flash-linear-attention"):
+        check_kernels(gpu, True)
+    monkeypatch.setattr(determinism, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.raises(ConfigError, match="'FA4'"):
+        check_kernels(cpu, False)
+
+
+def test_gpus_of_two_kinds_are_refused(monkeypatch):
+    monkeypatch.setattr(determinism.torch, "cuda", SimpleNamespace(get_device_name=lambda device: "A100"))
+    monkeypatch.setattr(determinism, "gather_lists", lambda names: [*names, "H100"])
+    with pytest.raises(ConfigError, match="A100, H100"):
+        check_kernels(torch.device("cuda"), False)
