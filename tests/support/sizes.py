@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FILE, FUNCTION, PACKAGE = 400, 50, 22_000  # lines
+FILE, FUNCTION, PACKAGE = 400, 50, 22_100  # lines
 LARGER = {"trainer.py": 550, "config.py": 500}  # the override points; the settings with their help
 
 
