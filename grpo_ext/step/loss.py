@@ -61,7 +61,8 @@ def assemble_loss(
     loss = (tokens.loss_BT * weights_BT).sum()
     if terms.entropy_coefficient is not None:
         context.metrics.add_total("policy_loss", loss, weight)
-        loss = loss - terms.entropy_coefficient * _entropy_bonus(entropies, mask if keep is None else mask * keep, part)
+        bonus_mask = mask if keep is None else mask * keep
+        loss = loss - _entropy_bonus(terms.entropy_coefficient, entropies, bonus_mask, part)
     if terms.router_coefficient is not None:
         loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, part)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
@@ -83,11 +84,13 @@ def _add_ratios(
     context.metrics.add_extreme("sampling/ratio_max", known, weight)
 
 
-def _entropy_bonus(entropies_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart) -> torch.Tensor:
-    """This part of the mean entropy of the step's tokens."""
+def _entropy_bonus(
+    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart
+) -> torch.Tensor:
+    """This part of the mean entropy of the step's tokens, times the coefficient."""
     bonus = (entropies_BT * mask_BT).sum()
     part.context.metrics.add("bonus_entropy", bonus, mask_BT.sum(), part.weight)
-    return bonus / max(part.context.counts.entropy_tokens, 1)
+    return coefficient * bonus / max(part.context.counts.entropy_tokens, 1)
 
 
 def _router_loss(coefficient: float, router: RouterOutput | None, part: StepPart) -> torch.Tensor:
