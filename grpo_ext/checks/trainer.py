@@ -16,6 +16,7 @@ from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
 from ..errors import ConfigError, DataError, did_you_mean
+from ..forward.architecture import layer_kinds
 from ..forward.images import images_of
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.positions import settle_rope
@@ -251,8 +252,7 @@ def check_bitwise(trainer: Any) -> None:
             f"a generate of one's own{'' if own is None else f' ({own})'} go through other code. Turn one of the two "
             "off."
         )
-    layers = getattr(trainer.model.config.get_text_config(), "layer_types", None) or ()
-    check_kernels(trainer.accelerator.device, "linear_attention" in layers)
+    check_kernels(trainer.accelerator.device, "linear_attention" in layer_kinds(trainer.model.config))
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:

@@ -27,6 +27,11 @@ def layer_configs(config: Any) -> list[Any]:
     return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * layers
 
 
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of every layer, in transformers' words; empty where the configuration names none."""
+    return [str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()]
+
+
 def _number(config: Any, *names: str) -> int | None:
     """The first of these settings that is a positive whole number; a setting that differs by layer is none."""
     for name in names:
@@ -67,10 +72,10 @@ class AttentionSizes:
 
 def attention_sizes(config: Any) -> AttentionSizes:
     """From a configuration; zero where it does not say."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    kinds = layer_kinds(config)
     layers = width = cached = 0
     for number, layer in enumerate(layer_configs(config)):
-        kind = str(kinds[number]) if number < len(kinds) else ""
+        kind = kinds[number] if number < len(kinds) else ""
         heads, hidden = _number(layer, "num_attention_heads"), _number(layer, "hidden_size")
         if heads is None or hidden is None or kind in _WITHOUT_ATTENTION:
             continue

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..batching.packing import Pack, build_pack, group_runs
+from .architecture import layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
 from .lm_head import Scores, Wanted, scored
 from .positions import accepts_positions
@@ -27,7 +28,7 @@ def why_not_packed(policy: Any) -> str | None:
     name = getattr(config, "_attn_implementation", None)
     if name == PACKED:
         name = config.grpo_ext_attention
-    layers = set(getattr(config, "layer_types", None) or ())
+    layers = set(layer_kinds(config))
     if not getattr(policy, "_supports_attention_backend", False):
         return f"{type(policy).__name__} does not use transformers' attention interface"
     if name not in SUPPORTED:

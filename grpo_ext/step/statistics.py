@@ -164,9 +164,9 @@ def set_statistics(context: StepContext, measured: Sequence[Measured], top_entro
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
         threshold = entropy_threshold(everyone, top_entropy_quantile)
         keep = [(one.part.rows, (one.entropies_BT >= threshold) & one.mask_BT.bool()) for one in measured]
-        context.entropy_keep = {row: kept for rows, keep_BT in keep for row, kept in zip(rows, keep_BT)}
-        kept = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
-        context.counts = replace(context.counts, entropy_tokens=kept)
+        context.entropy_keep = {row: keep_T for rows, keep_BT in keep for row, keep_T in zip(rows, keep_BT)}
+        tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
+        context.counts = replace(context.counts, entropy_tokens=tokens)
     experts = [one.experts for one in measured if one.experts is not None]
     if experts:
         chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)

@@ -111,7 +111,7 @@ def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property,
 @pytest.mark.parametrize("window", [False, True])
 def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, window, call_cost):
     monkeypatch.setattr(attention, "_CALL_COST" if TOY else "_ACCELERATOR_CALL_COST", call_cost)
-    packed, padded = (model_on(name, window, torch.float32) for name in ("sdpa", "sdpa"))
+    packed, padded = (model_on("sdpa", window, torch.float32) for _ in range(2))
     batch = on_the_device(rows_of(*LONG))
     ours, theirs = score_packed(packed, packed, batch).logps_S, score_padded(padded, padded, batch).logps_S
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()  # TF32, where it is on, has 10 bits

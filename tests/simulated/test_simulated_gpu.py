@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,7 @@ def run(case: str, device: str = "cuda:0") -> dict[str, Any]:
 def by_part(kind: str) -> tuple[float, float]:
     """What packs of 4 of the 16 completions need: for each micro-batch, and for the rest of a step."""
     case = CASES["packed"]
-    four, one = (
-        sum(Counter(run(json.dumps(case | {"micro_batch": size}))["steps"][-1][kind]).values()) for size in (4, 16)
-    )
+    four, one = (sum(run(json.dumps(case | {"micro_batch": size}))["steps"][-1][kind].values()) for size in (4, 16))
     each = (four - one) / 3
     return each, one - each
 

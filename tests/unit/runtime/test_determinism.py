@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.runtime import determinism
-from grpo_ext.runtime.determinism import align_memory, check_kernels, pinned
+from grpo_ext.runtime.determinism import align_memory, check_kernels, environment, pinned
 from tests.support.tiny import tiny_model
 
 
@@ -50,6 +50,7 @@ def test_tf32_is_off_inside_and_as_it_was_afterwards():
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
+        assert environment()["float32_matmul_precision"] == "tf32"
         with pinned(1):
             assert matmul.fp32_precision == "ieee"
             torch.ones(2, 2) @ torch.ones(2, 2)
