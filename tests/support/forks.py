@@ -37,11 +37,12 @@ from typing import Any
 from grpo_ext.tools.check.runs import Processes, free_port, launched
 
 ROOT = Path(__file__).resolve().parents[2]
+PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR"),
+    *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 
@@ -55,7 +56,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.forks"],
             cwd=ROOT,
-            env={**self.environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+            env={**self.environment, "PYTHONPATH": PATH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.remarks,
@@ -209,7 +210,7 @@ def python(
         return subprocess.run(
             [sys.executable, *parts],
             cwd=cwd,
-            env={**here, **environment},
+            env={**here, "PYTHONPATH": PATH, **environment},
             capture_output=True,
             text=True,
             timeout=timeout_s,
