@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -102,13 +101,9 @@ def model_length_limit(config: Any) -> tuple[int | None, bool]:
 
 
 def check_prompt_lengths(
-    prompts: Iterable[Any],
-    lengths_of: Callable[[list[Any]], list[int]],
-    config: Any,
-    max_completion_length: int,
-    micro_batch_tokens: int | None = None,
+    prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for, or the token budget no room.
+    """Refuse prompts that the model has no positions for.
 
     Only prompts long enough (in bytes) to be able to break the limit are tokenised.
 
@@ -119,24 +114,19 @@ def check_prompt_lengths(
         DataError: names the row, its length and the limit.
     """
     limit, absolute = model_length_limit(config)
-    positions = math.inf if limit is None else limit - (max_completion_length if absolute else 0)
-    room = min(positions, math.inf if micro_batch_tokens is None else micro_batch_tokens - 1)
+    if limit is None:
+        return
+    room = limit - (max_completion_length if absolute else 0)
     # a token is at least one byte; the margin stands for what a chat template adds
     suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]
     lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
     for (row, _), length in zip(suspects, lengths):
-        if length > positions:
+        if length > room:
             less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
             raise DataError(
-                f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                f"the prompt in row {row} has {length} tokens, but the model has room for {room} "
                 f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
                 + (", or lower max_completion_length." if absolute else ".")
-            )
-        if length > room:
-            raise DataError(
-                f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to hold "
-                f"a prompt and at least one token of its completion; set it to {length + 1} or more (prompt plus "
-                "max_completion_length holds every completion), or filter long prompts."
             )
 
 
