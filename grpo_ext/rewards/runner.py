@@ -8,11 +8,11 @@ a call that fails may be made again, and no data is exchanged between processes.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -89,8 +89,7 @@ class RewardRows:
             prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, **self.columns()
         )
         rows = len(self.completions)
-        if (size := self.chunk or rows) >= rows:
-            return [(self.first, keywords)]
+        size = self.chunk or rows
         return [
             (self.first + start, {name: values[start : start + size] for name, values in keywords.items()})
             for start in range(0, rows, size)
@@ -115,31 +114,16 @@ class RewardRunner:
     async_loop: asyncio.AbstractEventLoop | None = None
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
-    def start_workers(self, sources: RewardFunctions) -> None:
-        """Start the processes of `workers` with the synchronous functions, before training.
+    def pack_functions(self, sources: RewardFunctions) -> None:
+        """Pickle the synchronous functions for `workers`.
 
         Raises:
-            ConfigError: a function cannot be sent there, or loaded there.
+            ConfigError: a function cannot be sent to another process.
         """
-        assert self.workers is not None
-        self._send(sources, self.workers)
-        self.workers.start()
-
-    def _start(
-        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
-    ) -> list[Callable[[], ScoredChunk]]:
-        """The chunks of a reward model or a synchronous function, to be called; `workers` begin with theirs now."""
-        if isinstance(sources.functions[number], nn.Module):
-            return [functools.partial(self._score_by_model, sources, number, rows)]
         if self.workers is not None:
-            return [self.workers.submit(call.score).result for call in calls]
-        return [call.score for call in calls]
-
-    @staticmethod
-    def _send(sources: RewardFunctions, workers: RewardWorkers) -> None:
-        for name, function in zip(sources.names, sources.functions, strict=True):
-            if not isinstance(function, nn.Module) and not is_async(function):
-                workers.add(function, name)
+            for name, function in zip(sources.names, sources.functions, strict=True):
+                if not isinstance(function, nn.Module) and not is_async(function):
+                    self.workers.add(function, name)
 
     def score(
         self,
@@ -165,14 +149,13 @@ class RewardRunner:
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
         if not rows.completions:
             return rewards_BF, []
-        if self.workers is not None:
-            self._send(sources, self.workers)  # before any call, whose thread may import while a function is packed
+        self.pack_functions(sources)  # before any call, whose thread may import while a function is pickled
         chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
         calls: dict[int, list[GuardedCall]] = {  # by the number of the function
             number: [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
             for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
         }
-        asynchronous = {number for number, function in enumerate(sources.functions) if is_async(function)}
+        asynchronous = {number: calls[number] for number in calls if is_async(sources.functions[number])}
         try:
             started = {n: self._start(sources, n, rows, calls[n]) for n in calls if n not in asynchronous}
             scored = {number: self._results(sources.names[number], results) for number, results in started.items()}
@@ -180,7 +163,7 @@ class RewardRunner:
             if self.workers is not None:  # the first chunk that fails for good ends the others
                 self.workers.kill()
             raise
-        scored |= self._score_at_once({number: calls[number] for number in calls if number in asynchronous})
+        scored |= self._score_async(asynchronous)
         for number, parts in scored.items():
             rewards_BF[:, number] = _column([reward for rewards, _ in parts for reward in rewards])
         _warn_of_unscored(rows, rewards_BF)
@@ -192,11 +175,21 @@ class RewardRunner:
             if isinstance(function, nn.Module):
                 self._score_by_model(sources, number, rows)
 
-    def _results(self, name: str, results: list[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
+    def _start(
+        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
+    ) -> list[Callable[[], ScoredChunk]]:
+        """The chunks of a reward model or a synchronous function, to be called; `workers` begin with theirs now."""
+        if isinstance(sources.functions[number], nn.Module):
+            return [partial(self._score_by_model, sources, number, rows)]
+        if self.workers is not None:
+            return [self.workers.submit(call).result for call in calls]
+        return [call.score for call in calls]
+
+    def _results(self, name: str, results: Sequence[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
         with self.profile(name):
             return [result() for result in results]
 
-    def _score_at_once(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
+    def _score_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
         """What asynchronous functions return; all chunks of all functions run concurrently.
 
         Raises:
@@ -213,10 +206,10 @@ class RewardRunner:
 
         async def of_function(chunks: list[GuardedCall]) -> list[ScoredChunk]:
             with self.profile(chunks[0].name):
-                return await asyncio.gather(*(call.score_later() for call in chunks))
+                return await asyncio.gather(*(chunk.score_later() for chunk in chunks))
 
         async def of_all() -> list[list[ScoredChunk]]:
-            return await asyncio.gather(*(of_function(chunks) for chunks in calls.values()))
+            return await asyncio.gather(*map(of_function, calls.values()))
 
         return dict(zip(calls, asyncio.run_coroutine_threadsafe(of_all(), self.async_loop).result()))
 
