@@ -236,10 +236,10 @@ class GuardedCall:
 
         try:
             retrying = AsyncRetrying(**self.faults.policy(self.name, threading.Event()))
-            rewards, record = await retrying(attempt)
+            result: tuple[Any, RewardCall] = await retrying(attempt)
         except Exception as error:
             return self._failed(error)
-        return self._checked(rewards, record)
+        return self._checked(*result)
 
     def _record(self) -> RewardCall:
         """A record for one attempt, so that what a failed one logged does not count."""

@@ -230,7 +230,11 @@ def load_file(path: str | Path, name: str) -> ModuleType:
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
