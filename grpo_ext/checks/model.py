@@ -1,4 +1,4 @@
-"""What is refused of a model, its adapter and its optimizer before training: above all what depends on the split."""
+"""Refusals of a model, its adapter and its optimizer before training: above all what depends on the split."""
 
 from __future__ import annotations
 

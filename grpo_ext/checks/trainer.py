@@ -65,13 +65,13 @@ _UNUSED_HOOKS = (
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
 ) -> tuple[Any, Any]:
-    """Everything that is refused of a constructor's arguments, before anything is loaded.
+    """Refuse arguments of the constructor that cannot be trained with, before anything is loaded.
 
     Args:
         data_sets: for training and evaluation; factories: of environments.
 
     Returns:
-        The tokenizer or processor, the model's where none is passed; and factories whose environments reset in time.
+        The tokenizer or processor (the model's if none is passed), and factories with a time limit on `reset`.
 
     Raises:
         ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
@@ -177,7 +177,7 @@ def _refused_images_and_tools(trainer: Any, may_be_shown: bool) -> Iterator[str]
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Everything that is refused of a trainer; what the promise does not cover of it, as sentences.
+    """Refuse a trainer that cannot be trained; returns what the promise does not cover, as sentences.
 
     Args:
         config: as the user gave it.
@@ -232,7 +232,7 @@ def _check_images(trainer: Any, with_images: bool, may_be_shown: bool) -> None:
 
 
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
-    """Refuse prompts that do not fit; what depends on the length of a forward and is allowed, as sentences."""
+    """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
     policy, dataset = trainer.model, trainer.train_dataset
     with_images = trainer._rollouts.images.prepare is not None
     lengths = functools.partial(_prompt_lengths, trainer)
@@ -248,7 +248,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
 
 
 def check_bitwise(trainer: Any) -> None:
-    """Refuse what the same bits cannot be promised for.
+    """Refuse parts that would break the same bits.
 
     Raises:
         ConfigError: names it.
@@ -270,13 +270,13 @@ def check_bitwise(trainer: Any) -> None:
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
-    """Warn of what a run is not covered for: a newer TRL, and what the promise leaves out.
+    """Warn of untested versions and of what the promise does not cover.
 
     Args:
         uncovered: sentences of `check_trainer`.
 
     Raises:
-        ConfigError, ModelError: for what has been replaced since the trainer was built, where that is not allowed.
+        ConfigError, ModelError: for parts that were replaced since the trainer was built.
     """
     refuse_overrides(trainer)
     if (untested := contract.untested()) is not None:

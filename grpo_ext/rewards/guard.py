@@ -86,7 +86,7 @@ def _described(error: BaseException | None) -> str:
     return f"{error.kind if isinstance(error, RemoteError) else type(error).__name__}: {error}"
 
 
-def _failed(name: str, error: Exception) -> RewardError:
+def _reward_error(name: str, error: Exception) -> RewardError:
     remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
     if _described(error).startswith("TypeError") and "argument" in str(error):
         remedy = (
@@ -99,12 +99,12 @@ def _failed(name: str, error: Exception) -> RewardError:
 
 @dataclass(frozen=True)
 class Faults:
-    """What is done about a reward function that hangs or raises.
+    """How a reward function that hangs or raises is handled.
 
     Attributes:
         timeout: seconds a call may take; None: any time.
-        retries: further calls after one that failed.
-        on_failure: after the last: "error", or "none" for `None` as the reward of every completion of the call.
+        retries: retries after a call that failed.
+        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
     """
 
     timeout: float | None = None
@@ -184,8 +184,8 @@ class GuardedCall:
         function, name, number: the function, its name, its place among the reward functions.
         first: place of the chunk's first completion in the rollout batch, over all processes.
         keywords: of the call, without recorders.
-        recorders: the user's own `log_metric` and `log_extra`; those that are missing record in the `RewardCall`.
-        faults: what is done where the call hangs or raises.
+        recorders: the user's own `log_metric` and `log_extra`; missing ones record in the `RewardCall`.
+        faults: how a call that hangs or raises is handled.
     """
 
     function: Callable[..., Any]
@@ -254,7 +254,7 @@ class GuardedCall:
     def _failed(self, error: Exception) -> ScoredChunk:
         """The result of a call that failed for good: an error, or no rewards, as the faults say."""
         if self.faults.on_failure != "none":
-            raise _failed(self.name, error) from error
+            raise _reward_error(self.name, error) from error
         completions = self.keywords["completions"]
         logger.warning(
             f"reward function '{self.name}' failed ({_described(error)}); its {len(completions)} completions get "

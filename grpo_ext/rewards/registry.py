@@ -6,6 +6,7 @@ Unlike TRL's, the math rewards take plain completions too, and the gold answer f
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -105,34 +106,27 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
     return rewards
 
 
-class LengthPenalty:
-    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it.
+def _length_penalty(max_completion_length: int) -> RewardFunction:
+    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it."""
 
-    A class, not a closure, so that it can be pickled to a rollout worker; TRL logs it under `__name__`.
-    """
+    def length_penalty(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [-min(len(ids) / max_completion_length, 1.0) for ids in completion_ids]
 
-    __name__ = "length_penalty"
-
-    def __init__(self, max_completion_length: int) -> None:
-        self.max_completion_length = max_completion_length  # tokens
-
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [-min(len(ids) / self.max_completion_length, 1.0) for ids in completion_ids]
+    return length_penalty
 
 
-class TrlReward:
-    """A reward of TRL, which takes completions as messages and the gold answer as `solution`."""
+def _adapted(function: RewardFunction, needs_gold: bool) -> RewardFunction:
+    """A reward of TRL that takes plain completions, and the gold answer from `answer` too."""
 
-    def __init__(self, function: RewardFunction, needs_gold: bool) -> None:
-        self.function, self.needs_gold = function, needs_gold
-        self.__name__ = function.__name__
-
-    def __call__(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
+    @functools.wraps(function)
+    def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
-        if self.needs_gold:
+        if needs_gold:
             gold = columns.get("solution")
-            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(self.__name__, columns))]
-        return self.function(completions=messages, **columns)
+            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(function.__name__, columns))]
+        return function(completions=messages, **columns)
+
+    return reward
 
 
 # short name: TRL's name, whether it needs math-verify (and so a gold), and its arguments from the completion budget
@@ -192,7 +186,7 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
     if short == "exact_number":
         return exact_number
     if short == "length_penalty":
-        return LengthPenalty(_budget(short, budget))
+        return _length_penalty(_budget(short, budget))
     if short in _FROM_TRL:
         return _from_trl(short, budget)
     if plugins or "." in name:
@@ -221,7 +215,7 @@ def _from_trl(short: str, budget: int | None) -> RewardFunction:
     function = getattr(rewards, trl_name)
     if arguments is not None:
         function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
-    return TrlReward(function, needs_gold)
+    return _adapted(function, needs_gold)
 
 
 def load_file(path: str | Path, name: str) -> ModuleType:

@@ -1,8 +1,8 @@
-"""Reward functions and reward models score the completions that one process has sampled.
+"""Scores the completions of one process with reward functions and reward models.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a call that fails may be made again, and no data is exchanged between processes. The rollout worker calls `score`;
-`join` gathers the rewards and what the functions logged. B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. The rollout worker calls `score`; `join` gathers rewards
+and logs. B completions of this process, F reward functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """What scores completions, as the trainer holds it when a rollout batch begins.
+    """The trainer's reward functions at the start of a rollout batch.
 
     Attributes:
         functions: callables, and reward models (modules with one logit).
@@ -102,8 +102,8 @@ class RewardRunner:
 
     Attributes:
         device: where the rewards are, and the inputs of reward models.
-        faults: what is done about a function that hangs or raises.
-        workers: processes that synchronous functions run in; None: they run here, in order.
+        faults: how a function that hangs or raises is handled.
+        workers: processes that run synchronous functions; None: they run here, in order.
         async_loop: the running loop of asynchronous functions; None where the trainer was built without any.
         profile: a context around a function's work, by its name.
     """
@@ -170,7 +170,7 @@ class RewardRunner:
         return rewards_BF, [call for parts in scored.values() for _, call in parts]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
-        """Run the reward models alone, on completions that do not count, where their forward is a collective."""
+        """Run only the reward models, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
                 self._score_by_model(sources, number, rows)
@@ -178,7 +178,7 @@ class RewardRunner:
     def _start(
         self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
     ) -> list[Callable[[], ScoredChunk]]:
-        """The chunks of a reward model or a synchronous function, to be called; `workers` begin with theirs now."""
+        """Callables that return the scored chunks of a reward model or a synchronous function; `workers` start now."""
         if isinstance(sources.functions[number], nn.Module):
             return [partial(self._score_by_model, sources, number, rows)]
         if self.workers is not None:
@@ -190,7 +190,7 @@ class RewardRunner:
             return [result() for result in results]
 
     def _score_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
-        """What asynchronous functions return; all chunks of all functions run concurrently.
+        """The scored chunks of asynchronous functions, which all run concurrently.
 
         Raises:
             RewardError: a function failed, or there is no loop to run it on.

@@ -105,14 +105,12 @@ def test_an_optimizer_that_steps_in_its_step_is_taken(tmp_path):
 
 
 DATA = [
-    (Dataset.from_dict({"prompt": []}), "training data set is empty"),
-    (Dataset.from_dict({"question": ["a"]}), "no 'prompt' column; it has question"),
     (Dataset.from_dict({"prompt": ["a", "", "b"]}), "row 1 of the training data set has an empty prompt"),
     (Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 200]}), "prompt in row 3 has 200 tokens.*room for 128"),
 ]
 
 
-@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty", "column", "empty prompt", "too long"])
+@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty prompt", "too long"])
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path, dataset, message):
     with pytest.raises(DataError, match=message):
         build(tmp_path, dataset=dataset)
@@ -167,11 +165,6 @@ def test_settings_can_be_copied_and_changed(tmp_path):
     assert (parsed.depth, parsed.learning_rate, parsed.bf16) == (5, 1e-4, False)
 
 
-def test_something_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="the model is a dict"):
-        build(tmp_path, model={})
-
-
 def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
     adapter = {"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}
     for half, extra in ((False, {}), (True, adapter), (True, {})):
@@ -197,11 +190,6 @@ def test_lora_dropout_is_refused(tmp_path):
     with pytest.raises(SplitDependentError, match=r"lora_dropout.*p=0.05"):
         build(tmp_path, extra=lora)
     build(tmp_path, extra=lora, disable_dropout=True)
-
-
-def test_disable_dropout_reaches_functional_dropout_too(tmp_path):
-    trainer = build(tmp_path, model=tiny_model("llama", attention_dropout=0.1), disable_dropout=True)
-    assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.0
 
 
 def test_batch_normalisation_is_refused(tmp_path):
