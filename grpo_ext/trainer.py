@@ -133,9 +133,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if reference is not None:
             use_reference(reference, self, config)
         self._build(config, args)
-        self._uncovered = checks.check_trainer(self, config, GRPOTrainer)
+        self._uncovered = checks.check_trainer(self, config)
         if config.reward_workers:
-            self._rollouts.worker.parts.rewards.start_workers(terms_of(self).rewards)
+            self._rollouts.worker.parts.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 

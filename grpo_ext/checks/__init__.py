@@ -1,7 +1,7 @@
-"""What is refused before training: models and data that cannot be trained on, or whose update depends on the split.
+"""Refusals before training: models and data that cannot be trained on, or whose update depends on the split.
 
-Differs from TRL: these are found at construction, with the values, the rule and the remedy. A trainer is checked
-before TRL's constructor (`check_arguments`), after it (`check_trainer`) and before training (`warn_before_training`).
+Differs from TRL: the errors come at construction, with the values, the rule and the remedy. A trainer is checked before
+TRL's constructor (`check_arguments`), after it (`check_trainer`) and before training (`warn_before_training`).
 """
 
 from .model import find_model, refuse_frozen

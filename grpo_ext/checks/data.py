@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,17 +24,17 @@ def check_data_sets(train: Any, evaluation: Any) -> None:
 
 
 def with_length(train: Any, evaluation: Any) -> list[Any]:
-    """Those of the data sets that can be read before training: no streams, and none that is empty."""
+    """The data sets that can be read before training: not empty, and no streams."""
     return [data for data in _named(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
 
 
 def with_rows(train: Any, evaluation: Any) -> list[Any]:
-    """Those of them whose columns can be looked at."""
+    """The data sets with a length and with columns."""
     return [data for data in with_length(train, evaluation) if hasattr(data, "select_columns")]
 
 
 def first_rows(train: Any, evaluation: Any) -> list[Any]:
-    """The first row of every data set, of a stream too."""
+    """The first row of every data set, streams included."""
     return [row for data in _named(train, evaluation).values() for row in itertools.islice(data, 1)]
 
 
@@ -84,7 +83,7 @@ def has_readable_prompts(dataset: Any) -> bool:
 
 
 def iterate_prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts of a map-style data set, read in blocks; none of a set with a transform, which runs in training."""
+    """The prompts of a map-style data set, read in blocks; none where a transform makes the rows."""
     if _is_transformed(dataset):
         return
     for block in dataset.select_columns("prompt").iter(batch_size=1000):
@@ -102,13 +101,9 @@ def model_length_limit(config: Any) -> tuple[int | None, bool]:
 
 
 def check_prompt_lengths(
-    prompts: Iterable[Any],
-    lengths_of: Callable[[list[Any]], list[int]],
-    config: Any,
-    max_completion_length: int,
-    micro_batch_tokens: int | None = None,
+    prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for, or the token budget no room.
+    """Refuse prompts that the model has no positions for.
 
     Only prompts long enough (in bytes) to be able to break the limit are tokenised.
 
@@ -119,29 +114,24 @@ def check_prompt_lengths(
         DataError: names the row, its length and the limit.
     """
     limit, absolute = model_length_limit(config)
-    positions = math.inf if limit is None else limit - (max_completion_length if absolute else 0)
-    room = min(positions, math.inf if micro_batch_tokens is None else micro_batch_tokens - 1)
+    if limit is None:
+        return
+    room = limit - (max_completion_length if absolute else 0)
     # a token is at least one byte; the margin stands for what a chat template adds
     suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]
     lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
     for (row, _), length in zip(suspects, lengths):
-        if length > positions:
+        if length > room:
             less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
             raise DataError(
-                f"the prompt in row {row} has {length} tokens, but the model has room for {positions} "
+                f"the prompt in row {row} has {length} tokens, but the model has room for {room} "
                 f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
                 + (", or lower max_completion_length." if absolute else ".")
-            )
-        if length > room:
-            raise DataError(
-                f"the prompt in row {row} has {length} tokens, but micro_batch_tokens={micro_batch_tokens} has to hold "
-                f"a prompt and at least one token of its completion; set it to {length + 1} or more (prompt plus "
-                "max_completion_length holds every completion), or filter long prompts."
             )
 
 
 def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
-    """Refuse a stream where rows are read that are not the next ones.
+    """Refuse a stream where rows are read out of order.
 
     Raises:
         ConfigError, DataError: names the remedy.
@@ -162,9 +152,9 @@ def check_stream(train: Any, dynamic_sampling: bool, with_images: bool) -> None:
 
 
 def check_images(dataset: Any, prepare: Any) -> None:
-    """Refuse a data set whose images are others when a row is read again, as it is where it is run.
+    """Refuse a data set that gives other images when a row is read again, which happens wherever it is run.
 
-    A few rows are looked at.
+    Checks a few rows.
 
     Raises:
         DataError: names the row.
@@ -176,8 +166,8 @@ def check_images(dataset: Any, prepare: Any) -> None:
                 f"row {number} of the data set has images and a prompt that is text; make it messages, for example "
                 "[{'role': 'user', 'content': prompt}], which the chat template gives places for the images."
             )
-        one, other = (prepare(row).tensors for row in reads)
-        if any(not torch.equal(one[name], other[name]) for name in one):
+        first, second = (prepare(row).tensors for row in reads)
+        if any(not torch.equal(first[name], second[name]) for name in first):
             raise DataError(
                 f"row {number} of the data set gives other images when it is read again (a transform that draws random "
                 "numbers?), and a row is read wherever one of its completions is run; change images beforehand, with "

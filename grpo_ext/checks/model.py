@@ -1,4 +1,4 @@
-"""What is refused of a model, its adapter and its optimizer before training: above all what depends on the split."""
+"""Refusals of a model, its adapter and its optimizer before training: above all what depends on the split."""
 
 from __future__ import annotations
 
@@ -107,48 +107,50 @@ def disable_random_parts(model: nn.Module) -> None:
 
 def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
     """Everything in the model or settings that makes the update depend on the split, as sentences with remedies."""
-    found = []
+    reasons = []
     parts = list(random_parts(model))
     if parts:
         shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
-        found.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")
+        reasons.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:
-        found.append(
+        reasons.append(
             f"batch normalisation ({norms[0]}, {len(norms)} in all) computes statistics of the micro-batch; use a"
             " model with layer or group normalisation"
         )
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind in _SPLIT_DEPENDENT_ADAPTERS:
-            found.append(f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA")
+            reasons.append(
+                f"adapter {adapter!r} ({kind}) {_SPLIT_DEPENDENT_ADAPTERS[kind]}; use another kind, e.g. LoRA"
+            )
     outliers = {path: size for path, size in outlier_thresholds(model).items() if size}
     if outliers:
         path, size = next(iter(outliers.items()))
-        found.append(
+        reasons.append(
             f"8-bit layers ({path}, {len(outliers)} in all; llm_int8_threshold={size:g}) pick outlier columns over the "
             "rows of a forward; load the model with quantization_config={'load_in_8bit': True, 'llm_int8_threshold': "
             "0.0} in model_init_kwargs (BitsAndBytesConfig takes the same), or in 4 bits"
         )
     if getattr(getattr(model, "config", None), "model_type", None) == "cpmant":
-        found.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
+        reasons.append("CpmAnt puts its own prompt before the padding, which so moves the input; use another model")
     if neftune_noise_alpha:
-        found.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
-    return found
+        reasons.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
+    return reasons
 
 
-def refuse(found: list[str], allow: bool) -> list[str]:
-    """Raise for what makes the update depend on the split, or return it as it is where that is allowed.
+def refuse(reasons: list[str], allow: bool) -> list[str]:
+    """Raise for what makes the update depend on the split, or return it where that is allowed.
 
     Raises:
         SplitDependentError: there is something and `allow` is false.
     """
-    if found and not allow:
+    if reasons and not allow:
         raise SplitDependentError(
-            "the update would depend on the batch split: " + ". ".join(found) + ". To train all the same, set "
+            "the update would depend on the batch split: " + ". ".join(reasons) + ". To train all the same, set "
             "allow_split_dependent=True."
         )
-    return found
+    return reasons
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

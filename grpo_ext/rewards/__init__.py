@@ -1,1 +1,1 @@
-"""Reward functions: found by name, called by chunks, checked."""
+"""Reward functions: resolved by name, called by chunks, checked."""

@@ -1,8 +1,8 @@
-"""Calls of reward functions by canonical chunks, and what they log in them (`log_metric`, `log_extra`).
+"""Records of what reward functions log (`log_metric`, `log_extra`), one for each call.
 
-Differs from TRL, which calls a function with the rows of a process: a chunk holds the same completions for every
-number of processes, so a function that looks beyond the group, its metrics and its columns are the same too.
-Filled by rewards.guard while a rollout batch is scored; gathered, and put into TRL's records, by `join`.
+Differs from TRL, which calls a function with the rows of a process: a call holds the same completions for every number
+of processes, so its metrics and columns are the same too. rewards.guard fills the records, `join` gathers them, and
+rollouts.records adds them to TRL's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class RewardCall:
-    """One call of a reward function, and what it logged.
+    """One call of a reward function, with what it logged.
 
     Attributes:
         function: its name.
@@ -37,7 +37,7 @@ class RewardCall:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def moved(self, places: int) -> RewardCall:
-        """The same call, whose completions stand elsewhere in the rollout batch."""
+        """The same call, with its completions moved by `places` in the rollout batch."""
         return replace(self, first=self.first + places)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -58,25 +58,21 @@ def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
     return dict(sorted(values.items()))
 
 
-def columns_of(calls: Sequence[RewardCall], rows: int, said: set[tuple[str, str]]) -> dict[str, list[Any]]:
+def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
     """Columns of the completions table with one entry for each of `rows` completions, None where none was logged.
 
     Of several functions that log one column for a completion, the last counts.
-
-    Args:
-        said: functions and columns whose wrong number of values was said already; added to.
     """
     table: dict[str, list[Any]] = {}
     for call in calls:
         for column, values in call.columns.items():
-            if len(values) != call.rows and (call.function, column) not in said:
-                said.add((call.function, column))
-                logger.warning(
+            if len(values) != call.rows:
+                logger.warning_once(
                     f"reward function '{call.function}' logged {len(values)} value(s) in the column '{column}' for "
-                    f"{call.rows} completions; log one for each. What is missing is None, what is too much is left out."
+                    f"{call.rows} completions; log one for each. Missing values are None, surplus ones are left out."
                 )
-            kept = values[: call.rows]
-            table.setdefault(column, [None] * rows)[call.first : call.first + len(kept)] = kept
+            values = values[: call.rows]
+            table.setdefault(column, [None] * rows)[call.first : call.first + len(values)] = values
     return dict(sorted(table.items()))
 
 

@@ -1,7 +1,8 @@
-"""Reward functions, checked: what they return must be rewards, and an error names the function, the row, the value.
+"""Calls of reward functions, bounded in time, tried again and checked.
 
-Differs from TRL: NaN, infinity and non-numbers are errors instead of silent zeros, `None` stays "does not apply", and a
-call that hangs or fails now and then can be bounded in time and tried again. Used by rewards.runner.
+Differs from TRL: NaN, infinity and non-numbers are errors that name the function, the row and the value, instead of
+silent zeros; `None` stays "does not apply"; a call that hangs or fails can be ended and made again. Used by
+rewards.runner.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from tenacity import (
 
 from ..errors import RewardError, shortened
 from .calls import RewardCall
-from .worker import as_list
+from .worker import RemoteError, as_list
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
 ScoredChunk = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
+# calls a function with keywords and a limit in seconds; the second argument is the record of the call
+Execute = Callable[[Callable[..., Any], RewardCall, dict[str, Any], float | None], Any]
 
 
 def _short(value: Any) -> str:
@@ -49,109 +52,82 @@ def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: 
         RewardError: not a sequence, the wrong number of values, or a value that is no finite number.
     """
     try:
-        iterator = iter(rewards)
+        values = list(rewards)
     except TypeError:
         raise RewardError(
             f"reward function '{name}' returned {_short(rewards)}, which is no list; return one number or None for"
             f" each of the {len(completions)} completions."
         ) from None
-    try:
-        values = list(iterator)
-    except Exception as error:  # a generator runs only now
-        raise _failed(name, error) from error
     if len(values) != len(completions):
         raise RewardError(
             f"reward function '{name}' returned {len(values)} rewards for {len(completions)} completions; return one "
             "number or None for each."
         )
-    return [_checked(name, row, value, prompts[row], completions[row]) for row, value in enumerate(values)]
-
-
-def _checked(name: str, row: int, value: Any, prompt: Any, completion: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    elif hasattr(value, "item") and getattr(value, "shape", None) == ():
-        value = value.item()  # numpy scalars
-    if not isinstance(value, Real | Decimal) or not -_LARGEST <= _as_float(value) <= _LARGEST:  # NaN compares false
-        raise RewardError(
-            f"reward function '{name}' returned {_short(value)} in row {row} (prompt {_short(prompt)}, completion "
-            f"{_short(completion)}); a reward is a finite number, or None where the function does not apply."
-        )
-    return float(value)
+    numbers = [None if value is None else _as_float(value) for value in values]
+    for row, number in enumerate(numbers):
+        if number is not None and not abs(number) <= _LARGEST:  # NaN compares false
+            raise RewardError(
+                f"reward function '{name}' returned {_short(values[row])} in row {row} (prompt {_short(prompts[row])}, "
+                f"completion {_short(completions[row])}); a reward is a finite number, or None where the function does "
+                "not apply."
+            )
+    return numbers
 
 
 def _as_float(value: Any) -> float:
-    """The number as a float; infinity for an integer that has none."""
+    """The number, or NaN for a value that is no number."""
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return math.nan
 
 
-def _failed(name: str, error: Exception) -> RewardError:
+def _described(error: BaseException | None) -> str:
+    return f"{error.kind if isinstance(error, RemoteError) else type(error).__name__}: {error}"
+
+
+def _reward_error(name: str, error: Exception) -> RewardError:
     remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
-    if isinstance(error, TypeError) and "argument" in str(error):
+    if _described(error).startswith("TypeError") and "argument" in str(error):
         remedy = (
             "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
             "**kwargs, and ask only for columns the data has."
         )
     remedy = getattr(error, "remedy", remedy)
-    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}; {remedy}")
+    return RewardError(f"reward function '{name}' raised {_described(error)}; {remedy}")
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What is done about a reward function that hangs or raises.
+    """How a reward function that hangs or raises is handled.
 
     Attributes:
         timeout: seconds a call may take; None: any time.
-        retries: further calls after one that failed.
-        on_failure: after the last: "error", or "none" for `None` as the reward of every completion of the call.
+        retries: retries after a call that failed.
+        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
     """
 
     timeout: float | None = None
     retries: int = 0
     on_failure: str = "error"
 
-    def policy(self, name: str, ended: threading.Event | None = None) -> dict[str, Any]:
-        """Keywords of tenacity's retry loops.
+    def policy(self, name: str, ended: threading.Event) -> dict[str, Any]:
+        """Arguments of tenacity's retry loops; once `ended` is set, no further attempt is made."""
 
-        Args:
-            ended: once it is set, no further try is made.
-        """
-
-        def say(state: RetryCallState) -> None:
+        def warn(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
             logger.warning(
-                f"reward function '{name}' failed ({type(error).__name__}: {error}); try {state.attempt_number + 1} of "
+                f"reward function '{name}' failed ({_described(error)}); try {state.attempt_number + 1} of "
                 f"{self.retries + 1} follows."
             )
 
-        last = stop_after_attempt(self.retries + 1)
-        waiting = {} if ended is None else {"sleep": sleep_using_event(ended)}
-        return waiting | {
-            "stop": last if ended is None else last | stop_when_event_set(ended),
+        return {
+            "stop": stop_after_attempt(self.retries + 1) | stop_when_event_set(ended),
             "wait": wait_exponential(multiplier=0.5, max=30),
             "retry": retry_if_exception_type(Exception),
-            "before_sleep": say,
+            "before_sleep": warn,
             "reraise": True,
         }
-
-    def after_the_last(self, name: str, error: Exception, completions: Sequence[Any]) -> list[float | None]:
-        """The rewards of a call that failed for good.
-
-        Raises:
-            RewardError: unless failures count as "does not apply".
-        """
-        if self.on_failure != "none":
-            raise _failed(name, error) from error
-        logger.warning(
-            f"reward function '{name}' failed ({type(error).__name__}: {error}); its {len(completions)} completions "
-            "get None from it (reward_on_failure='none')."
-        )
-        return [None] * len(completions)
 
 
 STRICT = Faults()
@@ -177,36 +153,39 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     """
     if seconds is None:
         return function()
-    results: list[Any] = []
-    errors: list[BaseException] = []
+    future: Future[Any] = Future()
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            results.append(context.run(function))
+            future.set_result(context.run(function))
         except BaseException as error:  # of any kind; the calling thread raises it
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True, name=setting)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise CallTimeout(seconds, setting)
-    return results[0]
+    threading.Thread(target=work, daemon=True, name=setting).start()
+    try:
+        return future.result(seconds)
+    except FutureTimeout:
+        if future.done():  # the function's own
+            raise
+        raise CallTimeout(seconds, setting) from None
+
+
+def execute_here(function: Callable[..., Any], _: RewardCall, keywords: dict[str, Any], seconds: float | None) -> Any:
+    """Call a synchronous function in this process (`Execute`)."""
+    return in_time(lambda: as_list(function(**keywords)), seconds, "reward_timeout")
 
 
 @dataclass(frozen=True)
 class GuardedCall:
-    """A call of a reward function for one chunk: made as often as it may be tried, and its result checked.
+    """A call of a reward function for one chunk of completions.
 
     Attributes:
         function, name, number: the function, its name, its place among the reward functions.
         first: place of the chunk's first completion in the rollout batch, over all processes.
         keywords: of the call, without recorders.
-        recorders: the user's own `log_metric` and `log_extra`; those that are missing record in the `RewardCall`.
-        faults: what is done where the call hangs or raises.
+        recorders: the user's own `log_metric` and `log_extra`; missing ones record in the `RewardCall`.
+        faults: how a call that hangs or raises is handled.
     """
 
     function: Callable[..., Any]
@@ -217,61 +196,68 @@ class GuardedCall:
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     faults: Faults = STRICT
 
-    def _begin(self) -> tuple[RewardCall, dict[str, Any]]:
-        # every try has a record of its own, so that what a failed one logged does not count
-        call = RewardCall(self.name, self.number, self.first, len(self.keywords["completions"]))
-        record = {"log_metric": call.log_metric, "log_extra": call.log_extra}
-        return call, {**self.keywords, **record, **self.recorders}
-
-    def _end(self, call: RewardCall, rewards: Any) -> ScoredChunk:
-        return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), call
-
-    def _fail(self, error: Exception) -> ScoredChunk:
-        return self.faults.after_the_last(self.name, error, self.keywords["completions"]), self._begin()[0]
-
-    def score(self, in_worker: Callable[..., Any] | None = None, ended: threading.Event | None = None) -> ScoredChunk:
-        """The rewards of a synchronous function, and what it logged.
+    def score(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ScoredChunk:
+        """The rewards of a synchronous function, and what it logged in the attempt that succeeded.
 
         Args:
-            in_worker: runs the function in another process (`RewardWorkers.submit`); None: it runs here.
-            ended: once it is set, no further try is made.
+            execute: calls the function, here or in another process.
+            ended: once it is set, the function is not called again.
 
         Raises:
-            RewardError: the last try failed, or what was returned is no reward.
+            RewardError: the last attempt failed, or what was returned is no reward.
         """
+        ended = ended or threading.Event()
 
-        def attempt() -> tuple[RewardCall, Any]:
-            call, keywords = self._begin()
-            if in_worker is not None:
-                return call, in_worker(self.function, call, keywords, self.faults.timeout)
-            return call, in_time(lambda: as_list(self.function(**keywords)), self.faults.timeout, "reward_timeout")
+        def attempt() -> tuple[Any, RewardCall]:
+            record = self._record()
+            return execute(self.function, record, self._keywords(record), self.faults.timeout), record
 
         try:
-            call, rewards = Retrying(**self.faults.policy(self.name, ended))(attempt)
+            retrying = Retrying(sleep=sleep_using_event(ended), **self.faults.policy(self.name, ended))
+            rewards, record = retrying(attempt)
         except Exception as error:
-            if ended is not None and ended.is_set():
+            if ended.is_set():
                 raise
-            return self._fail(error)
-        return self._end(call, rewards)
+            return self._failed(error)
+        return self._checked(rewards, record)
 
     async def score_later(self) -> ScoredChunk:
-        """The rewards of an asynchronous function, and what it logged.
+        """As `score`, of an asynchronous function, on the running loop."""
 
-        Raises:
-            RewardError: the last try failed, or what was returned is no reward.
-        """
-
-        async def attempt() -> tuple[RewardCall, Any]:
-            call, keywords = self._begin()
+        async def attempt() -> tuple[Any, RewardCall]:
+            record = self._record()
             try:
-                return call, await asyncio.wait_for(self.function(**keywords), self.faults.timeout)
+                rewards = await asyncio.wait_for(self.function(**self._keywords(record)), self.faults.timeout)
             except asyncio.TimeoutError as error:
                 if str(error):  # the function's own
                     raise
                 raise CallTimeout(self.faults.timeout, "reward_timeout") from None
+            return rewards, record
 
         try:
-            scored: tuple[RewardCall, Any] = await AsyncRetrying(**self.faults.policy(self.name))(attempt)
+            retrying = AsyncRetrying(**self.faults.policy(self.name, threading.Event()))
+            result: tuple[Any, RewardCall] = await retrying(attempt)
         except Exception as error:
-            return self._fail(error)
-        return self._end(*scored)
+            return self._failed(error)
+        return self._checked(*result)
+
+    def _record(self) -> RewardCall:
+        """A record for one attempt, so that what a failed one logged does not count."""
+        return RewardCall(self.name, self.number, self.first, len(self.keywords["completions"]))
+
+    def _keywords(self, record: RewardCall) -> dict[str, Any]:
+        return {**self.keywords, "log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
+
+    def _checked(self, rewards: Any, record: RewardCall) -> ScoredChunk:
+        return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), record
+
+    def _failed(self, error: Exception) -> ScoredChunk:
+        """The result of a call that failed for good: an error, or no rewards, as the faults say."""
+        if self.faults.on_failure != "none":
+            raise _reward_error(self.name, error) from error
+        completions = self.keywords["completions"]
+        logger.warning(
+            f"reward function '{self.name}' failed ({_described(error)}); its {len(completions)} completions get "
+            "None from it (reward_on_failure='none')."
+        )
+        return [None] * len(completions), self._record()

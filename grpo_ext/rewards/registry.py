@@ -1,10 +1,12 @@
 """Reward functions by name: TRL's, a number check and a length penalty that TRL lacks, those of plugins, and yours.
 
-Unlike TRL's, the math rewards take plain completions too, and the gold from `answer` where a set has no `solution`.
-Between the rollouts and the advantages in the flow; `resolve_rewards` is what recipes/grpo.py calls."""
+Unlike TRL's, the math rewards take plain completions too, and the gold answer from `answer` where a data set has no
+`solution`. recipes/grpo.py calls `resolve_rewards`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -43,7 +45,7 @@ def numbers_in(text: str) -> list[Decimal]:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`, inner braces included."""
+    """The content of the last `\\boxed{...}`, inner braces included."""
     starts = list(_BOXED.finditer(text))
     if not starts:
         return None
@@ -56,7 +58,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number a text ends up with: the first after the last `####`, else the last in `\\boxed{}`, else the last."""
+    """The final number of a text: the first after the last `####`, else the last in `\\boxed{}`, else the last."""
     if "####" in text:
         marked = numbers_in(text.rsplit("####", 1)[1])
         if marked:
@@ -104,34 +106,27 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
     return rewards
 
 
-class LengthPenalty:
-    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it.
+def _length_penalty(max_completion_length: int) -> RewardFunction:
+    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it."""
 
-    A class, not a closure, so that it can be pickled to a rollout worker; TRL logs it under `__name__`.
-    """
+    def length_penalty(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [-min(len(ids) / max_completion_length, 1.0) for ids in completion_ids]
 
-    __name__ = "length_penalty"
-
-    def __init__(self, max_completion_length: int) -> None:
-        self.max_completion_length = max_completion_length  # tokens
-
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [-min(len(ids) / self.max_completion_length, 1.0) for ids in completion_ids]
+    return length_penalty
 
 
-class TrlReward:
-    """A reward of TRL, called the way it wants: completions as messages, the gold under `solution`."""
+def _adapted(function: RewardFunction, needs_gold: bool) -> RewardFunction:
+    """A reward of TRL that takes plain completions, and the gold answer from `answer` too."""
 
-    def __init__(self, function: RewardFunction, needs_gold: bool) -> None:
-        self.function, self.needs_gold = function, needs_gold
-        self.__name__ = function.__name__
-
-    def __call__(self, completions: list[Any], **columns: Any) -> Sequence[float | None]:
+    @functools.wraps(function)
+    def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
         messages = [[{"role": "assistant", "content": completion_text(c)}] for c in completions]
-        if self.needs_gold:
+        if needs_gold:
             gold = columns.get("solution")
-            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(self.__name__, columns))]
-        return self.function(completions=messages, **columns)
+            columns["solution"] = [str(g) for g in (gold if gold is not None else _gold(function.__name__, columns))]
+        return function(completions=messages, **columns)
+
+    return reward
 
 
 # short name: TRL's name, whether it needs math-verify (and so a gold), and its arguments from the completion budget
@@ -191,15 +186,11 @@ def _resolve(name: str, budget: int | None) -> RewardFunction:
     if short == "exact_number":
         return exact_number
     if short == "length_penalty":
-        return LengthPenalty(_budget(short, budget))
+        return _length_penalty(_budget(short, budget))
     if short in _FROM_TRL:
         return _from_trl(short, budget)
-    if plugins:
-        return _from_module(plugins.pop().replace(":", "."))
-    if ".py:" in name:
-        return _from_file(name)
-    if "." in name:
-        return _from_module(name)
+    if plugins or "." in name:
+        return _load(plugins.pop().replace(":", ".") if plugins else name)
     raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
 
 
@@ -224,47 +215,39 @@ def _from_trl(short: str, budget: int | None) -> RewardFunction:
     function = getattr(rewards, trl_name)
     if arguments is not None:
         function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
-    return TrlReward(function, needs_gold)
-
-
-def _from_file(name: str) -> RewardFunction:
-    file, _, function = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"The reward '{name}' is asked from the file {path}, which does not exist; check the path.")
-    return _function_of(load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}"), function, name)
+    return _adapted(function, needs_gold)
 
 
 def load_file(path: str | Path, name: str) -> ModuleType:
-    """The module that a Python file makes, under a name of its own, so that what it defines can be pickled."""
+    """Import a Python file under a name of its own, so that what it defines can be pickled."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a file with this suffix always has a loader
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
-def _from_module(name: str) -> RewardFunction:
-    module_name, _, function = name.rpartition(".")
+def _load(name: str) -> RewardFunction:
+    """The function of `package.module.function` or `path/to/file.py:function`."""
+    is_file = ".py:" in name
+    source, _, function = name.rpartition(":" if is_file else ".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"The reward '{name}' is asked from the module {module_name}, which could not be imported ({error}); use "
-            f"{_known()}."
-        ) from error
-    return _function_of(module, function, name)
-
-
-def _function_of(module: Any, function: str, name: str) -> RewardFunction:
+        path = Path(source).expanduser()
+        module = load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}") if is_file else importlib.import_module(source)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ConfigError(f"The reward '{name}' cannot be loaded ({error}); use {_known()}.") from error
     value = getattr(module, function, None)
-    if callable(value):
-        return value
-    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    raise ConfigError(
-        f"The reward '{name}' asks for '{function}', and the module has no function of that name; it has "
-        f"{', '.join(sorted(functions)) or 'none'}."
-    )
+    if not callable(value):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"The reward '{name}' asks for '{function}', and the module has no function of that name; it has "
+            f"{', '.join(sorted(functions)) or 'none'}."
+        )
+    return value

@@ -1,18 +1,18 @@
-"""Reward functions and reward models score the completions that one process has sampled.
+"""Scores the completions of one process with reward functions and reward models.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a call that fails may be made again, and no data is exchanged between processes. The rollout worker calls `score`;
-`join` gathers the rewards and what the functions logged. B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. The rollout worker calls `score`; `join` gathers rewards
+and logs. B completions of this process, F reward functions.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ logger = get_logger(__name__)
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it returns a coroutine: a function, a partial of one, or an object whose `__call__` does."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """What scores completions, as the trainer holds it when a rollout batch begins.
+    """The trainer's reward functions at the start of a rollout batch.
 
     Attributes:
         functions: callables, and reward models (modules with one logit).
@@ -89,8 +89,7 @@ class RewardRows:
             prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, **self.columns()
         )
         rows = len(self.completions)
-        if (size := self.chunk or rows) >= rows:
-            return [(self.first, keywords)]
+        size = self.chunk or rows
         return [
             (self.first + start, {name: values[start : start + size] for name, values in keywords.items()})
             for start in range(0, rows, size)
@@ -103,8 +102,8 @@ class RewardRunner:
 
     Attributes:
         device: where the rewards are, and the inputs of reward models.
-        faults: what is done about a function that hangs or raises.
-        workers: processes that synchronous functions run in; None: they run here, in order.
+        faults: how a function that hangs or raises is handled.
+        workers: processes that run synchronous functions; None: they run here, in order.
         async_loop: the running loop of asynchronous functions; None where the trainer was built without any.
         profile: a context around a function's work, by its name.
     """
@@ -115,31 +114,16 @@ class RewardRunner:
     async_loop: asyncio.AbstractEventLoop | None = None
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
-    def start_workers(self, sources: RewardFunctions) -> None:
-        """Start the processes of `workers` with the synchronous functions, before training.
+    def pack_functions(self, sources: RewardFunctions) -> None:
+        """Pickle the synchronous functions for `workers`.
 
         Raises:
-            ConfigError: a function cannot be sent there, or loaded there.
+            ConfigError: a function cannot be sent to another process.
         """
-        assert self.workers is not None
-        self._send(sources, self.workers)
-        self.workers.start()
-
-    def _start(
-        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
-    ) -> list[Callable[[], ScoredChunk]]:
-        """The chunks of a reward model or a synchronous function, to be called; `workers` begin with theirs now."""
-        if isinstance(sources.functions[number], nn.Module):
-            return [functools.partial(self._score_by_model, sources, number, rows)]
         if self.workers is not None:
-            return [self.workers.submit(call.score).result for call in calls]
-        return [call.score for call in calls]
-
-    @staticmethod
-    def _send(sources: RewardFunctions, workers: RewardWorkers) -> None:
-        for name, function in zip(sources.names, sources.functions, strict=True):
-            if not isinstance(function, nn.Module) and not is_async(function):
-                workers.add(function, name)
+            for name, function in zip(sources.names, sources.functions, strict=True):
+                if not isinstance(function, nn.Module) and not is_async(function):
+                    self.workers.add(function, name)
 
     def score(
         self,
@@ -165,14 +149,13 @@ class RewardRunner:
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
         if not rows.completions:
             return rewards_BF, []
-        if self.workers is not None:
-            self._send(sources, self.workers)  # before any call, whose thread may import while a function is packed
+        self.pack_functions(sources)  # before any call, whose thread may import while a function is pickled
         chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
         calls: dict[int, list[GuardedCall]] = {  # by the number of the function
             number: [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
             for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
         }
-        asynchronous = {number for number, function in enumerate(sources.functions) if is_async(function)}
+        asynchronous = {number: calls[number] for number in calls if is_async(sources.functions[number])}
         try:
             started = {n: self._start(sources, n, rows, calls[n]) for n in calls if n not in asynchronous}
             scored = {number: self._results(sources.names[number], results) for number, results in started.items()}
@@ -180,24 +163,34 @@ class RewardRunner:
             if self.workers is not None:  # the first chunk that fails for good ends the others
                 self.workers.kill()
             raise
-        scored |= self._score_at_once({number: calls[number] for number in calls if number in asynchronous})
+        scored |= self._score_async(asynchronous)
         for number, parts in scored.items():
             rewards_BF[:, number] = _column([reward for rewards, _ in parts for reward in rewards])
         _warn_of_unscored(rows, rewards_BF)
         return rewards_BF, [call for parts in scored.values() for _, call in parts]
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
-        """Run the reward models alone, on completions that do not count, where their forward is a collective."""
+        """Run only the reward models, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
                 self._score_by_model(sources, number, rows)
 
-    def _results(self, name: str, results: list[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
+    def _start(
+        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
+    ) -> list[Callable[[], ScoredChunk]]:
+        """Callables that return the scored chunks of a reward model or a synchronous function; `workers` start now."""
+        if isinstance(sources.functions[number], nn.Module):
+            return [partial(self._score_by_model, sources, number, rows)]
+        if self.workers is not None:
+            return [self.workers.submit(call).result for call in calls]
+        return [call.score for call in calls]
+
+    def _results(self, name: str, results: Sequence[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
         with self.profile(name):
             return [result() for result in results]
 
-    def _score_at_once(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
-        """What asynchronous functions return; all chunks of all functions run concurrently.
+    def _score_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
+        """The scored chunks of asynchronous functions, which all run concurrently.
 
         Raises:
             RewardError: a function failed, or there is no loop to run it on.
@@ -213,10 +206,10 @@ class RewardRunner:
 
         async def of_function(chunks: list[GuardedCall]) -> list[ScoredChunk]:
             with self.profile(chunks[0].name):
-                return await asyncio.gather(*(call.score_later() for call in chunks))
+                return await asyncio.gather(*(chunk.score_later() for chunk in chunks))
 
         async def of_all() -> list[list[ScoredChunk]]:
-            return await asyncio.gather(*(of_function(chunks) for chunks in calls.values()))
+            return await asyncio.gather(*map(of_function, calls.values()))
 
         return dict(zip(calls, asyncio.run_coroutine_threadsafe(of_all(), self.async_loop).result()))
 

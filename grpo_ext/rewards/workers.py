@@ -15,15 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from loky import ProcessPoolExecutor
 from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
 from .calls import RewardCall
-from .guard import CallTimeout
-from .worker import RECORDERS, begin, load, pack, score
+from .guard import CallTimeout, GuardedCall, ScoredChunk
+from .worker import begin, pack, score
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -43,35 +43,25 @@ class WorkerDied(RuntimeError):
     )
 
 
-class PackedFunction(NamedTuple):
-    """A reward function for other processes. Keeps `function` alive, so that its `id` is not reused."""
-
-    name: str
-    function: Callable[..., Any]
-    packed: bytes
-
-
 class RewardWorker:
     """One process, used by one thread at a time. Starts at its first call, and again after it has ended."""
 
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
 
-    def run(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        """What a function of rewards.worker returns.
-
-        Args:
-            seconds: that it may take; None: any time.
+    def score(self, *arguments: Any, seconds: float | None) -> Any:
+        """What `rewards.worker.score` returns, within `seconds`; None: in any time.
 
         Raises:
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
+            RemoteError: what the function raised.
         """
         executor = self._executor
         if executor is None:
             executor = self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
         try:
-            return executor.submit(function, *arguments).result(seconds)
+            return executor.submit(score, *arguments).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
@@ -87,29 +77,19 @@ class RewardWorker:
             executor.shutdown(kill_workers=True)
 
 
-def _load_error(packed: bytes, worker: RewardWorker) -> str | None:
-    try:
-        failure = worker.run(load, packed)
-    except WorkerDied as error:
-        return str(error)
-    return None if failure is None else str(failure)
-
-
 class RewardWorkers:
     """The processes of one training process, each asked by a thread of its own.
 
     Args:
         number: of processes.
         seed: of the run.
-
-    Attributes:
-        ended: set by `kill`, for the jobs of that time; what is submitted afterwards has another one.
     """
 
     def __init__(self, number: int, seed: int) -> None:
         self.number, self.seed = number, seed
-        self.ended = threading.Event()
-        self._functions: dict[int, PackedFunction] = {}  # by `id`
+        self._ended = threading.Event()  # set by `kill` for the calls of that time; later ones have another
+        # by `id`; the function is kept alive, so that its `id` is not reused
+        self._packed: dict[int, tuple[Callable[..., Any], bytes]] = {}
         self._workers = [RewardWorker() for _ in range(number)]
         self._idle: SimpleQueue[RewardWorker] = SimpleQueue()
         for worker in self._workers:
@@ -118,15 +98,15 @@ class RewardWorkers:
         self._threads = ThreadPoolExecutor(number, "reward worker")
 
     def add(self, function: Callable[..., Any], name: str) -> None:
-        """Be ready to call a function.
+        """Pickle a function, before it is called.
 
         Raises:
             ConfigError: it cannot be sent to another process.
         """
-        if id(function) in self._functions:
+        if id(function) in self._packed:
             return
         try:
-            self._functions[id(function)] = PackedFunction(name, function, pack(function))
+            self._packed[id(function)] = function, pack(function)
         except Exception as error:
             raise ConfigError(
                 f"reward function '{name}' cannot be sent to the processes of reward_workers={self.number} "
@@ -134,38 +114,20 @@ class RewardWorkers:
                 "its first call, or set reward_workers=0."
             ) from error
 
-    def start(self) -> None:
-        """Start the processes with the functions that were taken, all at once; before any job.
+    def submit(self, call: GuardedCall) -> Future[ScoredChunk]:
+        """Score a chunk in the next process that is free."""
+        return self._threads.submit(self._score, call, self._ended)
 
-        Raises:
-            ConfigError: a function cannot be loaded there.
-        """
-        for packed in self._functions.values():
-            load_in = functools.partial(_load_error, packed.packed)
-            for error in self._threads.map(load_in, self._workers):
-                if error is not None:
-                    self.kill()
-                    raise ConfigError(
-                        f"reward function '{packed.name}' cannot be loaded in a process of reward_workers "
-                        f"({error}), a fresh interpreter without an accelerator; define it in the script or in a "
-                        "module that can be imported, let it make what it needs at its first call, or set "
-                        "reward_workers=0."
-                    )
-
-    def submit(self, job: Callable[[Callable[..., Any], threading.Event], Any]) -> Future[Any]:
-        """Do a job with the next process that is free: `job(score, ended)`, see `_score` and `ended`."""
-        return self._threads.submit(self._with_worker, job, self.ended)
-
-    def _with_worker(self, job: Callable[[Callable[..., Any], threading.Event], Any], ended: threading.Event) -> Any:
+    def _score(self, call: GuardedCall, ended: threading.Event) -> ScoredChunk:
         worker = self._idle.get()
         try:
             if ended.is_set():
                 raise WorkerDied("the reward workers have been ended")
-            return job(functools.partial(self._score, worker), ended)
+            return call.score(functools.partial(self._execute, worker), ended)
         finally:
             self._idle.put(worker)
 
-    def _score(
+    def _execute(
         self,
         worker: RewardWorker,
         function: Callable[..., Any],
@@ -173,16 +135,8 @@ class RewardWorkers:
         keywords: dict[str, Any],
         seconds: float | None,
     ) -> Any:
-        """What a function returns for a chunk; what it logs goes to the recorders in `keywords`.
-
-        Args:
-            seconds: that it may take; None: any time.
-
-        Raises:
-            CallTimeout, WorkerDied: see `RewardWorker.run`.
-            Exception: what the function raised, by its name and in words.
-        """
-        recorders = {name: keywords[name] for name in RECORDERS if callable(keywords.get(name))}
+        """Call a function in a worker (`guard.Execute`); what it logs goes to the recorders in `keywords`."""
+        recorders = {name: keywords[name] for name in ("log_metric", "log_extra")}
         plain = {name: value for name, value in keywords.items() if name not in recorders}
         state = plain.get("trainer_state")
         if (step := getattr(state, "global_step", None)) is not None:
@@ -190,23 +144,21 @@ class RewardWorkers:
             plain["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
         seed = zlib.crc32(f"{self.seed} {step} {call.number} {call.first}".encode())
-        request = (score, self._functions[id(function)].packed, seed, plain, list(recorders))
+        request = (self._packed[id(function)][1], seed, plain, list(recorders))
         try:
-            rewards, logged, error = worker.run(*request, seconds=seconds)
+            rewards, logged = worker.score(*request, seconds=seconds)
         except WorkerDied as died:
             if "SIGTERM" not in str(died):
                 raise
             # a cluster tells all processes that the run is to end, and the training process decides when
-            rewards, logged, error = worker.run(*request, seconds=seconds)
-        if error is not None:
-            raise error.as_exception()
+            rewards, logged = worker.score(*request, seconds=seconds)
         for recorder, name, value in logged:
             recorders[recorder](name, value)
         return rewards
 
     def kill(self) -> None:
-        """End all processes and the jobs that were submitted; the next call starts processes again."""
-        self.ended.set()
-        self.ended = threading.Event()
+        """End all processes and the calls that were submitted; the next call starts processes again."""
+        self._ended.set()
+        self._ended = threading.Event()
         for worker in self._workers:
             worker.kill()

@@ -93,19 +93,18 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str], warned: set[tuple[str, str]]) -> None:
+def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str]) -> None:
     """Add a round to TRL's record of completions.
 
     Args:
         logs: TRL's record, with bounded columns.
-        warned: of wrong numbers of values, by function and column; added to.
     """
     logs["prompt"].extend(entry.prompt for entry in one.entries)
     logs["completion"].extend(entry.completion for entry in one.entries)
     for name, rewards in zip(names, one.rewards_BF.unbind(1)):
         logs["rewards"][name].extend(rewards.tolist())
     logs["advantages"].extend(one.advantages_B.tolist())
-    columns = columns_of(one.reward_calls, len(one), warned)
+    columns = columns_of(one.reward_calls, len(one))
     add_columns(logs["extra"], columns, len(one), len(logs["prompt"]))
     images = [entry.images for entry in one.entries]
     if any(images) or logs["images"]:

@@ -100,7 +100,6 @@ class Rollouts:
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
         self._free_calls = 0
         self._fetch: Callable[[RolloutRequest], StepRows] | None = None
-        self._warned_columns: set[tuple[str, str]] = set()
         self._warned_of_own_scoring = False
 
     def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
@@ -291,7 +290,7 @@ class Rollouts:
         for name, value in values:
             context.metrics[name].append(value)
         for one in rounds:
-            add_to_table(context.logs, one, names, self._warned_columns)
+            add_to_table(context.logs, one, names)
 
     # ---- What users override --------------------------------------------------------------------------------------
 

