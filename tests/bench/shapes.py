@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 import random
 import statistics
 import subprocess
@@ -17,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import IO, Any
 
 from rich.table import Table
@@ -37,8 +40,7 @@ class Shape:
     Attributes:
         prompt: tokens of each prompt.
         shortest, longest: tokens of the completions.
-        skewed: exponential lengths (many short, few long) instead of uniform ones; mean: of the exponential, where it
-            is not a quarter of the longest.
+        skewed: exponential lengths (many short, few long) instead of uniform ones.
         groups, group: prompts per step, completions per prompt.
         without_variance: share of the groups whose rewards are all equal.
         lora, checkpointing: train an adapter, recompute activations.
@@ -60,7 +62,6 @@ class Shape:
     sample: bool = False
     whole: bool = False
     model: str = "reference"
-    mean: int | None = None
 
     @property
     def samples(self) -> bool:
@@ -79,7 +80,7 @@ class Shape:
         def one() -> int:
             if not self.skewed:
                 return source.randint(self.shortest, self.longest)
-            return min(self.longest, self.shortest + int(source.expovariate(1 / (self.mean or self.longest / 4))))
+            return min(self.longest, self.shortest + int(source.expovariate(1 / (self.longest / 4))))
 
         return [[one() for _ in range(self.group)] for _ in range(self.groups)]
 
@@ -368,3 +369,24 @@ def as_tables(results: Sequence[Result]) -> list[Table]:
             "-" if r.shape.samples else f"{r.flops / r.matmul:.2f}",
         )
     return [phases, compared]
+
+
+def record_of(results: Sequence[Result], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures as plain values, with when, on what, with what and how they were measured."""
+    import torch
+
+    from grpo_ext.run.manifest import versions
+
+    found = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": versions(),
+        "settings": dict(settings),
+        "results": [dataclasses.asdict(r) | {"speed_up": r.speed_up} for r in results],
+    }
+    return json.loads(json.dumps(found, default=str))
