@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import RunCallback
 from grpo_ext.run.manifest import MANIFEST, read_manifest
 from grpo_ext.run.resume import find_checkpoint
+from grpo_ext.run.state import RunState
 from tests.support.architectures import architecture
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import BASE, LORA, SAVE, make, other, parameters
@@ -516,3 +519,22 @@ def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path,
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
     make(tmp_path / "out", push_to_hub=True, max_steps=2, **SAVE).train()
     assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_a_checkpoint_has_loaded_is_freed(tmp_path, monkeypatch, held):
+    """The weights that sampled ahead among it; the control holds them."""
+    settings = {**SAVE, "rollout_lag": 1}
+    make(tmp_path, **settings).train()
+    loaded, kept, restore = [], [], RunState.restore
+
+    def recorded(state: RunState, trainer: Any) -> None:
+        restore(state, trainer)
+        loaded.extend(weakref.ref(thing) for thing in (state, *(weights for _, weights in state.waiting)))
+        kept.extend([state] if held else [])
+
+    monkeypatch.setattr(RunState, "restore", recorded)
+    make(tmp_path, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    gc.collect()
+    assert len(loaded) == 2
+    assert [reference() is not None for reference in loaded] == [held] * 2
