@@ -20,8 +20,8 @@ from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
-SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
-FULL = ("scripted", "dynamic", "tools")
+SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1}
+FULL = ("tools",)
 
 
 def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:

@@ -24,7 +24,6 @@ from datasets import Dataset
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.rollouts import engine
 from grpo_ext.tools.check.worker import leave
-from tests.support.drop_in import tool_tokenizer
 from tests.support.rollouts import share_forwards
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import parameters
@@ -265,12 +264,6 @@ class Case:
     company: bool = False  # every process makes as many calls of generate, as with an engine that shares weights
 
 
-def written(*calls: tuple[str, int]) -> str:
-    """A completion that calls tools, in the words of the Qwen3 template."""
-    made = [json.dumps({"name": name, "arguments": {"number": number}}) for name, number in calls]
-    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in made)
-
-
 KINDS = {"game": Game, "shop": Shop, "silent": Silent}
 CASES = {
     "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
@@ -289,19 +282,6 @@ CASES = {
         twins=True,
         config={"rollout_chunk_size": 4},
     ),
-    "scripted": Case(
-        {"tools": [count, tell, ask]},
-        script=[
-            [written(("count", 3)), written(("tell", 5), ("ask", 4), ("count", 2)), "ok", written(("ask", 1)) + "x"],
-            ["yes", written(("count", 5)), "<tool_call>{</tool_call>"],
-        ],
-        config={"max_completion_length": 400},
-    ),
-    "dynamic": Case(
-        {"tools": [count, tell]},
-        ["count", "tell"],
-        config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2},
-    ),
     "company": Case(
         {"tools": [count, tell]},
         ["count", "tell"],
@@ -315,12 +295,6 @@ CASES = {
         ["ask", "tell", "count"],
         kinds=[*KINDS],
         config={"max_steps": 3, "rollout_lag": 1, "tool_timeout": 5.0, "eval_strategy": "steps", "eval_steps": 1},
-    ),
-    "ahead_async": Case(
-        {"tools": [ask, refuse, count]},
-        ["ask", "count", "refuse", "ask"],
-        all_at_once,
-        config={"max_steps": 3, "rollout_lag": 2, "tool_timeout": 5.0},
     ),
     # on two processes both ask two kinds of environments for rewards, and those of one hang and fail
     "rewarding": Case(
@@ -354,7 +328,7 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
 def parts(name: str) -> dict[str, Any]:
     """What a case gives a trainer, beside the model and the settings."""
     case = CASES[name]
-    tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
+    tokenizer = sampled(case.called(case.names))
     given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
     if "eval_steps" in case.config:
         given["eval_dataset"] = rows(case).select(range(5))
