@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import trl
 
 import grpo_ext
@@ -55,21 +54,6 @@ def test_imports_are_there():
     for name in IMPORTS.split():
         assert getattr(grpo_ext, name) is not None
     assert set(ERRORS.split()) <= set(dir(errors))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "tools.console.quiet_libraries",
-        "tools.report.report",
-        "tools.report.ReportCallback",
-        "tools.export.export",
-        "tools.check.check",
-    ],
-)
-def test_documented_functions_are_there(path):
-    module, name = path.rsplit(".", 1)
-    assert callable(getattr(__import__(f"grpo_ext.{module}", fromlist=[name]), name))
 
 
 def test_settings_are_there():
