@@ -76,13 +76,6 @@ def test_where_the_model_comes_from_and_how_it_is_run_may_differ(checkpoint, tmp
     assert trainer.state.global_step == 1
 
 
-def test_a_configuration_that_is_changed_on_purpose_goes_through_with_a_word(checkpoint, tmp_path, caplog):
-    changes: dict[str, Any] = {"max_steps": 1, "allow_changed_on_resume": ["model"]}
-    trainer = other(tmp_path, model=tiny_model(rms_norm_eps=1e-2), **changes)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert "model.config.rms_norm_eps was 1e-06" in caplog.text
-
-
 # ---- Tools ----------------------------------------------------------------------------------------------------------
 
 
