@@ -123,16 +123,22 @@ def test_the_users_settings_of_the_reference_stay(tmp_path):
         make(tmp_path, sync_ref_model=True)
 
 
-def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):
+def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     rows = prompts(10)
-    stream = IterableDataset.from_generator(lambda: iter(rows.to_list()))
-    plain = make(tmp_path, dataset=rows, shuffle_dataset=False, max_steps=5)
-    streamed = make(tmp_path, dataset=stream, shuffle_dataset=False, max_steps=5)
-    plain.train()
-    streamed.train()
+    settings = {"shuffle_dataset": False, "max_steps": 7}
     # ten prompts: two full steps and a smaller one, then the next pass
-    assert log_of(plain, "num_tokens") == log_of(streamed, "num_tokens")
-    assert torch.allclose(parameters(plain), parameters(streamed), atol=1e-7)
+    plain = make(tmp_path / "plain", dataset=rows, **settings)
+    plain.train()
+
+    def streamed(**more):
+        return make(tmp_path, dataset=IterableDataset.from_generator(lambda: iter(rows.to_list())), **settings, **more)
+
+    first, second = streamed(save_strategy="steps", save_steps=4), streamed()
+    first.train()
+    second.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    for trainer in (first, second):
+        assert log_of(plain, "num_tokens") == log_of(trainer, "num_tokens")
+        assert torch.allclose(parameters(plain), parameters(trainer), atol=1e-7)
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
@@ -267,22 +273,6 @@ def test_training_again_from_a_checkpoint_goes_on_with_the_rollout_it_holds(tmp_
     # step 2 is the second of its rollout, which the checkpoint holds; the trainer itself holds that of step 3
     assert scored == [32]
     assert first[3] > 0
-
-
-def test_a_stream_resumes_where_it_had_been(tmp_path):
-    rows = prompts(10)
-
-    def stream():
-        return IterableDataset.from_generator(lambda: iter(rows.to_list()))
-
-    settings = {"shuffle_dataset": False, "max_steps": 7}
-    whole = make(tmp_path / "a", dataset=stream(), **settings)
-    whole.train()
-    first = make(tmp_path / "b", dataset=stream(), save_strategy="steps", save_steps=4, **settings)
-    first.train()
-    second = make(tmp_path / "b", dataset=stream(), **settings)
-    second.train(resume_from_checkpoint=str(tmp_path / "b" / "out" / "checkpoint-4"))
-    assert torch.allclose(parameters(whole), parameters(second), atol=1e-7)
 
 
 def test_a_data_set_with_a_transform_trains(tmp_path):
