@@ -36,18 +36,22 @@ def pytest_addoption(parser):
 LONG = (
     "recipes/test_notebook",
     "invariance/test_matrix",
+    "trainer/test_ahead",
     "distributed/test_engines",
+    "simulated/test_simulated_gpu",
+    "invariance/test_ahead",
     "recipes/test_recipe",
-    "invariance/test_bitwise",
     "invariance/test_resume",
+    "invariance/test_tools",
+    "trainer/test_images",
+    "invariance/test_bitwise",
     "distributed/test_two_processes",
     "packaging/test_wheel",
     "packaging/test_side_effects",
+    "trainer/test_reward_workers",
     "unit/tools/test_console",
     "unit/tools/test_check",
     "unit/tools/test_forks",
-    "trainer/test_layout",
-    "trainer/test_drop_in",
 )
 
 

@@ -15,7 +15,7 @@ from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model
 RANK = os.environ.get("RANK", "0")
 
 
-def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
+def main(folder: Path, place: str, ranks: list[str]) -> None:
     """Fail in the second step, at a place, on the processes named; in the first rollout where that is the place."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, when the first process has ended
 
@@ -24,7 +24,7 @@ def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
             raise KeyError("no score today")
 
     def reward(**kwargs: Any) -> list[float]:
-        fail("reward", kwargs["trainer_state"])  # with a lag, as it was when the weights were taken
+        fail("reward", kwargs["trainer_state"])
         return letter_reward(**kwargs)
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:  # before the first forward is compared
@@ -41,9 +41,7 @@ def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
     trainer = Trainer(
         tiny_model(),
         reward,
-        GRPOConfig(
-            **config_kwargs(folder / "run", max_steps=4, rollout_lag=lag, beta=0.1 if place == "rollout" else 0.0)
-        ),
+        GRPOConfig(**config_kwargs(folder / "run", max_steps=4, beta=0.1 if place == "rollout" else 0.0)),
         prompts(),
         processing_class=tiny_tokenizer(),
         rollout_func=rollout if place == "rollout" else None,
@@ -56,4 +54,4 @@ def main(folder: Path, place: str, ranks: list[str], lag: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","))

@@ -124,7 +124,6 @@ FEW = [
         "few",
         "images_saved",
         "images_resumed",
-        "images_few",
         "seed",
         "resumed",
         "shards",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,20 @@ import pytest
 import torch
 
 from grpo_ext.tools.check.comparison import metric_difference
-from tests.support import forks, tool_runs
-from tests.support.launch import accelerate_launch
+from tests.support import tool_runs
+from tests.support.launch import on_processes
 from tests.support.tool_runs import CASES, SETTINGS
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
-SIZES = dict.fromkeys(CASES, 5) | {"async": 3, "twins": 1, "scripted": 3, "dynamic": 24}
-FULL = ("scripted", "dynamic", "tools")
+SIZES = dict.fromkeys(CASES, 5) | {"async": 3}
+FULL = ("tools",)
 
 
 def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:
     """What the processes printed; empty where all of them ended well."""
-    script, arguments = Path(tool_runs.__file__), (str(folder), json.dumps(runs))
-    dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
-    env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
-    if forks.serves(env):
-        status, output = forks.run_forked([str(script), *arguments], processes, env, 500)
-    else:
-        done = accelerate_launch(script, *arguments)
-        status, output = done.returncode, done.stdout + done.stderr
+    status, output = on_processes(processes, Path(tool_runs.__file__), str(folder), json.dumps(runs), timeout=500)
     return "" if status == 0 else output[-3000:] or "nothing"
 
 
@@ -129,20 +121,6 @@ def test_every_case_calls_tools_and_learns(runs, name):
         failures = {"tools": "{'error': 'Tool unknown not found.'}", "async": "{'error': 'busy'}"}
         failures["hanging"] = "{'error': 'no answer within tool_timeout=0.15 seconds'}"
         assert failures[name] in answers
-
-
-def test_twins_are_told_apart(runs):
-    """Rows that say the same, of which one goes on and one does not: the case would show it if they were not."""
-    (alone,) = runs("twins", 1, 24)
-    turns: dict[tuple[int, ...], set[bool]] = defaultdict(set)
-    counts: dict[int, int] = defaultdict(int)
-    for key, *_ in alone["said"]:
-        counts[key] += 1
-    assert {1, 2} <= set(counts.values())
-    for key, offset, before, new in alone["said"]:
-        if offset == 0:
-            turns[(*before[:4], *new)].add(counts[key] > 1)
-    assert {True, False} in turns.values()
 
 
 @pytest.mark.parametrize(("name", "column"), [("leak", "transcript"), ("partial", "Partial")])

@@ -46,12 +46,7 @@ def test_importing_the_trainer_changes_no_more_than_trl_does():
     assert differences(*states(theirs, "from grpo_ext import Console, GRPOConfig, GRPOTrainer")[1:]) == {}
 
 
-LOADING = "Loading torch, transformers and TRL ...\n"
 HEAR = "import os, sys; sys.stderr = sys.stdout; "
-
-
-def test_importing_the_trainer_says_nothing():
-    assert python("-c", f"{HEAR}from grpo_ext import Console, GRPOConfig, GRPOTrainer", cwd=ROOT) == ""
 
 
 @pytest.mark.parametrize(
@@ -84,8 +79,7 @@ def test_a_change_would_be_found():
     assert differences(*states(SEEDED, change)[1:]).keys() == {"threads", "root logger"}
 
 
-@pytest.mark.parametrize("bitwise", [False, True])
-@pytest.mark.parametrize("ends", ["well", "with an error"])
+@pytest.mark.parametrize(("ends", "bitwise"), [("well", True), ("with an error", True), ("with an error", False)])
 def test_a_run_leaves_no_setting_changed(tmp_path, bitwise, ends):
     calls = []
 

@@ -73,13 +73,6 @@ def test_images_in_messages(tmp_path, logged):
     assert_alike(sides)
 
 
-def test_rows_with_several_images_and_with_one(tmp_path):
-    rows = image_rows(2, per_prompt=(2, 1))
-    sides = side_by_side(tmp_path, lambda journal: showing(journal, "llava", rows), log_multimodal=True)
-    assert {len(images) for images in sides.stock.tables[0][1]["images"]} == {1, 2}
-    assert_alike(sides)
-
-
 def test_a_rollout_func_leaves_the_images_of_the_data_set_where_they_are(tmp_path):
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
         ids = trainer._tokenize_prompts(prompts)[0]

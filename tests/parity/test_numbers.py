@@ -123,12 +123,6 @@ def test_ratios_to_what_vllm_says_are_one_where_it_says_nothing(tmp_path, served
     assert_alike(sides)
 
 
-def test_without_a_correction_vllms_log_probabilities_are_handed_on(tmp_path, served):
-    sides = side_by_side(tmp_path, text_parts, vllm_importance_sampling_correction=False, **served)
-    assert "importance_sampling_ratio" not in sides.stock.outputs[0][1]
-    assert_alike(sides)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_tokens_of_tools_have_the_log_probability_zero(tmp_path, served, masked):
     reply = by_turn([call("count", number=1) + EOS, f"a{EOS}", "cut"], [f"b{EOS}", call("count", number=2)])

@@ -119,13 +119,6 @@ def test_each_environment_shows_its_own_tools(tmp_path):
     assert_alike(sides)
 
 
-def test_an_environment_that_no_factory_makes_is_an_error(tmp_path):
-    rows = conversations(2, environment=["game", "house"])
-    sides = side_by_side(tmp_path, lambda journal: playing(journal, rows, both_kinds(journal)), raises=True, **LONG)
-    assert isinstance(sides.stock.error, ValueError)
-    assert isinstance(sides.ours.error, ValueError)  # before anything is sampled
-
-
 def test_settings_of_the_template_reach_prompts_and_reward_models(tmp_path):
     def parts(journal: Journal) -> dict[str, Any]:
         tokenizer, scorer_tokenizer = chat_tokenizer(), chat_tokenizer(parses=False)
@@ -242,11 +235,4 @@ def test_a_rollout_funcs_mask_takes_tokens_from_the_loss_and_from_lengths(tmp_pa
     output = sides.stock.outputs[0][1]
     assert (output["completion_mask"] * (1 - output["tool_mask"])).sum() == 4 * ROWS
     assert "sampling_per_token_logps" in output
-    assert_alike(sides)
-
-
-def test_a_rollout_func_may_know_no_log_probabilities_and_no_mask(tmp_path):
-    nothing = {"logprobs": None, "env_mask": None}
-    sides = side_by_side(tmp_path, lambda journal: rolling(journal, written_rollout(journal, **nothing)))
-    assert not {"sampling_per_token_logps", "tool_mask"} & sides.stock.outputs[0][1].keys()
     assert_alike(sides)

@@ -149,13 +149,6 @@ def test_calls_are_answered(tmp_path, kind, steps):
     assert_alike(sides)
 
 
-def test_asynchronous_answers_stand_last_in_the_order_of_the_calls(tmp_path):
-    reply = by_turn(CALLS["asynchronous"], [f"done{EOS}"])
-    sides = side_by_side(tmp_path, lambda journal: talking(journal, reply), **LONG)
-    assert answers(sides, 0) == ["2", "aa", "is 9", "is 1"]
-    assert_alike(sides)
-
-
 @pytest.mark.parametrize("turns", [0, 1, 2, None])
 def test_a_transcript_has_at_most_so_many_turns(tmp_path, turns):
     reply = by_turn([call("count", number=1) + EOS, f"no{EOS}"], *[[call("count", number=1) + EOS]] * 3, [f"end{EOS}"])
@@ -220,20 +213,6 @@ def test_completions_are_read_with_what_stood_before_and_the_tools_of_their_row(
     sides = side_by_side(tmp_path, parts, **LONG)
     assert {tuple(names) for _, _, names in sides.stock.journal.of("parsed")} == {("count", "guess"), ("count", "buy")}
     assert len(sides.stock.journal.of("parsed")) > ROWS
-    assert_alike(sides)
-
-
-def test_tools_of_an_environment_that_a_row_has_not_are_unknown(tmp_path):
-    rows = conversations(2, environment=["game", "shop"])
-    reply = by_turn([call("guess", number=1) + call("buy", thing="x") + call("count", number=1) + EOS], [f"ok{EOS}"])
-
-    def parts(journal: Journal) -> dict[str, Any]:
-        factories = {"game": game(journal), "shop": shop(journal)}
-        return talking(journal, reply, rows, environment_factory=factories)
-
-    sides = side_by_side(tmp_path, parts, **LONG)
-    assert answers(sides, 0) == ["after 1", "{'error': 'Tool buy not found.'}", "2"]
-    assert answers(sides, GROUP) == ["{'error': 'Tool guess not found.'}", "2", "bought x"]
     assert_alike(sides)
 
 

@@ -21,7 +21,6 @@ import datasets
 import peft
 import torch
 import transformers
-import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward import attention
@@ -31,7 +30,7 @@ from tests.support.tiny import letter_reward, tiny_model, tiny_tokenizer
 
 SIMULATED = os.environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cuda")
 BATCH = 16  # completions of a step
-STEPS = 3
+STEPS = 2
 
 
 class Steps(transformers.TrainerCallback):
@@ -89,7 +88,6 @@ def train(
     settings: dict[str, Any],
     micro_batch: int = 4,
     lora: bool = False,
-    stock: bool = False,
     evaluate: bool = False,
     planted: bool = False,
 ) -> tuple[list[dict[str, Any]], list[float]]:
@@ -101,6 +99,7 @@ def train(
     data = datasets.Dataset.from_dict({"prompt": prompts, "answer": ["a" * 24] * len(prompts)})
     options: dict[str, Any] = {
         "output_dir": folder,
+        "global_batch_size": BATCH,
         "max_completion_length": 24,
         "max_steps": STEPS,
         "num_generations": 4,
@@ -113,16 +112,10 @@ def train(
         "logging_steps": 1,
         "disable_tqdm": True,
     }
-    if stock:
-        parts = BATCH // micro_batch
-        options |= {"gradient_accumulation_steps": parts, "steps_per_generation": parts}
-    else:
-        options["global_batch_size"] = BATCH
-    config, trainer_class = (trl.GRPOConfig, trl.GRPOTrainer) if stock else (GRPOConfig, GRPOTrainer)
-    trainer = trainer_class(
+    trainer = GRPOTrainer(
         model=model,
         reward_funcs=letter_reward,
-        args=config(**options | settings),
+        args=GRPOConfig(**options | settings),
         train_dataset=data,
         eval_dataset=data.select(range(5)) if evaluate else None,
         processing_class=tokenizer,

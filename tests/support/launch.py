@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,22 +13,25 @@ from tests.support import forks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def accelerate_launch(script: Path, *args: str, config: Path | None = None, timeout: float = 300):
+def accelerate_launch(script: Path, *args: str, processes: int = 2, timeout: float = 300):
     """Run `accelerate launch --config_file cpu_2.yaml script`; the environment says nothing about processes."""
-    config = config or ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
+    config = ROOT / "recipes" / "accelerate" / "cpu_2.yaml"
     dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in dropped}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--main_process_port", "0", str(script), *args]
+    command += ["--num_processes", str(processes), "--main_process_port", "0", str(script), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
-def two_processes(script: Path, *args: str, timeout: float = 300) -> tuple[int | None, str]:
-    """Status and output of a script on two processes as by `accelerate_launch`, forked where they can be."""
+def on_processes(processes: int, script: Path, *args: str, timeout: float = 300) -> tuple[int | None, str]:
+    """Status and output of a script on processes as by `accelerate_launch`, forked where they can be."""
     dropped = ("ACCELERATE_USE_CPU", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     env = {k: v for k, v in os.environ.items() if k not in dropped} | forks.SERVED
     if forks.serves(env):
-        return forks.run_forked([str(script), *args], 2, env, timeout)
-    done = accelerate_launch(script, *args, timeout=timeout)
+        return forks.run_forked([str(script), *args], processes, env, timeout)
+    done = accelerate_launch(script, *args, processes=processes, timeout=timeout)
     return done.returncode, done.stdout + done.stderr
+
+
+two_processes = functools.partial(on_processes, 2)

@@ -1,7 +1,7 @@
 """Run by test_tools.py on any number of processes: tools and environments, and what each process saw of a run.
 
 Tools answer after random delays, so calls that run together end in any order; they fail, are unknown, or answer at
-length. Which tool a completion calls follows from its tokens (`sampled`), or is written in it (`scripted`).
+length. Which tool a completion calls follows from its tokens (`sampled`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from datasets import Dataset
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.rollouts import engine
 from grpo_ext.tools.check.worker import leave
-from tests.support.drop_in import tool_tokenizer
 from tests.support.rollouts import share_forwards
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import parameters
@@ -237,19 +236,6 @@ def sampled(called: Callable[[list[int]], list[str]]) -> Any:
     return tokenizer
 
 
-def scripted(tokenizer: Any, texts: list[list[str]]) -> Callable[..., list[list[int]]]:
-    """A model that says what is written for its turn; which of it, its key decides."""
-
-    def sample(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
-        found = []
-        for key, offset in zip(keys.tolist(), offsets.tolist()):
-            choice = texts[min(int(offset > 0), len(texts) - 1)]
-            found.append(tokenizer(choice[(key + offset) % len(choice)] + tokenizer.eos_token)["input_ids"])
-        return found
-
-    return sample
-
-
 @dataclass(frozen=True)
 class Case:
     """One thing to train."""
@@ -257,18 +243,10 @@ class Case:
     parts: dict[str, Any]
     names: list[str] = field(default_factory=list)
     called: Callable[[list[str]], Callable[[list[int]], list[str]]] = by_sum
-    script: list[list[str]] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     kinds: list[str] | None = None
     sizes: tuple[int, ...] = (1, 4, 2, 6, 3, 5, 9)
-    twins: bool = False  # all prompts are alike
     company: bool = False  # every process makes as many calls of generate, as with an engine that shares weights
-
-
-def written(*calls: tuple[str, int]) -> str:
-    """A completion that calls tools, in the words of the Qwen3 template."""
-    made = [json.dumps({"name": name, "arguments": {"number": number}}) for name, number in calls]
-    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in made)
 
 
 KINDS = {"game": Game, "shop": Shop, "silent": Silent}
@@ -278,29 +256,6 @@ CASES = {
     "hanging": Case({"tools": [wait]}, ["wait"], config={"tool_timeout": 0.15, "max_completion_length": 120}),
     "environments": Case(
         {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
-    ),
-    # all say the same at first, and the answer is too long for some
-    "twins": Case(
-        {"environment_factory": Game},
-        ["tell"],
-        lambda names: lambda ids: names if len(ids) == 3 else [],
-        script=[["ab"], ["b", "cccd", "d", "efgh", "hgfed", "gabcd"]],
-        sizes=(25, 1, 16, 4, 28, 7),
-        twins=True,
-        config={"rollout_chunk_size": 4},
-    ),
-    "scripted": Case(
-        {"tools": [count, tell, ask]},
-        script=[
-            [written(("count", 3)), written(("tell", 5), ("ask", 4), ("count", 2)), "ok", written(("ask", 1)) + "x"],
-            ["yes", written(("count", 5)), "<tool_call>{</tool_call>"],
-        ],
-        config={"max_completion_length": 400},
-    ),
-    "dynamic": Case(
-        {"tools": [count, tell]},
-        ["count", "tell"],
-        config={"dynamic_sampling": True, "rollout_batch_size": 48, "max_steps": 2},
     ),
     "company": Case(
         {"tools": [count, tell]},
@@ -316,12 +271,6 @@ CASES = {
         kinds=[*KINDS],
         config={"max_steps": 3, "rollout_lag": 1, "tool_timeout": 5.0, "eval_strategy": "steps", "eval_steps": 1},
     ),
-    "ahead_async": Case(
-        {"tools": [ask, refuse, count]},
-        ["ask", "count", "refuse", "ask"],
-        all_at_once,
-        config={"max_steps": 3, "rollout_lag": 2, "tool_timeout": 5.0},
-    ),
     # on two processes both ask two kinds of environments for rewards, and those of one hang and fail
     "rewarding": Case(
         {"environment_factory": {"game": Game, "broken": Broken}},
@@ -336,11 +285,10 @@ CASES = {
 
 def rows(case: Case) -> Dataset:
     found = prompts(22)
-    texts = ["abc"] * len(found) if case.twins else found["prompt"]
-    table: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": text}] for text in texts]}
-    table["size"] = [case.sizes[number % len(case.sizes)] for number in range(len(texts))]
+    table: dict[str, list[Any]] = {"prompt": [[{"role": "user", "content": text}] for text in found["prompt"]]}
+    table["size"] = [case.sizes[number % len(case.sizes)] for number in range(len(found))]
     if case.kinds is not None:
-        table["environment"] = [case.kinds[number % len(case.kinds)] for number in range(len(texts))]
+        table["environment"] = [case.kinds[number % len(case.kinds)] for number in range(len(found))]
     return Dataset.from_dict(table)
 
 
@@ -354,7 +302,7 @@ def transcript_reward(completions: Any, log_extra: Any, log_metric: Any, **kwarg
 def parts(name: str) -> dict[str, Any]:
     """What a case gives a trainer, beside the model and the settings."""
     case = CASES[name]
-    tokenizer = tool_tokenizer() if name == "scripted" else sampled(case.called(case.names))
+    tokenizer = sampled(case.called(case.names))
     given = {"reward_funcs": transcript_reward, "train_dataset": rows(case), "processing_class": tokenizer}
     if "eval_steps" in case.config:
         given["eval_dataset"] = rows(case).select(range(5))
@@ -378,8 +326,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
     )
     if case.company:
         share_forwards(trainer)
-    inner = engine.sample_chunk
-    sample = inner if case.script is None else scripted(tokenizer, case.script)
+    sample = engine.sample_chunk
 
     def remembered(model: Any, prompt_ids: Any, keys: Any, offsets: Any, *rest: Any) -> list[list[int]]:
         new = sample(model, prompt_ids, keys, offsets, *rest)
@@ -393,7 +340,7 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
-        engine.sample_chunk = inner
+        engine.sample_chunk = sample
     rollout: Any = trainer._rollouts.batch
     tokens = ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")

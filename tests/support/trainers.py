@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 BASE: dict[str, Any] = {
@@ -62,6 +62,20 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
     return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def far(folder: Path, model: Any, learning_rate: float, adapter: Any = None, data: Any = None, **settings: Any) -> Any:
+    """A trainer that takes a step of SGD, large beside the rounding of the parameters."""
+    torch.manual_seed(0)  # of an adapter's start
+    args = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, **settings}
+    return GRPOTrainer(
+        model,
+        letter_reward,
+        GRPOConfig(**config_kwargs(folder / "out", **args)),
+        prompts() if data is None else data,
+        processing_class=tiny_tokenizer(),
+        peft_config=adapter,
+    )
 
 
 def other(folder: Path, **changes: Any) -> GRPOTrainer:

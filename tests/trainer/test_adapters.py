@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, SplitDependentError
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.own_generate import change
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import error, far
 from tests.tolerances import DIFFERENT, UPDATE
 
 _TARGETS = {"target_modules": ["q_proj", "v_proj"]}
@@ -29,26 +30,12 @@ LOW_RANK: dict[str, dict[str, Any]] = {"dora": {"use_dora": True}, "rslora": {"u
 
 
 def make(tmp_path, adapter, model=None, **settings):
-    # a step that is large beside the rounding of the parameters themselves
-    args = {"optim": "sgd", "learning_rate": 5.0, "max_grad_norm": 0.0, "max_steps": 1, **settings}
-    model = tiny_model("llama") if model is None else model
-    torch.manual_seed(0)
-    return GRPOTrainer(
-        model,
-        letter_reward,
-        GRPOConfig(**config_kwargs(tmp_path / "out", **args)),
-        prompts(),
-        processing_class=tiny_tokenizer(),
-        peft_config=adapter,
-    )
+    settings.setdefault("learning_rate", 5.0)
+    return far(tmp_path, tiny_model("llama") if model is None else model, adapter=adapter, **settings)
 
 
 def update(tmp_path, adapter, **settings) -> torch.Tensor:
-    trainer = make(tmp_path, adapter, **settings)
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in trained]
-    trainer.train()
-    return torch.cat([(p.detach() - old).flatten().double() for p, old in zip(trained, before)])
+    return change(make(tmp_path, adapter, **settings))
 
 
 def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp_path):
@@ -63,10 +50,6 @@ def test_an_adapter_that_was_loaded_for_inference_is_refused_before_training(tmp
 def test_adapters_with_virtual_tokens_are_refused_before_training(tmp_path, kind):
     with pytest.raises(ModelError, match=r"'default' \(P.*\) puts virtual tokens before the prompt.*for example LoRA"):
         make(tmp_path, KINDS[kind]())
-
-
-def error(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / one.norm())
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k == "rslora" else k for k in LOW_RANK])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from datasets import IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError, RewardError
+from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.rollouts import vllm
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.drop_in import log_of, make
@@ -58,8 +57,7 @@ def flat(model):
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("cast", [True, False])
+@pytest.mark.parametrize(("tied", "cast"), [(True, True), (False, False)])
 def test_the_reference_of_a_bfloat16_object_is_like_it(tmp_path, tied, cast):
     model = tiny_model(tie_word_embeddings=tied).to(torch.bfloat16)
     start = flat(model)
@@ -125,36 +123,22 @@ def test_the_users_settings_of_the_reference_stay(tmp_path):
         make(tmp_path, sync_ref_model=True)
 
 
-def test_a_stream_trains_like_the_data_set_it_streams(tmp_path):
+def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     rows = prompts(10)
-    stream = IterableDataset.from_generator(lambda: iter(rows.to_list()))
-    plain = make(tmp_path, dataset=rows, shuffle_dataset=False, max_steps=5)
-    streamed = make(tmp_path, dataset=stream, shuffle_dataset=False, max_steps=5)
-    plain.train()
-    streamed.train()
+    settings = {"shuffle_dataset": False, "max_steps": 7}
     # ten prompts: two full steps and a smaller one, then the next pass
-    assert log_of(plain, "num_tokens") == log_of(streamed, "num_tokens")
-    assert torch.allclose(parameters(plain), parameters(streamed), atol=1e-7)
+    plain = make(tmp_path / "plain", dataset=rows, **settings)
+    plain.train()
 
+    def streamed(**more):
+        return make(tmp_path, dataset=IterableDataset.from_generator(lambda: iter(rows.to_list())), **settings, **more)
 
-def test_evaluation_is_the_same_for_every_eval_batch_size(tmp_path):
-    logs = []
-    for size in (8, 3, 1):
-        trainer = make(
-            tmp_path,
-            per_device_eval_batch_size=size,
-            eval_strategy="steps",
-            eval_steps=1,
-            num_generations_eval=2,
-            extra={"eval_dataset": {"a": prompts(5, seed=1), "b": prompts(3, seed=2)}},
-        )
-        trainer.train()
-        logs.append([log_of(trainer, "eval_a_loss"), log_of(trainer, "eval_reward"), log_of(trainer, "eval_entropy")])
-        assert len(logs[-1][0]) == 2
-    for other in logs[1:]:
-        assert [len(values) for values in other] == [2, 4, 4]
-        for a, b in zip(other, logs[0]):
-            assert a == pytest.approx(b, abs=1e-5)
+    first, second = streamed(save_strategy="steps", save_steps=4), streamed()
+    first.train()
+    second.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    for trainer in (first, second):
+        assert log_of(plain, "num_tokens") == log_of(trainer, "num_tokens")
+        assert torch.allclose(parameters(plain), parameters(trainer), atol=1e-7)
 
 
 def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
@@ -178,21 +162,6 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
     generation.mode = "server"
     monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: value)
     assert sampled() == [([6], None)] * 4
-
-
-def test_best_model_is_loaded_and_checkpoints_resume(tmp_path):
-    settings = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1, "max_steps": 3}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    extra = {"eval_dataset": prompts(5, seed=1)}
-    trainer = make(tmp_path, extra=extra, **settings, **best)
-    trainer.train()
-    folder = tmp_path / "out"
-    state = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] is not None
-    again = make(tmp_path, extra=extra, **{**settings, "max_steps": 4}, allow_changed_on_resume=["max_steps"])
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
-    assert again.state.global_step == 4
-    assert (folder / "checkpoint-4").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -223,14 +192,6 @@ def test_the_plan_is_printed_once(tmp_path, capsys):
     assert printed.count("Plan (sizes over all processes") == 1
     assert "16 completions = 4 prompts x 4" in printed
     assert "22 prompts = 6 optimizer steps" in printed
-
-
-def test_an_error_of_a_reward_function_names_it_in_training(tmp_path):
-    def flawed(prompts, completions, **kwargs):
-        return [float("nan") if i == 5 else 1.0 for i in range(len(completions))]
-
-    with pytest.raises(RewardError, match=r"'flawed' returned nan in row 5"):
-        make(tmp_path, rewards=flawed).train()
 
 
 def test_a_subclass_may_shape_rewards_and_advantages_of_dynamic_sampling(tmp_path):
@@ -308,12 +269,6 @@ def test_the_loader_has_the_workers_that_are_asked_for(tmp_path):
     assert torch.equal(parameters(plain), parameters(helped))
 
 
-def test_predict_scores_a_data_set(tmp_path):
-    trainer = make(tmp_path)
-    output = trainer.predict(prompts(3, seed=5))
-    assert isinstance(output.metrics["test_loss"], float)
-
-
 def test_training_again_from_a_checkpoint_goes_on_with_the_rollout_it_holds(tmp_path):
     rows = prompts(22)
     sizes = {"rollout_batch_size": 32, "rollout_chunk_size": 32}
@@ -330,32 +285,6 @@ def test_training_again_from_a_checkpoint_goes_on_with_the_rollout_it_holds(tmp_
     assert first[3] > 0
 
 
-def test_a_stream_resumes_where_it_had_been(tmp_path):
-    rows = prompts(10)
-
-    def stream():
-        return IterableDataset.from_generator(lambda: iter(rows.to_list()))
-
-    settings = {"shuffle_dataset": False, "max_steps": 7}
-    whole = make(tmp_path / "a", dataset=stream(), **settings)
-    whole.train()
-    first = make(tmp_path / "b", dataset=stream(), save_strategy="steps", save_steps=4, **settings)
-    first.train()
-    second = make(tmp_path / "b", dataset=stream(), **settings)
-    second.train(resume_from_checkpoint=str(tmp_path / "b" / "out" / "checkpoint-4"))
-    assert torch.allclose(parameters(whole), parameters(second), atol=1e-7)
-
-
-def test_completions_are_logged_beside_an_earlier_run(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "log_completions": True}
-    make(tmp_path, **settings).train()
-    args = GRPOConfig(**config_kwargs(tmp_path / "out", **settings))
-    trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
-    trainer.train()
-    assert list((tmp_path / "out-2" / "completions").iterdir())
-    assert args.output_dir == str(tmp_path / "out-2")  # save_model(args.output_dir) does not overwrite either
-
-
 def test_a_data_set_with_a_transform_trains(tmp_path):
     rows = prompts().rename_column("prompt", "text").with_transform(lambda b: {"prompt": b["text"]})
     trainer = make(tmp_path, dataset=rows)
@@ -368,17 +297,6 @@ def test_reference_model_is_synchronised(tmp_path):
     trainer.train()
     reference = torch.cat([p.detach().flatten() for p in trainer.ref_model.parameters()])
     assert torch.allclose(reference, parameters(trainer))
-
-
-def test_a_loaded_adapter_is_its_own_reference(tmp_path):
-    from peft import get_peft_model
-
-    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False))
-    trainer = make(tmp_path, model=adapted, beta=0.1)
-    trainer.train()
-    # against the base model the divergence would not start at zero
-    assert log_of(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-5)
-    assert log_of(trainer, "kl")[1] > 0
 
 
 def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
@@ -397,6 +315,9 @@ MIXTURES = {
 }
 
 
+MORE = ("qwen3_moe", "olmoe", "gpt_oss")
+
+
 def mixture(kind, **changes):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
@@ -407,12 +328,7 @@ def mixture(kind, **changes):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen2_moe",
-        "mixtral",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in list(MIXTURES)[1:] if kind != "mixtral"),
-    ],
+    "kind", ["qwen2_moe", "mixtral", *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)]
 )
 def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
     trained = {}
@@ -440,18 +356,6 @@ def test_the_configuration_is_back_when_sampling_fails(tmp_path):
     with pytest.raises(RuntimeError, match="stopped"):
         trainer.train()
     assert trainer.model.config.output_router_logits
-
-
-def test_padding_to_a_multiple_reaches_the_scoring(tmp_path):
-    widths = []
-    trainer = make(tmp_path, pad_to_multiple_of=8, max_completion_length=16, beta=0.1)
-    embed = trainer.model.get_input_embeddings()
-    embed.register_forward_hook(
-        lambda m, args, out: widths.append(args[0].shape[1]) if torch.is_grad_enabled() else None
-    )
-    trainer.train()
-    assert widths
-    assert all(width % 8 == 0 for width in widths)
 
 
 def test_a_rollout_that_nothing_scored_is_said(tmp_path, caplog):

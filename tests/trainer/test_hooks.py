@@ -1,9 +1,9 @@
 """What users' code may rely on: what users override or pass counts, on the same completions as in stock TRL.
 
-A test for each row of the table in docs/overrides.md, on one process; beside each a run that must differ. What an
-override of `_generate_and_score_completions` may change in TRL's dictionary is in test_overridden_rollouts, settings of
-the loss that change during a run are in test_live_settings, losses and log-probabilities in test_overrides, refusals
-with a lag in test_ahead_beside_users.
+On one process; beside each a run that must differ. Tools, environments, reward functions and a rollout_func are in
+tests/parity, a changed dictionary of `_generate_and_score_completions` in test_overridden_rollouts, settings of the
+loss in test_live_settings, losses and log-probabilities in test_overrides, refusals with a lag in
+test_ahead_beside_users.
 """
 
 from __future__ import annotations
@@ -16,69 +16,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from tests.support.drop_in import TOOL_CALL, CountingGame, conversations
-from tests.support.own_generate import Sampler, apart, change
+from tests.support.beside_trl import Mixin, Parts, build, learns_as_in_trl
+from tests.support.drop_in import TOOL_CALL, conversations
+from tests.support.own_generate import apart, change
 from tests.support.tiny import (
-    config_kwargs,
-    given_rollout,
     letter_reward,
-    prompts,
     stock_scores,
     tiny_model,
-    tiny_tokenizer,
 )
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
-
-SETTINGS: dict[str, Any] = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
-SPLITS = (16, 5)  # micro-batches of so many completions
-Parts = Callable[[], dict[str, Any]]
-Mixin = type | None
-
-
-def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: Parts = dict, **settings: Any) -> Any:
-    """A trainer of TRL's or ours; both sample the same completions, because the model's own `generate` does it.
-
-    Args:
-        mixin: the user's overrides.
-        parts: arguments of the trainer in place of those here; a model is left as it is.
-    """
-    cls = type("Own", (mixin, base), {}) if mixin else base
-    kwargs = config_kwargs(folder, **{**SETTINGS, "per_device_train_batch_size": size, **settings})
-    config: Any = GRPOConfig
-    if not issubclass(base, GRPOTrainer):
-        config = trl.GRPOConfig
-        del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
-    given = parts()
-    if "model" not in given:
-        given["model"] = tiny_model()
-        given["model"].generate = Sampler()
-    usual = {
-        "reward_funcs": letter_reward,
-        "train_dataset": prompts(8),
-        "processing_class": tiny_tokenizer(),
-    }
-    return cls(args=config(**kwargs), **{**usual, **given})
-
-
-def learns_as_in_trl(
-    folder: Any, mixin: Mixin, parts: Parts = dict, control: tuple[Mixin, Parts] | None = None, **settings: Any
-) -> None:
-    """Assert that overrides and parts count, and as in stock TRL, whatever the split.
-
-    Args:
-        control: of a run that must differ; by default without the overrides.
-    """
-    stock = change(build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings))
-    without, others = control or (None, parts)
-    assert apart(stock, change(build(folder / "o", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
-    for size in SPLITS:
-        ours = change(build(folder / f"{size}", GRPOTrainer, mixin, size, parts, **settings))
-        assert apart(stock, ours) < UPDATE, size
-
+from tests.tolerances import DIFFERENT, UPDATE
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -106,43 +55,11 @@ def assigning(hook: Callable[..., Any]) -> type:
     return Assigning
 
 
-both = pytest.mark.parametrize("put", [overriding, assigning])
-# one method of the trainer finds all overrides, assigned or not
-overridden = pytest.mark.parametrize("put", [overriding, pytest.param(assigning, marks=pytest.mark.full)])
-
-
 # ---- What is passed -------------------------------------------------------------------------------------------------
-
-
-async def length_later(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-    return [0.3 * (len(text) % 3) for text in completions]
 
 
 def some_alone(prompts: Any, completions: Any, **kwargs: Any) -> list[float | None]:
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
-
-
-def rewarded(seed: int = 3) -> dict[str, Any]:
-    """A function, an asynchronous one, one that does not apply to all, and a model."""
-    config = tiny_model("llama").config
-    config.num_labels = 1
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        scorer = transformers.AutoModelForSequenceClassification.from_config(config)
-    scorer.config._name_or_path = "scorer"
-    funcs = [letter_reward, length_later, some_alone, scorer]
-    return {"reward_funcs": funcs, "reward_processing_classes": [None, None, None, tiny_tokenizer()]}
-
-
-@stock_scores
-def test_reward_functions_of_every_kind_count_as_in_trl(tmp_path):
-    weights = [1.0, 0.5, 2.0, 3.0]
-    learns_as_in_trl(tmp_path, None, rewarded, (None, lambda: rewarded(4)), reward_weights=weights)
-
-
-@stock_scores
-def test_a_rollout_func_counts_as_in_trl(tmp_path):
-    learns_as_in_trl(tmp_path, None, lambda: {"rollout_func": given_rollout}, (None, dict))
 
 
 class Caller:
@@ -193,32 +110,6 @@ def talking(tokenizer: Any, calls: bool = True, **more: Any) -> Parts:
     return parts
 
 
-TOOLS = [{"tools": [guess]}, {"environment_factory": CountingGame}]
-
-
-@stock_scores
-@pytest.mark.parametrize("given", TOOLS, ids=["tools", "environment_factory"])
-def test_tools_and_environments_count_as_in_trl(tmp_path, tool_tokenizer, given):
-    parts, silent = (talking(tool_tokenizer, calls, **given) for calls in (True, False))
-    learns_as_in_trl(tmp_path, None, parts, (None, silent), max_completion_length=200)
-
-
-def test_generation_kwargs_and_callbacks_are_taken(tmp_path):
-    seen: list[int] = []
-
-    class Seen(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(state.global_step)
-
-    asked = []
-    for given in ({}, {"no_repeat_ngram_size": 3}):
-        trainer = build(tmp_path, GRPOTrainer, parts=lambda: {"callbacks": [Seen()]}, generation_kwargs=given)
-        trainer.train()
-        asked.append({call["generation_config"].no_repeat_ngram_size for call in trainer.model.generate.given})
-    assert asked[1] == {3} != asked[0]
-    assert seen == [1, 2] * 2
-
-
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -231,13 +122,12 @@ def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, complet
 
 
 @stock_scores
-@both
+@pytest.mark.parametrize("put", [overriding, assigning])
 def test_calculate_rewards_makes_the_rewards(tmp_path, put):
     learns_as_in_trl(tmp_path, put(_calculate_rewards))
 
 
-@overridden
-def test_calculate_rewards_works_with_a_lag(tmp_path, put):
+def test_calculate_rewards_works_with_a_lag(tmp_path):
     """The same as a reward function that shapes by itself."""
     where = set()
 
@@ -252,7 +142,7 @@ def test_calculate_rewards_works_with_a_lag(tmp_path, put):
         parts = {"model": tiny_model(), **more}
         return change(build(tmp_path / name, GRPOTrainer, mixin, parts=lambda: parts, rollout_lag=1, max_steps=3))
 
-    shaped = trained("shaped", put(_calculate_rewards))
+    shaped = trained("shaped", overriding(_calculate_rewards))
     assert where == {"MainThread"}
     assert apart(shaped, trained("function", reward_funcs=squared)) < UPDATE
     assert apart(shaped, trained("plain")) > DIFFERENT
@@ -261,21 +151,8 @@ def test_calculate_rewards_works_with_a_lag(tmp_path, put):
 # ---- Sampling -------------------------------------------------------------------------------------------------------
 
 
-def _generate_single_turn(self: Any, inner: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sampled from other tokens, and one token less is kept."""
-    ids, logps = inner([[7, *row] for row in prompt_ids], *args, **kwargs)
-    return [row[:-1] or row for row in ids], logps
-
-
 @stock_scores
-@both
-def test_generate_single_turn_samples(tmp_path, put):
-    learns_as_in_trl(tmp_path, put(_generate_single_turn))
-
-
-@stock_scores
-@overridden
-def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, tool_tokenizer, put):
+def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, tool_tokenizer):
     sizes: list[int] = []
 
     def _generate_single_turn(self: Any, inner: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +160,7 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, 
         ids, logps = inner(prompt_ids, *args, **kwargs)
         return [[9, *row] for row in ids], logps
 
-    parts, mixin = talking(tool_tokenizer, tools=[guess]), put(_generate_single_turn)
+    parts, mixin = talking(tool_tokenizer, tools=[guess]), overriding(_generate_single_turn)
     learns_as_in_trl(tmp_path, mixin, parts, max_completion_length=200)
     sizes.clear()
     build(tmp_path / "o", GRPOTrainer, mixin, parts=parts, max_completion_length=200, max_steps=1).train()
@@ -296,24 +173,8 @@ def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
 
 
 @stock_scores
-@overridden
-def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path, put):
-    learns_as_in_trl(tmp_path, put(_tokenize_prompts))
-
-
-@overridden
-def test_tokenize_prompts_is_called_once_for_a_rollout_with_the_different_prompts(tmp_path, put):
-    seen: list[list[str]] = []
-
-    def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
-        seen.append(list(prompts))
-        return inner(prompts)
-
-    trainer = build(tmp_path, GRPOTrainer, put(_tokenize_prompts))
-    seen.clear()  # of the lengths, which are checked when a trainer is built
-    trainer.train()
-    rows = prompts(8)["prompt"]
-    assert seen == [list(rows[:4]), list(rows[4:])]
+def test_tokenize_prompts_makes_the_tokens_of_prompts(tmp_path):
+    learns_as_in_trl(tmp_path, overriding(_tokenize_prompts))
 
 
 def _generate(self: Any, inner: Any, prompts: Any) -> Any:
@@ -343,10 +204,9 @@ def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any)
 
 
 @stock_scores
-@overridden
 @pytest.mark.parametrize("hook", [_generate, generate_alone], ids=["changed", "alone"])
-def test_generate_makes_the_completions(tmp_path, put, hook):
-    learns_as_in_trl(tmp_path, put(hook), lambda: {"reward_funcs": with_bonus})
+def test_generate_makes_the_completions(tmp_path, hook):
+    learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
 @pytest.mark.parametrize(
@@ -400,10 +260,9 @@ for scoring in (rebuilt_rows, scored_alone, own_metric):
 
 
 @stock_scores
-@overridden
 @pytest.mark.parametrize("hook", [rebuilt_rows, scored_alone, own_metric], ids=["rows", "alone", "metric"])
-def test_generate_and_score_completions_makes_the_rollout(tmp_path, put, hook):
-    learns_as_in_trl(tmp_path, put(hook), lambda: {"reward_funcs": with_bonus})
+def test_generate_and_score_completions_makes_the_rollout(tmp_path, hook):
+    learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
 def completions_of(scored: dict[str, Any]) -> list[list[int]]:
@@ -470,7 +329,6 @@ def changing(name: str, value: Any) -> type:
         ("reward_weights", torch.tensor([0.1, 5.0])),
         ("mask_truncated_completions", True),
         ("scale_rewards", "none"),
-        ("multi_objective_aggregation", "normalize_then_sum"),
         ("reward_funcs", [letter_reward, lambda completions, **kwargs: [float(len(text)) for text in completions]]),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -487,10 +345,9 @@ def test_a_change_that_cannot_be_followed_is_said(tmp_path):
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-@both
-def test_tool_call_loop_is_refused_by_name_before_training(tmp_path, tool_tokenizer, put):
+def test_tool_call_loop_is_refused_by_name_before_training(tmp_path, tool_tokenizer):
     def _tool_call_loop(self: Any, inner: Any, *args: Any) -> Any:
         raise AssertionError("called")
 
     with pytest.raises(ConfigError, match=r"_tool_call_loop would not be called.*_generate_single_turn .* _generate "):
-        build(tmp_path, GRPOTrainer, put(_tool_call_loop), parts=talking(tool_tokenizer, tools=[guess])).train()
+        build(tmp_path, GRPOTrainer, overriding(_tool_call_loop), parts=talking(tool_tokenizer, tools=[guess])).train()

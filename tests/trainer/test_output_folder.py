@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from grpo_ext.errors import CheckpointError, ConfigError, RewardError
+from grpo_ext.errors import CheckpointError, RewardError
 from grpo_ext.run import output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.manifest import MANIFEST, read_manifest
@@ -49,14 +49,6 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
 
 
-def test_a_run_that_was_refused_leaves_its_folder_free(tmp_path):
-    folder = tmp_path / "out"
-    make(folder, **SAVE).train()
-    with pytest.raises(CheckpointError, match="belongs to another run:"):
-        make(folder, **SAVE, beta=0.1).train(resume_from_checkpoint=True)
-    make(folder, **SAVE).train(resume_from_checkpoint=True)
-
-
 def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
     folder = tmp_path / "out"
     make(folder, **SAVE).train()
@@ -65,22 +57,6 @@ def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "nope"))
     assert Path(str(trainer.args.output_dir)) == folder
     trainer.train(resume_from_checkpoint="latest")
-    assert trainer.state.global_step == 3
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_built(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"output_dir='.*file/out' cannot be written to \(Not a directory\)"):
-        make(tmp_path / "file" / "out")
-
-
-def test_a_full_disk_before_training_is_a_sentence(tmp_path):
-    trainer = make(tmp_path)
-    (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"manifest\.json could not be written \(No space left on device\)"):
-        trainer.train()
-    assert not (tmp_path / f".{MANIFEST}").is_symlink()
-    trainer.train()
     assert trainer.state.global_step == 3
 
 

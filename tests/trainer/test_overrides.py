@@ -8,47 +8,33 @@ import pytest
 import torch
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import STEP_PART
-from tests.support.own_generate import Sampler, apart, change, model_with
-from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
-from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
+from tests.support.beside_trl import build
+from tests.support.own_generate import apart, change
+from tests.support.tiny import letter_reward, stock_scores, tiny_model
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
-# method -> what is different here by design, in a description of its arguments and of what it returns
-BY_DESIGN = {
-    "training_step": "once for an optimizer step, however many micro-batches; rows where a rollout begins",
-    "_prepare_inputs": "returns the step's completions of all processes (RolloutBatch), not one padded micro-batch",
-    "_generate": None,
-    "_generate_single_turn": None,
-    "_generate_and_score_completions": None,
-    "_calculate_rewards": None,
-    "compute_loss": "inputs hold more: attention_mask, and the place in the step (step.statistics.STEP_PART)",
-    "_compute_loss": "inputs hold more: attention_mask, and the place in the step (step.statistics.STEP_PART)",
-    "_get_per_token_logps_and_entropies": "without the keywords that are about images, which are None",
-    "log": "more values: time/, layout/",
-    "_log_metric": "functions log to the call; the trainer's own method where a subclass overrides it",
-    "create_optimizer": None,
-    "create_scheduler": None,
-}
+# Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
+# returns the completions of all processes; `compute_loss` and `_compute_loss` are given more inputs; scoring comes
+# without keywords about images, which are None; `log` is given more values
+OVERRIDDEN = (
+    *("training_step", "_prepare_inputs", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
+    *(
+        "_calculate_rewards",
+        "compute_loss",
+        "_compute_loss",
+        "_get_per_token_logps_and_entropies",
+        "log",
+        "_log_metric",
+    ),
+    *("create_optimizer", "create_scheduler"),
+)
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
 MORE_INPUTS = {STEP_PART, "attention_mask"}
-CONFIG = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
-
-
-def build(
-    folder: Any, cls: type, reward: Any = letter_reward, model: Any = None, extra: Any = None, **settings: Any
-) -> Any:
-    """A trainer of TRL's or ours; both sample the same completions, because the model's own `generate` does it."""
-    kwargs = config_kwargs(folder, **{**CONFIG, "per_device_train_batch_size": 16, **settings})
-    config: Any = GRPOConfig
-    if not issubclass(cls, GRPOTrainer):
-        config = trl.GRPOConfig
-        del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
-    model = model_with(Sampler(), "instance") if model is None else model
-    return cls(model, reward, config(**kwargs), prompts(8), processing_class=tiny_tokenizer(), **(extra or {}))
 
 
 def shown(value: Any) -> Any:
@@ -75,7 +61,7 @@ def recording(base: type, seen: list[tuple[str, Any, Any, Any]]) -> type:
 
         return method
 
-    return type("Recording", (base,), {name: override(name) for name in BY_DESIGN})
+    return type("Recording", (base,), {name: override(name) for name in OVERRIDDEN})
 
 
 @stock_scores
@@ -86,11 +72,13 @@ def test_every_override_is_called_with_what_trl_gives_it(tmp_path):
 
     def calls(base: type) -> dict[str, list[Any]]:
         seen: list[Any] = []
-        build(tmp_path, recording(base, seen), graded, num_iterations=2, rollout_chunk_size=16).train()
-        return {name: [call[1:] for call in seen if call[0] == name] for name in BY_DESIGN}
+        graded_parts = {"reward_funcs": graded}
+        cls = recording(base, seen)
+        build(tmp_path, cls, parts=lambda: graded_parts, num_iterations=2, rollout_chunk_size=16).train()
+        return {name: [call[1:] for call in seen if call[0] == name] for name in OVERRIDDEN}
 
     stock, ours = calls(trl.GRPOTrainer), calls(GRPOTrainer)
-    for name in BY_DESIGN:
+    for name in OVERRIDDEN:
         assert len(stock[name]) == len(ours[name]) > 0, name
         for (args, kwargs, result), (our_args, our_kwargs, our_result) in zip(stock[name], ours[name]):
             if name == "log":
@@ -159,45 +147,31 @@ def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any)
         (HalfLogps, REUSED),
         (OwnTerm, {"loss_type": "dapo"}),
         (OwnTermOutside, REUSED),
-        pytest.param(HalfLogps, {"loss_type": "dapo"}, marks=pytest.mark.full),
-        pytest.param(OwnTerm, REUSED, marks=pytest.mark.full),
-        pytest.param(OwnTermOutside, {"loss_type": "dapo"}, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp_path, override, settings):
     def trained(base: type, mixin: Any = override, size: int = 16) -> tuple[torch.Tensor, list[float]]:
-        cls = type("Own", (mixin, base) if mixin else (base,), {})
-        model = tiny_model()
-        model.save_pretrained(tmp_path / "reference")
-        model.config._name_or_path = str(tmp_path / "reference")
-        model.generate = Sampler()
-        sizes = {"per_device_train_batch_size": size, "rollout_chunk_size": 16}
-        trainer = build(tmp_path, cls, one_group_teaches, model, **sizes, **settings)
+        parts = {"reward_funcs": one_group_teaches}
+        trainer = build(tmp_path, base, mixin, size, lambda: parts, rollout_chunk_size=16, **settings)
         return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     stock, stock_losses = trained(trl.GRPOTrainer)
     assert apart(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT  # it does something
-    for size in (16, 5):
-        ours, losses = trained(GRPOTrainer, size=size)
-        assert apart(stock, ours) < UPDATE, size
-        assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC), size
+    ours, losses = trained(GRPOTrainer, size=5)
+    assert apart(stock, ours) < UPDATE
+    assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC)
 
 
 @stock_scores
-@pytest.mark.parametrize(
-    "loss_type", ["grpo", "dapo", *(pytest.param(k, marks=pytest.mark.full) for k in ("dr_grpo", "luspo"))]
-)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
-    cls = type("Own", (TrlsLoss, GRPOTrainer), {})
     stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))
-    for size in (16, 5):
-        ours = change(build(tmp_path, cls, loss_type=loss_type, per_device_train_batch_size=size))
-        assert apart(stock, ours) < UPDATE, size
+    assert apart(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5, loss_type=loss_type))) < UPDATE
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
-    trainer = build(tmp_path, type("Own", (OwnTerm, GRPOTrainer), {}), max_steps=1)
+    trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
     trainer.train()
     attempt = trainer._step_runner.evaluation(trainer.model, trainer._rollouts.batch, trainer._terms())
     attempt.measure(trainer.model)
@@ -211,11 +185,11 @@ def test_sampling_of_ones_own_is_said_and_refused_in_bitwise_mode(tmp_path, capl
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return [[5, 6]] * len(prompt_ids), None
 
-    trainer = build(tmp_path, Own, model=tiny_model())
+    trainer = build(tmp_path, Own, parts=lambda: {"model": tiny_model()})
     trainer.train()
     assert "Own._generate_single_turn may sample in its own way; only the update is covered" in caplog.text
     with pytest.raises(ConfigError, match=r"Own\._generate_single_turn"):
-        build(tmp_path, Own, model=tiny_model(), bitwise_invariant=True)
+        build(tmp_path, Own, parts=lambda: {"model": tiny_model()}, bitwise_invariant=True)
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):

@@ -78,13 +78,11 @@ SETTINGS = {
     "delta": {"loss_type": "grpo", "delta": 1.2},
     "kl": {"beta": 0.1},
     "kl_biased": {"beta": 0.1, "use_bias_correction_kl": False},
-    "kl_sequence": {"beta": 0.1, "importance_sampling_level": "sequence"},
     "quantile": {"top_entropy_quantile": 0.3},
     "entropy": {"entropy_coef": 0.05},
     "quantile_bonus": {"top_entropy_quantile": 0.5, "entropy_coef": 0.05},
     "off_policy": {"off_policy_mask_threshold": 0.05},
     "moe": {"kind": "moe"},
-    "moe_coefficient": {"kind": "moe", "router_aux_loss_coef": 0.05},
 }
 
 

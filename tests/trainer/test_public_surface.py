@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import trl
-import typer
 
 import grpo_ext
 from grpo_ext import GRPOConfig, GRPOTrainer, errors
-from grpo_ext.tools.cli import app
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
 
 IMPORTS = """
@@ -26,21 +23,6 @@ ERRORS = """
 CheckpointError ConfigError ContractError DataError GrpoExtError MemoryShortageError ModelError PrecisionError
 ProcessError RewardError RolloutError SplitDependentError
 """
-# beside these, `plan` and `check` take every option of recipes/grpo.py
-COMMANDS = {
-    "plan": """
---config --engine --mean-completion-length --num-prompts --processes --prompt-length
-""",
-    "check": """
---against --bitwise --config --json --micro-batch-sizes --plot --processes --steps --tolerance
-""",
-    "export": """
---base --check --dtype --max-shard-size --merge-adapter --trust-shards
-""",
-    "report": """
---output --plot
-""",
-}
 LOG_KEYS = """
 aux_loss cispo_clip_ratio clip_ratio/high_max clip_ratio/high_mean clip_ratio/low_mean clip_ratio/low_min
 clip_ratio/region_mean completions/clipped_ratio completions/max_length completions/max_terminated_length
@@ -74,32 +56,10 @@ def test_imports_are_there():
     assert set(ERRORS.split()) <= set(dir(errors))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "tools.console.quiet_libraries",
-        "tools.report.report",
-        "tools.report.ReportCallback",
-        "tools.export.export",
-        "tools.check.check",
-    ],
-)
-def test_documented_functions_are_there(path):
-    module, name = path.rsplit(".", 1)
-    assert callable(getattr(__import__(f"grpo_ext.{module}", fromlist=[name]), name))
-
-
 def test_settings_are_there():
     fields = {spec.name for spec in dataclasses.fields(GRPOConfig)}
     assert set(SETTINGS.split()) <= fields
     assert {spec.name for spec in dataclasses.fields(trl.GRPOConfig)} <= fields
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_take_their_options(command):
-    commands = typer.main.get_command(app).commands
-    taken = {option for parameter in commands[command].params for option in parameter.opts}
-    assert set(COMMANDS[command].split()) <= taken
 
 
 def test_log_keys_are_there(tmp_path):

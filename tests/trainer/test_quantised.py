@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import CheckpointError, ConfigError, ModelError, SplitDependentError
+from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
 from grpo_ext.tools.export import export
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import error
@@ -129,13 +129,6 @@ def test_an_adapter_that_was_trained_before_keeps_its_digits(tmp_path, base):
 
     assert torch.equal(*given_and_trained())
     assert error(*given_and_trained(**BFLOAT16)) > DIFFERENT
-
-
-def test_a_run_does_not_go_on_with_an_adapter_of_another_precision(tmp_path, base):
-    settings = {"quantise": BITS[4], "save_strategy": "steps", "save_steps": 1}
-    make(tmp_path, base, **settings, **BFLOAT16).train()
-    with pytest.raises(CheckpointError, match="model"):
-        make(tmp_path, base, max_steps=2, **settings).train(resume_from_checkpoint="latest")
 
 
 @EITHER

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -55,32 +52,6 @@ def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
     rows = json.loads(tables[-1].read_text())
     assert {"prompt", "completion", "letter_reward", "advantage"} <= set(rows["columns"])
     assert len(rows["data"]) == 16
-
-
-TRACKIO = """
-import json, sys
-import trackio
-from trackio.sqlite_storage import SQLiteStorage
-from tests.support.tracked import train
-trainer = train(sys.argv[1], report_to="trackio", log_completions=True, project="tiny")  # ends with its run finished
-(run,) = trackio.Api().runs("tiny")
-print(json.dumps([SQLiteStorage.get_logs("tiny", run.name), trainer.state.log_history], default=str))
-"""
-
-
-def test_trackio_gets_the_metrics_and_the_completions(tmp_path):
-    pytest.importorskip("trackio", reason="trackio is not installed")
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}  # read once, when trackio is imported
-    command = [sys.executable, "-c", TRACKIO, str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    arrived, history = json.loads(done.stdout.splitlines()[-1])
-    for name in ("reward", "layout/useful_tokens_per_second"):
-        found = [row[f"train/{name}"] for row in arrived if row.get(f"train/{name}") is not None]
-        assert found == pytest.approx([row[name] for row in history if name in row], rel=1e-6), name
-    tables = [row["completions"] for row in arrived if row.get("completions") is not None]
-    assert len(tables) >= 2, "TRL sends one with every log line"
-    assert "letter_reward" in json.dumps(tables[0])
 
 
 def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):

@@ -1,0 +1,64 @@
+"""Trainers of stock TRL and of grpo_ext with a user's overrides, on the same completions, and what they learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import trl
+
+from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.own_generate import Sampler, apart, change
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
+
+SETTINGS: dict[str, Any] = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
+TRL_SETTINGS = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)}
+Parts = Callable[[], dict[str, Any]]
+Mixin = type | None
+
+
+def build(folder: Any, base: type, mixin: Mixin = None, size: int = 16, parts: Parts = dict, **settings: Any) -> Any:
+    """A trainer; both packages sample the same completions, because the model's own `generate` does it.
+
+    Args:
+        mixin: the user's overrides.
+        size: completions of a micro-batch.
+        parts: arguments of the trainer in place of those here; a model of theirs samples as it does.
+        settings: stock TRL is given those that it has.
+    """
+    cls = type("Own", (mixin, base), {}) if mixin else base
+    kwargs = config_kwargs(folder, **{**SETTINGS, "per_device_train_batch_size": size, **settings})
+    config: Any = GRPOConfig
+    if not issubclass(base, GRPOTrainer):
+        config, kwargs = trl.GRPOConfig, {name: value for name, value in kwargs.items() if name in TRL_SETTINGS}
+    usual = {"reward_funcs": letter_reward, "train_dataset": prompts(8), "processing_class": tiny_tokenizer()}
+    given = {**usual, **parts()}
+    if "model" not in given:
+        given["model"] = sampling_model()
+    if kwargs.get("beta"):  # stock TRL loads the reference by its name
+        given["model"].save_pretrained(f"{folder}-reference")
+        given["model"].config._name_or_path = f"{folder}-reference"
+    return cls(args=config(**kwargs), **given)
+
+
+def sampling_model(kind: str = "qwen2") -> Any:
+    """A tiny model with a `generate` that answers from a prompt and the place in its group."""
+    model = tiny_model(kind)
+    model.generate = Sampler()
+    return model
+
+
+def learns_as_in_trl(
+    folder: Any, mixin: Mixin, parts: Parts = dict, control: tuple[Mixin, Parts] | None = None, **settings: Any
+) -> None:
+    """Assert that overrides and parts count, and as in stock TRL, also in micro-batches that do not divide the step.
+
+    Args:
+        control: of a run that must differ; by default without the overrides.
+    """
+    stock = change(build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings))
+    without, others = control or (None, parts)
+    assert apart(stock, change(build(folder / "other", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
+    assert apart(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE
