@@ -18,7 +18,6 @@ from typing import Any, cast, get_args
 import torch
 import trl
 
-from . import contract
 from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
@@ -249,7 +248,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        contract.verify()
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():

@@ -3,7 +3,7 @@
 It holds the override points, each of which hands over to a component that the trainer owns. `Rollouts` makes rollout
 batches (rollouts.source). `Scorer` computes log-probabilities (forward.scorer). `OptimizerStep` runs the micro-batches
 of a step (step.optimizer_step). `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a
-step through them. contract.py names what is overridden; it is verified when a trainer is built.
+step through them. compat.py names what is overridden, and compares it with the installed TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from . import checks, compat, contract
+from . import checks, compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
@@ -106,7 +106,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        contract.verify()
+        compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
         processing_class, environment_factory = checks.check_arguments(
@@ -122,12 +122,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
         with quiet():
-            super().__init__(  # in TRL's order: contract.OVERRIDES
+            super().__init__(  # in TRL's order
                 model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
                 eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
                 peft_config, tools, rollout_func, environment_factory,
             )  # fmt: skip
-        contract.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
         if reference is not None:

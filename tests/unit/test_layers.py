@@ -18,7 +18,6 @@ ROOMS = (
     "algorithms",
     "batching",
     "compat",
-    "contract",
     "runtime",
     "precision",
     "setting_rules",
@@ -171,10 +170,10 @@ def test_imports_go_one_way(path):
     assert layer_violations(path, source_of(path)) == []
 
 
-def test_only_compat_imports_from_inside_trl_and_only_the_contract_compares_versions():
+def test_only_compat_imports_from_inside_trl_and_nothing_compares_versions():
     names = [name for path in FILES if path != "grpo_ext/compat.py" for name in inside_trl(path, source_of(path))]
     assert names == []
-    assert [path for path in FILES if version_checks(path, source_of(path))] == ["grpo_ext/contract.py"]
+    assert [path for path in FILES if version_checks(path, source_of(path))] == []
 
 
 @pytest.mark.parametrize(
