@@ -18,7 +18,6 @@ from typing import Any, cast, get_args
 import torch
 import trl
 
-from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
@@ -102,7 +101,7 @@ class GRPOConfig(trl.GRPOConfig):
         None,
         "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
         "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike, by the tokens that "
-        "its group has in the step), or verl's names of the first four. Default: what loss_type says, as in TRL.",
+        "its group has in the step). Default: what loss_type says, as in TRL.",
     )
     dynamic_sampling: bool = _setting(
         False,
@@ -328,21 +327,6 @@ class GRPOConfig(trl.GRPOConfig):
             ConfigError: the sizes break a rule.
         """
         return geometry_of(vars(self), num_processes)
-
-    def loss_config(self) -> LossConfig:
-        """The settings of the policy loss, under the names of algorithms.losses."""
-        same = {spec.name for spec in dataclasses.fields(LossConfig)} & vars(self).keys()
-        values: dict[str, Any] = {name: getattr(self, name) for name in same}
-        return LossConfig(
-            **values
-            | {
-                "epsilon_low": self.epsilon,
-                "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
-                "max_completion_length": self.max_completion_length or 1,
-                "correct_sampling": self.use_vllm and self.vllm_importance_sampling_correction,
-                "aggregation": self.loss_aggregation,
-            }
-        )
 
     @classmethod
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:

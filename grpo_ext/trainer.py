@@ -52,7 +52,7 @@ from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
 from .step.optimizer_step import OptimizerStep
 from .step.statistics import STEP_PART, StepPart
-from .step.terms import StepTerms, loss_config_of, loss_terms_of, step_terms_of
+from .step.terms import StepTerms, loss_config_of, step_terms_of
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -316,7 +316,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs = self._step_runner.as_step(self.model, inputs, self._group_size, self._terms())
         rows = self._step_runner.tokens_of(inputs, self.model.training)
         logps, entropies, router = self._score(model, inputs, rows)
-        return assemble_loss(loss_config_of(self), loss_terms_of(self), inputs, logps, entropies, router)
+        return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""

@@ -13,7 +13,6 @@ from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicato
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from .statistics import STEP_PART, StepContext, StepPart, router_term
-from .terms import LossTerms
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -24,7 +23,6 @@ def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
 
 def assemble_loss(
     cfg: LossConfig,
-    terms: LossTerms,
     inputs: dict[str, Any],
     logps: torch.Tensor,
     entropies: torch.Tensor,
@@ -59,15 +57,15 @@ def assemble_loss(
     )
     tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.counts, part.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
-    if terms.entropy_coefficient is not None:
+    if cfg.entropy_coefficient is not None:
         context.metrics.add_total("policy_loss", loss, weight)
         bonus_mask = mask if keep is None else mask * keep
-        loss = loss - _entropy_bonus(terms.entropy_coefficient, entropies, bonus_mask, part)
-    if terms.router_coefficient is not None:
-        loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, part)
+        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, part)
+    if cfg.router_coefficient is not None:
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, part)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
     _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
-    if terms.ratios:
+    if cfg.log_ratios:
         _add_ratios(logps, batch.old_logps_BT, mask, context, weight)
     return loss * weight
 

@@ -5,7 +5,7 @@ A callback, or a subclass after `super().__init__()`, may have changed a setting
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..algorithms.losses import LossConfig
@@ -63,25 +63,8 @@ def step_terms_of(trainer: Any, own_loss: bool, log_probs: LogProbs | None) -> S
     )
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """Terms beside the policy loss.
-
-    Attributes:
-        entropy_coefficient: factor of the entropy bonus in this step, None without a bonus.
-        router_coefficient: factor of the MoE load-balancing loss, None without one.
-        ratios: those of tokens under the policy to those under the one that sampled are logged.
-    """
-
-    entropy_coefficient: float | None = None
-    router_coefficient: float | None = None
-    ratios: bool = False
-
-
 def loss_config_of(trainer: Any) -> LossConfig:
-    """The settings of the policy loss as they are now, from where TRL reads them at each loss.
-
-    A callback, or a subclass after `super().__init__()`, may have changed them.
+    """The settings of the loss as they are now, from where TRL reads them at each loss.
 
     Args:
         trainer: TRL's attributes; `args` is a `GRPOConfig`.
@@ -89,23 +72,24 @@ def loss_config_of(trainer: Any) -> LossConfig:
     Raises:
         ConfigError: one of them is unknown.
     """
-    return replace(
-        trainer.args.loss_config(),
-        loss_type=trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
-        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
-        max_completion_length=trainer.max_completion_length or 1,
-        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
-    )
-
-
-def loss_terms_of(trainer: Any) -> LossTerms:
-    """The terms beside the policy loss as they are now, likewise."""
+    args = trainer.args
+    same = {spec.name: getattr(args, spec.name) for spec in fields(LossConfig) if hasattr(args, spec.name)}
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
-    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= trainer.args.entropy_target
-    bonus = (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None
-    router = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-    return LossTerms(bonus, router, bool(trainer.args.rollout_lag) and trainer.model.training)
+    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
+    return LossConfig(
+        **same
+        | {
+            "loss_type": trainer.loss_type,
+            "importance_sampling_level": trainer.importance_sampling_level,
+            "epsilon_low": trainer.epsilon_low,
+            "epsilon_high": trainer.epsilon_high,
+            "beta": trainer.beta,
+            "off_policy_mask_threshold": trainer.off_policy_mask_threshold,
+            "max_completion_length": trainer.max_completion_length or 1,
+            "correct_sampling": trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+            "aggregation": args.loss_aggregation,
+            "entropy_coefficient": (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None,
+            "router_coefficient": trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
+            "log_ratios": bool(args.rollout_lag) and trainer.model.training,
+        }
+    )

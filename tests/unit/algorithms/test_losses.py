@@ -344,13 +344,9 @@ def test_each_aggregation_is_its_formula(loss_type):
     ("name", "same"),
     [
         ("token_mean", "dapo"),
-        ("token-mean", "dapo"),
         ("sequence_mean", "grpo"),
-        ("seq-mean-token-mean", "grpo"),
         ("sequence_sum", "luspo"),
-        ("seq-mean-token-sum", "luspo"),
         ("sequence_sum_norm", "dr_grpo"),
-        ("seq-mean-token-sum-norm", "dr_grpo"),
     ],
 )
 def test_an_aggregation_is_that_of_its_loss_type_with_any_other(name, same):
@@ -374,7 +370,7 @@ def test_the_prompt_mean_by_hand():
 def test_the_prompt_mean_needs_groups_and_unknown_aggregations_are_refused():
     with pytest.raises(ConfigError, match="needs to know the groups"):
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
-    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .* verl's"):
+    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")
 
 
