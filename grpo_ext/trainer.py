@@ -46,11 +46,10 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
-from .step.attempt import StepParts
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
-from .step.optimizer_step import OptimizerStep
+from .step.optimizer_step import OptimizerStep, StepParts
 from .step.statistics import STEP_PART, StepPart
 from .step.terms import StepTerms, loss_config_of, step_terms_of
 
@@ -332,7 +331,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return loss
 
-    # ---- Scoring --------------------------------------------------------------------------------------------------
+    # ---- Log-probabilities ----------------------------------------------------------------------------------------
 
     def _score(
         self, model: Any, batch: dict[str, Any], rows: TokenRows

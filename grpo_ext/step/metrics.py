@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..algorithms.exact import exact_sum
-from ..batching.micro_batches import Form, StepSizes
+from ..batching.micro_batches import Form, MicroBatch, StepSizes
 from ..runtime.collectives import ragged_gather, stack_over_processes
-from .plan import MicroBatch
 
 
 @dataclass
@@ -101,10 +100,11 @@ class StepWork:
     @classmethod
     def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], form: Form) -> StepWork:
         """Count a plan: `rows` are those of the whole step that are run, `parts` this process's micro-batches."""
-        held = [part.rows for part in parts if part.weight]
-        computed = sum(sizes.tokens(own, form) for own in held)
-        alone = [[row] for own in held for row in own] if form == "padded" else held  # which rows repeat no prompt
-        real = computed if form == "packed" else sum(sizes.tokens(own, "packed") for own in alone)
+        batches = [part.rows for part in parts if part.weight]
+        computed = sum(sizes.tokens(batch, form) for batch in batches)
+        # rows that repeat no prompt
+        sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
+        real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
         return cls(sizes.tokens(rows, "packed"), computed, computed - real)
 
     def add_to(self, metrics: StepMetrics) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
+from ..batching.micro_batches import MicroBatch
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
 from .metrics import StepMetrics
-from .plan import MicroBatch
 
 
 @dataclass

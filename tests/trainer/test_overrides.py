@@ -9,9 +9,9 @@ import torch
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import STEP_PART
 from tests.support.own_generate import Sampler, apart, change, model_with
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer

@@ -1,25 +1,22 @@
-"""The window: every row in exactly one micro-batch, gradients and logged numbers the same for every partition."""
+"""A step's gradients and logged numbers are the same for every partition into micro-batches."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
-from grpo_ext.batching.sizes import group_numbers
+from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
 from grpo_ext.errors import PrecisionError
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
 
 
 @pytest.fixture(scope="module")
@@ -33,72 +30,10 @@ def _state(accelerator):
     """The metrics's reduction asks Accelerate's shared state."""
 
 
-# ---- Planning -------------------------------------------------------------------------------------------------------
-
-
 def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     """Rows 0, 1, ... cut by count, and filled up."""
     sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
     return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = [part for part in planned if part.weight == 1.0]
-    assert [row for part in real for row in part.rows] == list(range(rows))
-    assert all(1 <= len(part.rows) <= cap for part in real)
-    assert len(real) == math.ceil(rows / cap)
-    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = math.ceil(rows / cap)
-    assert len(planned) == max(real, at_least)
-    for filler in planned[real:]:
-        assert filler == MicroBatch((0,), weight=0.0)
-
-
-LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
-SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
-COST = TokenCost(1e-3, 0.2)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        MicroBatchLayout(5),
-        MicroBatchLayout(5, 80, form="packed"),
-        MicroBatchLayout(16, 90),
-        MicroBatchLayout(3, cost=COST),
-    ],
-)
-@pytest.mark.parametrize("processes", [1, 2, 3, 20])
-def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processes):
-    rows, planned = [row for row in range(16) if row not in (3, 9)], []
-    for rank in range(processes):
-        one = SimpleNamespace(num_processes=processes, process_index=rank, distributed_type=DistributedType.NO)
-        planned.append(plan_step(one, SIZES, rows, layout))
-    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
-    assert all(own for own in planned)
-    for own in planned:  # the others reuse the memory of the largest, which comes first
-        tokens = [SIZES.tokens(part.rows, layout.form) for part in own if part.weight]
-        assert tokens == sorted(tokens, reverse=True)
-
-
-def test_sharded_processes_run_the_same_number_of_forwards():
-    counts = set()
-    for rank in range(3):
-        one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
-        counts.add(len(plan_step(one, SIZES, range(16), MicroBatchLayout(16, 90, form="packed", cost=COST))))
-    assert len(counts) == 1
-
-
-def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
-    (only,) = plan_step(accelerator, SIZES, [], MicroBatchLayout(4))
-    assert only.weight == 0.0
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
