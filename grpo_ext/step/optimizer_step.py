@@ -90,8 +90,8 @@ class Attempt:
         plan: the micro-batches of this process.
         work: the tokens of the step.
         gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
-        context: what a micro-batch needs to know of the step, once `measure` has run.
-        shortage: why memory ran out, on this process or another; None where it sufficed.
+        context: the step-wide counts and statistics; set by `measure`.
+        shortage: why memory ran out, on this process or another; None where it did not.
     """
 
     parts: StepParts
@@ -114,10 +114,10 @@ class Attempt:
             self.shortage = str(shortage)
 
     def measure(self, model: Any) -> None:
-        """Find everything step-wide that the loss of a micro-batch needs, before the first forward with gradients.
+        """Count the step, and measure its statistics where a term needs one, before the first forward with gradients.
 
         Args:
-            model: scores the completions where a term needs a statistic of the whole step.
+            model: computes the entropies and router outputs of the statistics.
         """
         parts, terms = self.parts, self.terms
         self.context = count_step(self.rollout, StepMetrics(parts.accelerator.device), terms.experts_per_token)
@@ -134,7 +134,7 @@ class Attempt:
         set_statistics(self.context, measured, terms.top_entropy_quantile)
 
     def accumulating(self) -> AbstractContextManager[Accumulation]:
-        """A context for the backward passes; afterwards `.grad` is that of the step. See `backward.accumulating`."""
+        """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
         return accumulating(self.parts.accelerator, self.model, self.gradients, len(self.plan))
 
     def micro_batches(self) -> Iterator[Inputs]:
@@ -142,10 +142,10 @@ class Attempt:
         return map(self.micro_batch, self.plan)
 
     def micro_batch(self, part: MicroBatch) -> Inputs:
-        """A micro-batch as TRL's loss takes it; its place in the step travels in it."""
+        """A micro-batch as TRL's loss takes it, with its `StepPart`."""
         device, training = self.parts.accelerator.device, self.terms.training
         inputs, rows = self.parts.collate(self.rollout, part.rows, training)
-        if self.terms.own_loss and rows.images is not None:
+        if self.terms.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
         keep = None
@@ -159,7 +159,7 @@ class Attempt:
         return inputs
 
     def log_values(self) -> dict[str, float]:
-        """The values of the step for the logs, the same on every process but for its seconds; one reduction."""
+        """The logged values of the step; all but the seconds are the same on every process. One reduction."""
         seconds = self.parts.clock.take()
         self.work.add_to(self.context.metrics)
         values = self.context.metrics.reduce()

@@ -1,6 +1,6 @@
 """What the loss of a step is made of, read where TRL reads it: at each step and each loss.
 
-A callback, or a subclass after `super().__init__()`, may have changed a setting since the trainer was built.
+A callback, or a subclass after `super().__init__()`, may change a setting once the trainer is built.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class StepTerms:
     """What the loss of a step is made of, as it is set when the step begins.
 
     Attributes:
-        skip_zeros: nothing but the policy loss acts on a completion, and that is linear in the advantage.
+        skip_zeros: completions with advantage zero add nothing: only the policy loss acts, linear in the advantage.
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
-        own_loss: the user overrides the loss, so a micro-batch holds its images too.
+        custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
         log_probs: the user's `_get_per_token_logps_and_entropies`; None: the scorer's.
     """
@@ -31,7 +31,7 @@ class StepTerms:
     top_entropy_quantile: float = 1.0
     router: bool = False
     experts_per_token: int = 1
-    own_loss: bool = False
+    custom_loss: bool = False
     training: bool = True
     log_probs: LogProbs | None = None
 
@@ -41,23 +41,23 @@ class StepTerms:
         return self.top_entropy_quantile < 1.0 or self.router
 
 
-def step_terms_of(trainer: Any, own_loss: bool, log_probs: LogProbs | None) -> StepTerms:
+def step_terms_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None) -> StepTerms:
     """The terms of a step as they are now.
 
     Args:
         trainer: TRL's attributes; `args` is a `GRPOConfig`.
-        own_loss, log_probs: as in `StepTerms`.
+        custom_loss, log_probs: as in `StepTerms`.
     """
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
     # what adds to the loss of a completion whose advantage is zero; "vespo" logs a weight of every sequence
     others = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
-    skip_zeros = trainer.args.skip_zero_contribution and training and not (others or own_loss)
+    skip_zeros = trainer.args.skip_zero_contribution and training and not (others or custom_loss)
     return StepTerms(
         skip_zeros and trainer.loss_type != "vespo",
         quantile,
         router,
         experts_per_token(trainer.model),
-        own_loss,
+        custom_loss,
         training,
         log_probs,
     )

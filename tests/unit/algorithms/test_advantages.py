@@ -272,9 +272,6 @@ def test_the_rewards_are_left_as_they_were(aggregation):
     torch.testing.assert_close(rewards, before, equal_nan=True, rtol=0, atol=0)
 
 
-# ---- Refusals -------------------------------------------------------------------------------------------------------
-
-
 # ---- Named estimators -----------------------------------------------------------------------------------------------
 
 ONE = torch.ones(1)
@@ -398,19 +395,6 @@ def test_an_estimator_may_be_named_by_its_file(tmp_path):
 def test_an_unknown_estimator_is_refused_with_the_names():
     with pytest.raises(ConfigError, match="'grpo' is unknown; use one of group_centered, group_standardized,"):
         estimated("grpo", 0, 1, 2, 3)
-
-
-def test_an_installed_package_may_bring_an_estimator(tmp_path, monkeypatch):
-    (tmp_path / "some_plugin.py").write_text("def doubled(rewards):\n    return 2 * rewards\n")
-    info = tmp_path / "some_plugin-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[grpo_ext.advantage_estimators]\ndoubled = some_plugin:doubled\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        assert estimated("doubled", 1, 2, 3, 4) == [2.0, 4.0, 6.0, 8.0]
-    finally:
-        del ESTIMATORS["doubled"]
 
 
 def test_groups_without_variance():
