@@ -49,7 +49,7 @@ def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> 
 
 
 def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
-    """Gradient of the mean squared output over the step, from a window with that step-wide denominator."""
+    """Gradient of the mean squared output over the step, with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
 
@@ -70,7 +70,7 @@ def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | 
 @pytest.mark.parametrize("cap", [1, 2, 3, 5, 10, 11, 64])
 @pytest.mark.parametrize("at_least", [1, 13])
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
+def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
     found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
 
 
-def test_hooks_are_gone_after_a_window(accelerator):
+def test_hooks_are_gone_after_a_step(accelerator):
     model = torch.nn.Linear(4, 1, bias=False)
     gradients = adding("fixed", model, accelerator)
     run_micro_batches(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
@@ -95,7 +95,7 @@ def test_hooks_are_gone_after_a_window(accelerator):
     assert model.weight.grad is not None  # nothing takes it away any more
 
 
-def test_a_window_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
+def test_a_step_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
     assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
 
 
@@ -127,7 +127,7 @@ def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accu
     assert synced == [False, False, False, True] * 2
 
 
-def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
+def test_a_step_starts_counting_wherever_the_last_one_stopped(accelerator):
     synced = []
     model = torch.nn.Linear(4, 1)
 
@@ -135,13 +135,13 @@ def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
         synced.append(accelerator.sync_gradients)
         return model(X[list(part.rows)].float()).sum()
 
-    accelerator.step = 2  # as after a window that failed
+    accelerator.step = 2  # as after a step that failed
     run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
     assert synced == [False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
+def test_a_step_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
     model = torch.nn.Linear(4, 1, bias=False)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
 
 
 @pytest.mark.parametrize("kind", ["native", "fixed"])
-def test_a_window_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
+def test_a_step_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
     model = torch.nn.Linear(4, 1, bias=False)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
