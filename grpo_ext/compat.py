@@ -166,10 +166,10 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 
 class View:
-    """An object seen with some attributes replaced. What is set is set on the object, what is replaced on the view.
+    """An object with some attributes replaced. Other attributes are read from the object, and set on it.
 
-    TRL's `VLLMGeneration.generate` reads `self.llm`: it is run on a view that has another engine (`on_view`), because
-    setting it on the object, and back, would show to everything else that reads it meanwhile.
+    TRL's `VLLMGeneration.generate` reads `self.llm`: it runs on a view with another engine (`on_view`), because setting
+    the engine on the object for a while would show to every other reader.
     """
 
     def __init__(self, target: Any, instead: dict[str, Any]) -> None:
@@ -180,10 +180,12 @@ class View:
         return type(self._target)
 
     def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
-        seen = vars(self)
-        if "_target" not in seen or (name.startswith("__") and name.endswith("__")):  # while it is copied or pickled
+        attributes = vars(self)
+        if "_target" not in attributes or (
+            name.startswith("__") and name.endswith("__")
+        ):  # while it is copied or pickled
             raise AttributeError(name)
-        return seen["_instead"][name] if name in seen["_instead"] else getattr(seen["_target"], name)
+        return attributes["_instead"][name] if name in attributes["_instead"] else getattr(attributes["_target"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self)["_instead"]:
@@ -211,7 +213,7 @@ def as_reference(model: Any) -> Iterator[None]:
 
 
 def client_of(generation: Any) -> Any:
-    """The client by which this process asks TRL's vLLM server; TRL gives the main process alone one."""
+    """This process's client of TRL's vLLM server; TRL itself gives one to the main process alone."""
     if (client := getattr(generation, "vllm_client", None)) is not None:
         return client
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"

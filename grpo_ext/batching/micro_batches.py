@@ -106,7 +106,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the step that one forward sees. `weight` is 0 where a process only keeps the collectives aligned."""
+    """Rows of the step that run in one forward; `weight` is 0 where it only keeps the collectives aligned."""
 
     rows: tuple[int, ...]
     weight: float = 1.0

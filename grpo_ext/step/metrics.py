@@ -1,4 +1,4 @@
-"""What the logs show of a step: sums over its micro-batches, made step-wide by one reduction; work and time."""
+"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; tokens and time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from ..runtime.collectives import ragged_gather, stack_over_processes
 
 @dataclass
 class StepMetrics:
-    """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
+    """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
 
-    What the micro-batches add is kept apart and summed exactly rounded at the end (`math.fsum`), so that neither the
-    order of the micro-batches nor the process that ran them shows in the digits. Every process has to add the same
-    names, micro-batches of weight zero included.
+    The terms are summed exactly at the end (`math.fsum`), so the digits depend neither on the order of the micro-batches
+    nor on the process that ran them. Every process adds the same names, for micro-batches of weight zero too.
     """
 
     device: torch.device
