@@ -180,18 +180,16 @@ class View:
         return type(self._target)
 
     def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
-        attributes = vars(self)
-        if "_target" not in attributes or (
-            name.startswith("__") and name.endswith("__")
-        ):  # while it is copied or pickled
+        # missing while it is copied or pickled
+        if "_target" not in vars(self) or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
-        return attributes["_instead"][name] if name in attributes["_instead"] else getattr(attributes["_target"], name)
+        return self._instead[name] if name in self._instead else getattr(self._target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self)["_instead"]:
-            vars(self)["_instead"][name] = value
+        if name in self._instead:
+            self._instead[name] = value
         else:
-            setattr(vars(self)["_target"], name, value)
+            setattr(self._target, name, value)
 
 
 def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,8 @@ from ..runtime.collectives import ragged_gather, stack_over_processes
 class StepMetrics:
     """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
 
-    The terms are summed exactly at the end (`math.fsum`), so the digits depend neither on the order of the micro-batches
-    nor on the process that ran them. Every process adds the same names, for micro-batches of weight zero too.
+    The terms are summed exactly at the end (`math.fsum`), so the digits do not depend on the order of micro-batches or
+    the process that ran them. Every process adds the same names, for micro-batches of weight zero too.
     """
 
     device: torch.device
