@@ -69,6 +69,12 @@ class StepParts:
     pad_token_id: int
     cost: TokenCost
 
+    @property
+    def multiple(self) -> int | None:
+        """TRL's `pad_to_multiple_of`."""
+        multiple: Any = self.args.pad_to_multiple_of
+        return multiple
+
     def token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
         """The tokens of completions, on the device."""
         return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))
@@ -76,7 +82,7 @@ class StepParts:
     def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool = True) -> tuple[Inputs, TokenRows]:
         """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
         some = rollout.select(rows)
-        batch = to_device(some.collate(self.pad_token_id, self.args.pad_to_multiple_of), self.accelerator.device)
+        batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch, self.token_rows(some, training)
 
@@ -225,7 +231,7 @@ class OptimizerStep:
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
         parts, args, scorer = self.parts, self.parts.args, self.parts.scorer
-        sizes, policy = rollout.sizes(args.pad_to_multiple_of), parts.accelerator.unwrap_model(model)
+        sizes, policy = rollout.sizes(parts.multiple), parts.accelerator.unwrap_model(model)
         if not scorer.choice.settled(policy):
             with scorer.without_gradients(policy):
                 scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
@@ -291,7 +297,7 @@ class OptimizerStep:
         Raises:
             MemoryShortageError: nothing smaller is left.
         """
-        sizes, reason = attempt.rollout.sizes(self.parts.args.pad_to_multiple_of), attempt.shortage
+        sizes, reason = attempt.rollout.sizes(self.parts.multiple), attempt.shortage
         unit_rows, device = self.parts.args.unit_rows, self.parts.accelerator.device
         if unit_rows is not None and number:
             raise MemoryShortageError(
