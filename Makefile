@@ -65,7 +65,7 @@ $(VLLM)/.ready: pyproject.toml tests/vllm/requirements.txt
 test-vllm: $(VLLM)/.ready  ## rollouts from a real vLLM engine on the CPU, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -q tests/vllm $(ARGS)
 
-# What has to hold beside another TRL: the contract, training, the promise. What it leaves out needs an environment of its
+# What has to hold beside another TRL: its methods, training, the promise. What it leaves out needs an environment of its
 # own (recipes, packaging) or takes long (--full)
 VERSIONED := tests/unit tests/trainer tests/invariance
 
@@ -79,7 +79,7 @@ $(OTHER)/.ready: pyproject.toml constraints.txt
 	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt 'trl==$(TRL)' -e '.[dev,trackers]'
 	@touch $@
 
-test-trl: $(OTHER)/.ready  ## contract, trainer and invariance tests beside another TRL (TRL=1.15.0), in an environment of its own
+test-trl: $(OTHER)/.ready  ## unit, trainer and invariance tests beside another TRL (TRL=1.15.0), in an environment of its own
 	@$(OTHER)/bin/python -m pytest -q $(PARALLEL) $(VERSIONED) $(ARGS)
 
 LOWEST := .venv-min

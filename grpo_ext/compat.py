@@ -1,6 +1,7 @@
 """What the package relies on in TRL, transformers and Accelerate, and what differs between their versions.
 
-The only module that imports from inside TRL; contract.py compares the installed versions with what is relied on.
+The only module that imports from inside TRL. `verify_overrides` compares the installed versions with the methods that
+the trainer overrides: a method that was renamed would never be called, and training would silently be TRL's.
 """
 
 from __future__ import annotations
@@ -36,10 +37,22 @@ except (ImportError, RuntimeError) as error:  # the latter from TRL's lazy modul
         f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."
     ) from error
 
+# methods of `trl.GRPOTrainer`, its own and transformers', that the trainer overrides
+OVERRIDES = (
+    *("__init__", "create_accelerator_and_postprocess", "get_total_train_batch_size", "get_train_dataloader"),
+    *("get_eval_dataloader", "get_test_dataloader", "training_step", "prediction_step", "evaluation_loop", "predict"),
+    *("_prepare_inputs", "_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
+    *("_generate", "_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
+    *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),
+    *("_load_optimizer_and_scheduler", "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint"),
+)
+
 
 # of a layer that keeps nothing; older versions of transformers have none
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16
+
+_VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 # what TRL's scoring passes on to a model that takes images, by the names of the model's arguments
 _COUNTS = ("num_images", "num_tiles")
@@ -153,10 +166,10 @@ def generating(trainer: Any) -> Iterator[Any]:
 
 
 class View:
-    """An object seen with some attributes replaced. What is set is set on the object, what is replaced on the view.
+    """An object with some attributes replaced. Other attributes are read from the object, and set on it.
 
-    TRL's `VLLMGeneration.generate` reads `self.llm`: it is run on a view that has another engine (`on_view`), because
-    setting it on the object, and back, would show to everything else that reads it meanwhile.
+    TRL's `VLLMGeneration.generate` reads `self.llm`: it runs on a view with another engine (`on_view`), because setting
+    the engine on the object for a while would show to every other reader.
     """
 
     def __init__(self, target: Any, instead: dict[str, Any]) -> None:
@@ -167,16 +180,16 @@ class View:
         return type(self._target)
 
     def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
-        seen = vars(self)
-        if "_target" not in seen or (name.startswith("__") and name.endswith("__")):  # while it is copied or pickled
+        # missing while it is copied or pickled
+        if "_target" not in vars(self) or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
-        return seen["_instead"][name] if name in seen["_instead"] else getattr(seen["_target"], name)
+        return self._instead[name] if name in self._instead else getattr(self._target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self)["_instead"]:
-            vars(self)["_instead"][name] = value
+        if name in self._instead:
+            self._instead[name] = value
         else:
-            setattr(vars(self)["_target"], name, value)
+            setattr(self._target, name, value)
 
 
 def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +211,7 @@ def as_reference(model: Any) -> Iterator[None]:
 
 
 def client_of(generation: Any) -> Any:
-    """The client by which this process asks TRL's vLLM server; TRL gives the main process alone one."""
+    """This process's client of TRL's vLLM server; TRL itself gives one to the main process alone."""
     if (client := getattr(generation, "vllm_client", None)) is not None:
         return client
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
@@ -207,9 +220,36 @@ def client_of(generation: Any) -> Any:
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
     """Names of the parameters, without `self` and without those that take any number."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind not in variable and p.name != "self"]
+    return [p.name for p in parameters if p.kind not in _VARIABLE and p.name != "self"]
+
+
+def _mismatch(ours: type, name: str) -> str | None:
+    """How a method of TRL's trainer differs from what its override takes, as a sentence; None where it does not."""
+    theirs = getattr(ours.__base__, name, None)
+    if theirs is None:
+        return f"GRPOTrainer.{name} is missing"
+    override = getattr(ours, name)
+    taken, expected = parameters_of(theirs), parameters_of(override)
+    variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on what follows
+    if (taken[: len(expected)] if variable else taken) == expected:
+        return None
+    return f"GRPOTrainer.{name} takes ({', '.join(taken)}), not ({', '.join(expected)}{', ...' if variable else ''})"
+
+
+@functools.cache
+def verify_overrides(ours: type) -> None:
+    """Compare the methods that a subclass of TRL's trainer overrides with the installed versions.
+
+    Raises:
+        ContractError: names every method that is missing or takes other parameters.
+    """
+    if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
+        raise ContractError(
+            f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
+            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.23 are tested and work; install one "
+            "of these, or a newer grpo_ext."
+        )
 
 
 @functools.cache

@@ -18,8 +18,6 @@ from typing import Any, cast, get_args
 import torch
 import trl
 
-from . import contract
-from .algorithms.losses import LossConfig
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, ceil_div, geometry_of
 from .errors import ConfigError
@@ -30,7 +28,6 @@ from .setting_rules import (
     check_ahead,
     check_algorithm,
     check_bitwise,
-    check_choice,
     check_rollout_device,
     check_values,
 )
@@ -84,14 +81,14 @@ class GRPOConfig(trl.GRPOConfig):
     # What the run means: changes what is learned, and is compared on resume.
     global_batch_size: int | None = _setting(
         None,
-        "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
-        "gradient_accumulation_steps * processes, as in TRL. A size that is no multiple of num_generations cuts "
-        "groups (their advantages stay those of the whole group) and needs a rollout_batch_size.",
+        "Completions per optimizer step, over all processes. A size that is no multiple of num_generations cuts groups "
+        "and needs a rollout_batch_size. Default: per_device_train_batch_size * gradient_accumulation_steps * "
+        "processes, as in TRL.",
     )
     rollout_batch_size: int | None = _setting(
         None,
-        "Completions per generation phase, over all processes; a multiple of global_batch_size and of "
-        "num_generations. Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation).",
+        "Completions per generation phase, over all processes; a multiple of global_batch_size and num_generations. "
+        "Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation).",
     )
     advantage_estimator: str | None = _setting(
         None,
@@ -101,14 +98,13 @@ class GRPOConfig(trl.GRPOConfig):
     )
     loss_aggregation: str | None = _setting(
         None,
-        "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', "
-        "'sequence_sum_norm' (over max_completion_length) or 'prompt_mean' (each prompt alike, by the tokens that "
-        "its group has in the step), or verl's names of the first four. Default: what loss_type says, as in TRL.",
+        "How the losses of tokens add up: 'token_mean', 'sequence_mean', 'sequence_sum', 'sequence_sum_norm' (over "
+        "max_completion_length) or 'prompt_mean' (each prompt alike). Default: what loss_type says, as in TRL.",
     )
     dynamic_sampling: bool = _setting(
         False,
-        "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout "
-        "batch is full or dynamic_sampling_max_rounds is reached. The batch keeps its size.",
+        "Replace groups whose rewards are all alike by groups of further prompts (DAPO), until the rollout batch is "
+        "full or dynamic_sampling_max_rounds is reached.",
     )
     dynamic_sampling_max_rounds: int = _setting(
         10, "With dynamic_sampling: how often further prompts are sampled for one rollout batch."
@@ -116,157 +112,144 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_chunk_size: int | None = _setting(
         None,
         "Completions per generate call on one device, and per call of a reward function; a multiple of "
-        "num_generations. The same chunks are sampled and scored for every number of processes, so a smaller chunk "
-        "means more calls. Default: 64, rounded down to whole groups (at least one).",
+        "num_generations. Chunks are the same for every number of processes. Default: 64, rounded down to whole "
+        "groups.",
     )
-
     rollout_lag: int = _setting(
         0,
-        "Rollout batches that sampling runs ahead of training, on a thread of its own: rollout batch r is sampled with "
-        "the weights that are there when training of rollout batch r - rollout_lag begins. What is trained does not "
-        "depend on what takes how long. 0: sample, then train, then sample.",
+        "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
+        "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
     )
-
     float32_adapters: bool = _setting(
         True,
-        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, which takes 8 bytes "
-        "less per trained parameter, rounds small updates away, and rounds them otherwise for another split.",
+        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, with 8 bytes less "
+        "per trained parameter; small updates are rounded away, and differently for another split.",
     )
 
     # How it is laid out: changes nothing that is learned.
     rollout_threads: int | None = _setting(
         None,
-        "With rollout_lag on a CPU: threads that sampling computes with; training has the others of torch's "
-        "(OMP_NUM_THREADS), at least one. Default: half. In bitwise mode it belongs to what a run means, training has "
-        "bitwise_threads, and so has sampling by default.",
+        "With rollout_lag on a CPU: threads of sampling; training has the others of torch's (OMP_NUM_THREADS). "
+        "Default: half. In bitwise mode part of what the run means, bitwise_threads by default.",
     )
     rollout_device: str | None = _setting(
         None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."
     )
     micro_batch_tokens: int | None = _setting(
         None,
-        "The most tokens one forward holds on one device, prompts included (a prompt that is shared in a "
-        "pack counts once). per_device_train_batch_size still limits the completions. Default: no limit.",
+        "The most tokens of one forward on one device, prompts included (a shared prompt counts once). "
+        "per_device_train_batch_size still limits the completions. Default: no limit.",
     )
 
     # What is not computed: each can be turned off, none changes the update.
     forward: str = _setting(
         "auto",
-        "How completions run through the model, for policy, old and reference log-probabilities. 'packed': the prompt "
-        "of a group once and its completions after it, without padding. 'prefix': prompts once with a cache, and their "
-        "completions, padded, on it; for layers of other kinds (linear attention, convolutions) too. 'padded': every "
-        "completion with its prompt. A model that cannot run what is set pads, and says so. 'auto' is the first that "
-        "the model can run.",
+        "How completions run through the model. 'packed': the prompt of a group once and its completions after it, "
+        "without padding. 'prefix': prompts once with a cache, then their completions, padded; also for linear "
+        "attention and convolutions. 'padded': every completion with its prompt. 'auto': the first that the model can "
+        "run. A model that cannot run the form pads, with a warning.",
         choices=["auto", *get_args(Form)],
     )
     skip_zero_contribution: bool = _setting(
         True,
-        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
-        "auxiliary term). Denominators are unchanged; the logged entropy and clip ratios are those of the "
-        "completions that are run (NaN where none is).",
+        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
+        "term). The logged entropy and clip ratios are those of the others (NaN without others).",
     )
     compact_rollouts: bool = _setting(
         True,
-        "While sampling, run the prompt once per group, let finished completions leave the batch, and grow "
-        "the cache in place. Models that cannot (with caches of their own, sharded ones) sample as transformers does.",
+        "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the cache "
+        "in place. Models that cannot (own caches, sharded) sample as transformers does.",
     )
 
     # The same bits.
     bitwise_invariant: bool = _setting(
         False,
-        "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size "
-        "and number of processes (data parallel, one machine type): forwards run in canonical units, gradients are "
-        "summed as 64-bit integers (steps of 3.6e-15, sums up to 16384). Takes 8 more bytes per trained parameter.",
+        "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size and number "
+        "of processes (data parallel, one machine type): forwards run in canonical units, gradients are summed as "
+        "64-bit integers (steps of 3.6e-15, sums up to 16384). Takes 8 more bytes per trained parameter.",
     )
     canonical_unit_size: int | None = _setting(
         None,
-        "With bitwise_invariant: completions of one group per forward, whatever "
-        "per_device_train_batch_size is; it decides the memory of a forward and belongs to what a run means. "
-        "Default: num_generations.",
+        "With bitwise_invariant: completions of one group per forward, instead of per_device_train_batch_size; part of "
+        "what the run means. Default: num_generations.",
     )
     bitwise_threads: int = _setting(
         1,
-        "With bitwise_invariant: threads each process computes with on the CPU; matrix products change "
-        "bits with it, and launchers set it differently for one and several processes.",
+        "With bitwise_invariant: threads of each process on the CPU; the bits of matrix products depend on it.",
     )
 
     # Resume.
     allow_changed_on_resume: list[str] | None = _setting(  # noqa: RUF009  (a dataclass field)
         None,
-        "Names of settings (or data, model, rewards) that may differ from those of the checkpoint although "
-        "they change what the run means, for example ['num_train_epochs'] to train longer. How a run is laid out "
-        "(processes, micro-batches) may always differ.",
+        "Names of settings (or data, model, rewards) that may differ from the checkpoint's although they change what "
+        "the run means, for example ['num_train_epochs'] to train longer. The layout may always differ.",
     )
 
     # Reward functions that fail.
     reward_workers: int = _setting(
         0,
-        "Processes, for each training process, that call synchronous reward functions: fresh interpreters of one "
-        "thread, without an accelerator. Chunks run there concurrently, and a call that takes longer than "
-        "reward_timeout is killed. Rewards and logs do not depend on the number. 0: functions run in the training "
+        "Processes, for each training process, that call synchronous reward functions concurrently, without an "
+        "accelerator; a call that takes longer than reward_timeout is killed. 0: functions run in the training "
         "process.",
     )
     reward_timeout: float | None = _setting(
         None,
-        "Seconds one call of a reward function may take; a call that takes longer has failed. Without reward_workers "
-        "it runs in a thread of its own, which cannot be stopped. Default: no limit.",
+        "Seconds one call of a reward function may take; a longer call has failed. Without reward_workers it runs in a "
+        "thread, which cannot be stopped. Default: no limit.",
     )
     reward_retries: int = _setting(
         0, "How often a call of a reward function that raised or took too long is made again."
     )
     reward_on_failure: str = _setting(
         "error",
-        "What a reward function that still fails means: 'error' ends the run, 'none' gives the completions "
-        "of that call None (does not apply).",
+        "After the last retry of a reward function: 'error' ends the run, 'none' gives the completions of that call "
+        "None (does not apply).",
         choices=["error", "none"],
     )
 
     # Evaluation.
     eval_pass_threshold: float | None = _setting(
         None,
-        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1, where every reward of the "
-        "evaluation is 0 or 1; for others no pass@k is logged.",
+        "The least reward that counts as passed in the pass@k of an evaluation. Default: 1 where every reward is 0 or "
+        "1; otherwise no pass@k is logged.",
     )
     eval_pass_reward: str | None = _setting(
         None,
-        "The reward function, by its name in the logs, whose rewards pass@k and mean@k are about. Default: the "
-        "weighted sum of all, as in eval_reward.",
+        "The reward function, by its name in the logs, of pass@k and mean@k. Default: the weighted sum of all.",
     )
 
     # Tools and environments.
     tool_timeout: float | None = _setting(
         None,
-        "Seconds one call of a tool, or an environment's `reset`, may take. The model is told of a tool that takes "
-        "longer as of any failure: an asynchronous one is cancelled, a synchronous one left behind in its thread, and "
-        "its environment replaced. Default: no limit. (TRL's max_tool_calling_iterations limits the turns.)",
+        "Seconds one call of a tool, or an environment's `reset`, may take. The model reads that a longer call failed. "
+        "An asynchronous tool is cancelled; a synchronous one stays in its thread, and its environment is replaced. "
+        "Default: no limit. (TRL's max_tool_calling_iterations limits the turns.)",
     )
 
     # Refusals.
     allow_split_dependent: bool = _setting(
         False,
-        "Warn instead of refusing to train when the model or the settings make the update depend on the "
-        "batch split (dropout, BatchNorm, NEFTune).",
+        "Warn instead of refusing to train when the model or the settings make the update depend on the split "
+        "(dropout, BatchNorm, NEFTune).",
     )
 
     def __post_init__(self) -> None:
-        contract.verify()
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
-            # bfloat16, TRL's default, is accepted on the CPU only if that is asked for, and Accelerate joins several
-            # CPU processes into one run only then; else each would train alone as process 0. Under DeepSpeed it joins
-            # them over a backend that is named, and leaves DeepSpeed out where the CPU is asked for
+            # without use_cpu TRL refuses bfloat16, its default, and Accelerate lets each CPU process train alone as
+            # process 0; with use_cpu Accelerate turns DeepSpeed off, for which naming the backend is enough
             if asks_for_deepspeed(vars(self)):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
-        given = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
+        user_sizes = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
         if self.rollout_device is not None:
             check_rollout_device(self.rollout_device, self.device, self.world_size)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
-        # TRL checks that its sizes divide each other; ours need not. It is shown sizes that pass, and the user's come
-        # back afterwards.
+        # TRL checks that its sizes divide each other; ours need not. It gets sizes that pass, and the user's are
+        # restored afterwards
         neutral: int = self.num_generations  # type: ignore[assignment]
         self.per_device_train_batch_size = neutral
         self.per_device_eval_batch_size = neutral if self.num_generations_eval is None else self.num_generations_eval
@@ -277,7 +260,7 @@ class GRPOConfig(trl.GRPOConfig):
             with quiet():
                 super().__post_init__()
         finally:
-            for name, value in given.items():
+            for name, value in user_sizes.items():
                 setattr(self, name, value)
         options: Any = self.accelerator_config
         if "num_steps" in (options.gradient_accumulation_kwargs or {}):
@@ -293,10 +276,12 @@ class GRPOConfig(trl.GRPOConfig):
         self.geometry: BatchGeometry = self.resolve_geometry(num_processes=self.world_size)
 
     def _check_settings(self) -> None:
-        """Refuse what setting_rules refuses."""
+        """Refuse unknown choices, and what setting_rules refuses."""
         for spec in dataclasses.fields(self):
-            if spec.name in GRPOConfig.__annotations__ and "choices" in spec.metadata:
-                check_choice(spec.name, getattr(self, spec.name), spec.metadata["choices"])
+            choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
+            if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
+                names = ", ".join(map(repr, choices))
+                raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")
         settings = vars(self)
         check_values(settings)
         check_algorithm(settings)
@@ -331,21 +316,6 @@ class GRPOConfig(trl.GRPOConfig):
         """
         return geometry_of(vars(self), num_processes)
 
-    def loss_config(self) -> LossConfig:
-        """The settings of the policy loss, under the names of algorithms.losses."""
-        same = {spec.name for spec in dataclasses.fields(LossConfig)} & vars(self).keys()
-        values: dict[str, Any] = {name: getattr(self, name) for name in same}
-        return LossConfig(
-            **values
-            | {
-                "epsilon_low": self.epsilon,
-                "epsilon_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
-                "max_completion_length": self.max_completion_length or 1,
-                "correct_sampling": self.use_vllm and self.vllm_importance_sampling_correction,
-                "aggregation": self.loss_aggregation,
-            }
-        )
-
     @classmethod
     def for_model(cls, args: trl.GRPOConfig | None, model: Any) -> GRPOConfig:
         """The configuration of a trainer: the given one, TRL's converted, or a default named after the model."""
@@ -375,23 +345,23 @@ class GRPOConfig(trl.GRPOConfig):
         args.rollout_batch_size = self.geometry.rollout_batch_size
         args.generation_batch_size = self.geometry.rollout_batch_size
         args.steps_per_generation = self.geometry.steps_per_rollout
-        if self.use_vllm:  # while TRL builds the engine this number sizes its queue: the most rows of a process
+        if self.use_vllm:  # TRL sizes the engine's queue by this number: the most rows of a process
             rows = ceil_div(self.geometry.rollout_batch_size, self.geometry.num_processes)
             args.steps_per_generation = ceil_div(rows, self.per_device_train_batch_size)
         args.gradient_accumulation_steps = 1
         args.auto_find_batch_size = False
         if getattr(args, "ddp_static_graph", None):
-            args.ddp_static_graph = False  # it is about DDP's own sums of gradients, which the step does without
+            args.ddp_static_graph = False  # concerns DDP's reduction of gradients, which the step does not use
         # otherwise every micro-batch of a loader's last batch synchronises, and unequal counts hang
         accelerator: Any = copy.copy(self.accelerator_config)
-        given = accelerator.gradient_accumulation_kwargs or {}
-        accelerator.gradient_accumulation_kwargs = {**given, "sync_with_dataloader": False}
+        accumulation = accelerator.gradient_accumulation_kwargs or {}
+        accelerator.gradient_accumulation_kwargs = {**accumulation, "sync_with_dataloader": False}
         args.accelerator_config = accelerator
         return args
 
 
 def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__`, which says of a removed setting what to write instead."""
+    """A dataclass's `__init__` that names the replacement of a removed setting."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

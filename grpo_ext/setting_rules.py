@@ -1,12 +1,13 @@
-"""Which values the settings of GRPOConfig may have, and which of them go together; a mapping of settings goes in.
+"""The rules for values of GRPOConfig's settings, and for settings that exclude each other.
 
-Checked by GRPOConfig before anything is loaded. Sizes have their rules in batching.sizes, what needs a model in checks.
+GRPOConfig checks them before anything is loaded. Rules of sizes are in batching.sizes, those that need a model in
+checks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -28,19 +29,8 @@ _LEAST = {
 _LEAST_IF_GIVEN = {"num_generations_eval": 1, "rollout_threads": 1, "micro_batch_tokens": 2}
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Refuse a value that is none of `choices`.
-
-    Raises:
-        ConfigError: names them.
-    """
-    if value not in choices:
-        names = ", ".join(repr(choice) for choice in choices if isinstance(choice, str))
-        raise ConfigError(f"{name}={value!r} is unknown; use one of {names}.")
-
-
 def check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that a setting cannot have, whatever the others are.
+    """Refuse values that a setting cannot have.
 
     Raises:
         ConfigError: names the setting, and what it takes.
@@ -103,7 +93,7 @@ def asks_for_deepspeed(settings: Mapping[str, Any]) -> bool:
 
 
 def check_bitwise(settings: Mapping[str, Any]) -> None:
-    """Refuse what the same bits cannot be promised for.
+    """Refuse settings with which bitwise mode cannot keep the bits.
 
     Raises:
         ConfigError: names all of it.
@@ -131,7 +121,7 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:
-    """Refuse what rollouts cannot be sampled ahead with.
+    """Refuse settings that sampling ahead does not go with.
 
     Raises:
         ConfigError: names all of it.
@@ -144,10 +134,10 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
                 f"{', '.join(useless)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it out."
             )
         return
-    engine_here = vllm and settings["vllm_mode"] != "server"
+    colocated = vllm and settings["vllm_mode"] != "server"
     trained_weights = settings["use_transformers_continuous_batching"]
     refused = {
-        "vllm_mode='colocate' (the engine shares the device with training; use a server)": engine_here,
+        "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
         "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
         "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": settings[
             "ignore_data_skip"

@@ -1,9 +1,9 @@
-"""`GRPOTrainer`: TRL's GRPO trainer with the update taken out of the hands of the hardware split.
+"""`GRPOTrainer`: TRL's GRPO trainer, whose update does not depend on the hardware split.
 
-It holds the override points, each of which hands over to a component that the trainer owns. `Rollouts` makes rollout
-batches (rollouts.source). `Scorer` computes log-probabilities (forward.scorer). `OptimizerStep` runs the micro-batches
-of a step (step.optimizer_step). `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a
-step through them. contract.py names what is overridden; it is verified when a trainer is built.
+Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source), `Scorer`
+computes log-probabilities (forward.scorer), `OptimizerStep` plans the micro-batches of a step (step.optimizer_step),
+`RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step through them. compat.py lists
+the overrides, and compares them with the installed TRL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from . import checks, compat, contract
+from . import checks, compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
@@ -46,13 +46,12 @@ from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
-from .step.attempt import StepParts
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
-from .step.optimizer_step import OptimizerStep
+from .step.optimizer_step import OptimizerStep, StepParts
 from .step.statistics import STEP_PART, StepPart
-from .step.terms import StepTerms, loss_config_of, loss_terms_of, step_terms_of
+from .step.terms import StepTerms, loss_config_of, step_terms_of
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -78,9 +77,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
-        RewardError: at the first call of a reward function that returns something else than rewards.
-        RolloutError: at the first call of a `rollout_func` that returns something else than completions, and where an
-            environment's `reset` hangs (`tool_timeout`).
+        RewardError: a reward function raised, or returned something else than rewards.
+        RolloutError: a `rollout_func` returned something else than completions, or an environment's `reset` hangs
+            (`tool_timeout`).
     """
 
     args: GRPOConfig  # the loop's copy: see GRPOConfig.for_loop
@@ -106,14 +105,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        contract.verify()
+        compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
         processing_class, environment_factory = checks.check_arguments(
             config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
         )
         self._clock = PhaseClock()
-        self._losses: list[float] = []  # of every step so far
+        self._losses: list[float] = []  # of all steps
         loop_args = config.for_loop()
         reference = reference_source(model, loop_args, peft_config, quantization_config)
         if reference is not None:
@@ -122,12 +121,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
         with quiet():
-            super().__init__(  # in TRL's order: contract.OVERRIDES
+            super().__init__(  # in TRL's order
                 model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
                 eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
                 peft_config, tools, rollout_func, environment_factory,
             )  # fmt: skip
-        contract.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
         if reference is not None:
@@ -234,7 +232,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             sample_ahead(self, only_due=self.args.dynamic_sampling)
             completions = self._prepare_inputs(inputs)
             sample_ahead(self)
-        except StoppedWaiting:  # the step is not made
+        except StoppedWaiting:  # the step is abandoned
             self.state.num_input_tokens_seen = tokens_seen
             raise
         for name, value in self._rollouts.waits(self.state.global_step).items():
@@ -251,7 +249,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             evaluation.measure(self.model)
             for micro_batch in self._with_events(evaluation.micro_batches()):
                 self._loss_of(self.model, micro_batch)
-            self._clock.take()  # the phases that are logged are those of training
+            self._clock.take()  # only phases of training are logged
             loss = self._log_step(evaluation.context.metrics.reduce())
             return torch.tensor(loss, device=self.accelerator.device), None, None
 
@@ -271,7 +269,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """transformers', whose metrics are not logged and so must not reach the next evaluation's."""
+        """transformers'. Its metrics are not logged, so they are cleared before the next evaluation."""
         output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._metrics["eval"].clear()
         return output
@@ -285,11 +283,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _terms(self) -> StepTerms:
         """What the loss of a step is made of."""
-        own_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
-        return step_terms_of(self, own_loss, self._override_of(LOGPS))
+        custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
+        return step_terms_of(self, custom_loss, self._override_of(LOGPS))
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Micro-batches, and between two the event that transformers' loop has there; to it a step is one batch."""
+        """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
         event = "on_substep_end" if self.model.training else "on_prediction_step"
         for number, inputs in enumerate(micro_batches):
             if number:
@@ -299,7 +297,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
 
-        What is read from TRL's attributes there is that of the micro-batch: see `StepPart`.
+        Overrides divide by `current_gradient_accumulation_steps`: see `StepPart.accumulation_steps`.
         """
         part: StepPart = inputs[STEP_PART]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
@@ -317,7 +315,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs = self._step_runner.as_step(self.model, inputs, self._group_size, self._terms())
         rows = self._step_runner.tokens_of(inputs, self.model.training)
         logps, entropies, router = self._score(model, inputs, rows)
-        return assemble_loss(loss_config_of(self), loss_terms_of(self), inputs, logps, entropies, router)
+        return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move the entropy controller; returns the loss."""
@@ -333,7 +331,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics["train" if self.model.training else "eval"][name].append(value)
         return loss
 
-    # ---- Scoring --------------------------------------------------------------------------------------------------
+    # ---- Log-probabilities ----------------------------------------------------------------------------------------
 
     def _score(
         self, model: Any, batch: dict[str, Any], rows: TokenRows
@@ -352,7 +350,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> Any:
-        """TRL's, of rows that the scorer knows, or of a padded batch of the caller's own."""
+        """TRL's, in the model's form. A padded batch with images that no rollout batch holds runs as in TRL."""
         batch = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
         scorer = self._scorer.of_this_thread
         known = scorer.knows(input_ids, attention_mask)
@@ -368,7 +366,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._rollouts.score(inputs, context_of(self))
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's tuple of eight; of prompts that no rollout batch is made of, TRL's own method makes it."""
+        """TRL's tuple of eight; outside a rollout batch TRL's own method makes it."""
         worker = self._rollouts.worker
         return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
 
@@ -391,14 +389,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         with without_router_logits(self.model.config):
             return super()._generate_single_turn(*args, **kwargs)
 
-    # ---- What is true of a run ------------------------------------------------------------------------------------
+    # ---- Queries --------------------------------------------------------------------------------------------------
 
     @property
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def _override_of(self, name: str) -> Any:
-        """The method that a subclass, or an assignment to this trainer, has put in the place of ours; None if none."""
+        """The method of a subclass, or one assigned to this trainer, that replaces ours; None without one."""
         overridden = name in vars(self) or getattr(type(self), name) is not getattr(GRPOTrainer, name)
         return getattr(self, name) if overridden else None
 
@@ -463,7 +461,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """transformers', which says where a resumed run goes on, and not that its micro-batches differ."""
+        """transformers', without its warning that the micro-batch size differs; says where a resumed run goes on."""
         size = self._keeper.resumed.micro_batch_size or self.args.per_device_train_batch_size
         with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
@@ -472,7 +470,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which would train one step more than `max_steps` where a run that is finished is resumed.
+        """transformers', which would train one step too many where a finished run is resumed.
 
         A run that is asked to stop while it waits for a rollout batch ends here.
         """
@@ -486,13 +484,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.control.should_training_stop = True
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """transformers', which would take the checkpoint that an interrupted run goes on from for a leftover."""
+        """transformers', but the checkpoint that an interrupted run resumes from is not deleted."""
         limit = None if self._keeper.watch.stopping else self.args.save_total_limit
         with assigned(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """transformers', and the weights that it leaves out; where an engine loads its own, there are none."""
+        """transformers', and the weights that it leaves out, unless an engine loads its own."""
         with all_loaded(self.model if model is None else model, resume_from_checkpoint, by_engine=self.is_fsdp_enabled):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -503,10 +501,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: what is missing is loaded after all, or ends the run (`run.loading`)."""
+        """Nothing: `run.loading` loads missing weights, or raises."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """transformers', after which settings of the optimizer that were changed on purpose hold again."""
+        """transformers', without resetting settings of the optimizer that were changed on purpose."""
         with preserve_settings(self.optimizer, self.lr_scheduler, self._keeper.resumed.changed):
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -526,7 +524,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._keeper.output_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Later, under the name that the checkpoint will have."""
+        """Deferred until the checkpoint has its final name."""
         self._keeper.push_due = True
 
     def _checkpoint_folder(self, trial: Any) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -82,24 +81,16 @@ def reinforce_plus_plus_baseline(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def check_estimator(name: str) -> None:
-    """Refuse a name that nothing is registered under.
-
-    Plugins (entry point group `grpo_ext.advantage_estimators`) are registered here, and `path/to/file.py:function`.
+    """Refuse a name that nothing is registered under; `path/to/file.py:function` is registered here.
 
     Raises:
         ConfigError: lists the names.
     """
-    plugins = entry_points(group="grpo_ext.advantage_estimators")
     if name not in ESTIMATORS and ".py:" in name:
         register_advantage_estimator(name)(_from_file(name))
     if name not in ESTIMATORS:
-        for plugin in plugins.select(name=name):
-            register_advantage_estimator(name)(plugin.load())
-    if name not in ESTIMATORS:
-        names = sorted({*ESTIMATORS, *plugins.names})
-        raise ConfigError(
-            f"advantage_estimator={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function."
-        )
+        names = ", ".join(sorted(ESTIMATORS))
+        raise ConfigError(f"advantage_estimator={name!r} is unknown; use one of {names}, or path/to/file.py:function.")
 
 
 def _from_file(name: str) -> Estimator:

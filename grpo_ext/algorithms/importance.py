@@ -1,4 +1,4 @@
-"""How far the engine that sampled is from the policy that is trained, and what the loss makes of it.
+"""Importance ratios of the trained policy to the engine that sampled, which the loss is multiplied by.
 
 As TRL's `vllm_importance_sampling_*` (its `_generate_and_score_completions`): a ratio for each token or one for each
 completion, cut off or set to zero outside its bounds. Shapes: T tokens of one completion.
@@ -42,7 +42,7 @@ class RatioRule:
 
         Args:
             old_T: log-probabilities of the policy.
-            sampling_T: those of the engine, NaN where it could not tell one; the ratio is 1 there.
+            sampling_T: those of the engine; the ratio is 1 where one is NaN.
             mask_T: 1 on tokens that carry loss.
         """
         difference = torch.nan_to_num((old_T - sampling_T) * mask_T, nan=0.0)

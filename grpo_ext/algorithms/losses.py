@@ -25,19 +25,18 @@ _USUAL_AGGREGATION = {
     "luspo": "sequence_sum",
 }
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm", "prompt_mean")
-_OTHER_NAMES = {  # verl's `loss_agg_mode`
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "sequence_sum_norm",
-}
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the loss is made of; the fields are TRL's `GRPOConfig` fields of the same names.
+    """What the loss is made of; fields without a line here are TRL's `GRPOConfig` fields of the same names.
 
-    `aggregation` is one of `AGGREGATIONS`, verl's name of it, or None for that of the loss type.
+    Attributes:
+        correct_sampling: multiply by the ratio of the policy to the engine that sampled.
+        aggregation: one of `AGGREGATIONS`, or None for that of the loss type.
+        entropy_coefficient: factor of the entropy bonus in this step; None without a bonus.
+        router_coefficient: factor of the MoE load-balancing loss; None without one.
+        log_ratios: log the ratios of the policy to the weights that sampled.
     """
 
     loss_type: str = "dapo"
@@ -57,13 +56,15 @@ class LossConfig:
     max_completion_length: int = 1
     correct_sampling: bool = False
     aggregation: str | None = None
+    entropy_coefficient: float | None = None
+    router_coefficient: float | None = None
+    log_ratios: bool = False
 
     @property
     def weighting(self) -> str:
         """How tokens add up, one of `AGGREGATIONS`."""
-        if self.aggregation is None:
-            return _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
-        return _OTHER_NAMES.get(self.aggregation, self.aggregation)
+        usual = _USUAL_AGGREGATION.get(self.loss_type, "token_mean")
+        return usual if self.aggregation is None else self.aggregation
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
@@ -73,10 +74,8 @@ class LossConfig:
                 f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."
             )
         if self.weighting not in AGGREGATIONS:
-            raise ConfigError(
-                f"loss_aggregation={self.aggregation!r} is unknown; use one of {', '.join(AGGREGATIONS)}, or verl's "
-                f"{', '.join(_OTHER_NAMES)}."
-            )
+            names = ", ".join(AGGREGATIONS)
+            raise ConfigError(f"loss_aggregation={self.aggregation!r} is unknown; use one of {names}.")
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
-"""Planning: which process trains on which completions, and how they are cut into micro-batches.
+"""The plan of an optimizer step: which process trains on which completions, and in which micro-batches.
 
-Differs from TRL: work is assigned by its cost, not by count, and cut by tokens where a budget is set. The plan follows
-from the lengths alone, so every process makes it for all without talking. Runs once per optimizer step, before its
-first forward. A row is a completion with its prompt; rows of one group are neighbours and share their prompt. A step
-may hold a part of a group.
+Differs from TRL: work is assigned by its cost, not by count, and cut by tokens where a budget is set; the number of
+micro-batches may differ between steps and processes. Runs once per step, before its first forward. A row is a
+completion with its prompt; rows of one group are neighbours and share their prompt. A step may hold part of a group.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
 from .sizes import ceil_div, even_slice
 
-# how a forward holds its rows: in a pack without padding, prompts once and completions in columns after them, or every
-# row with its prompt in columns
+# how a forward holds its rows: in a pack without padding; prompts once, then their completions, both padded; or every
+# completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
 
 BALANCED = 1.02  # largest load over the mean at which no more groups are cut
@@ -101,8 +100,73 @@ class TokenCost:
         return tokens + self.attention * tokens**2 / 2
 
     def completion(self, tokens: int, prompt: int) -> float:
-        """Cost of a completion behind a prompt that is there already."""
+        """Cost of a completion after its prompt, without that of the prompt."""
         return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the step that run in one forward; `weight` is 0 where it only keeps the collectives aligned."""
+
+    rows: tuple[int, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class MicroBatchLayout:
+    """How a step is laid onto processes and micro-batches; nothing here changes the update.
+
+    Attributes:
+        max_rows: completions per micro-batch.
+        max_tokens: tokens per micro-batch, or None.
+        form: how a forward holds its rows.
+        cost: what a token costs, to assign groups to processes by.
+        unit_rows: completions per canonical unit, which is then the micro-batch; None cuts by the sizes above.
+        processes, rank: of the run, and which of them this process is.
+        equal_counts: a forward is a collective, so all processes run the same number.
+    """
+
+    max_rows: int
+    max_tokens: int | None = None
+    form: Form = "padded"
+    cost: TokenCost = field(default_factory=TokenCost)
+    unit_rows: int | None = None
+    processes: int = 1
+    rank: int = 0
+    equal_counts: bool = False
+
+
+def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
+    """The micro-batches of this process. Every process plans for all from the lengths, so no collective is needed.
+
+    Args:
+        rows: the rows of the step that are run; the others add nothing to it.
+    """
+    shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
+    if layout.unit_rows is not None:
+        units = canonical_units(sizes, rows, layout.unit_rows)
+        return fill_up(assign_units(sizes, units, layout.processes, layout.cost)[layout.rank], 1, shortest)
+    assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
+    most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
+    return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
+
+
+def fill_up(parts: Sequence[Sequence[int]], at_least: int = 1, filler: int = 0) -> list[MicroBatch]:
+    """Micro-batches of `parts`, followed by as many of weight zero as `at_least` asks for, each of the row `filler`.
+
+    A process without completions needs one: every parameter needs a gradient for the collectives.
+    """
+    planned = [MicroBatch(tuple(part)) for part in parts]
+    return planned + [MicroBatch((filler,), weight=0.0)] * (at_least - len(planned))
+
+
+def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
+    """Micro-batches, the largest first: the others reuse its memory, and a shortage of memory shows at once."""
+    if layout.max_tokens is None:
+        parts = cut_by_count(sizes, rows, layout.max_rows)
+    else:
+        parts = cut_by_tokens(sizes, rows, layout.max_rows, layout.max_tokens, layout.form)
+    return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 
 def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: TokenCost) -> list[list[int]]:
@@ -117,8 +181,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     group_cost = {sizes.groups_B[r]: cost.prompt(sizes.prompts_B[r]) for r in rows}
     row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
-    whole = [group_cost[sizes.groups_B[p[0]]] + sum(row_cost[r] for r in p) for p in pieces]
-    numbers, loads = _longest_first(whole, processes)
+    numbers, loads = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
     assigned = [{sizes.groups_B[pieces[i][0]]: list(pieces[i]) for i in mine} for mine in numbers]
     for _ in range(8 * processes):
         if max(loads) <= BALANCED * sum(loads) / processes or not _level(assigned, loads, group_cost, row_cost):

@@ -21,9 +21,7 @@ def describe_plan(
         num_prompts: prompts in the training set; None where that is not known.
         epochs: passes over the training set, or None when the run is limited by steps.
         micro_batch_tokens: tokens per forward on one device, or None.
-        form: how completions run through the model, where that is known.
-        precision: what it computes in, where that is to be said.
-        ahead: what it takes to sample ahead of training, where that is done.
+        form, precision, ahead: the form of the forward, its precision, and what sampling ahead takes; None: no line.
     """
     g, group = geometry, geometry.num_generations
     chunks = ceil_div(g.rollout_batch_size, g.rollout_chunk_size)
@@ -41,23 +39,14 @@ def describe_plan(
     if g.global_batch_size % group:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
+        remedy = "; a smaller rollout_chunk_size spreads it" if g.rollout_chunk_size > group else ""
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{remedy}"))
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:
         rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def _smaller_chunk(geometry: BatchGeometry) -> str:
-    """The chunk size with which every process samples, as the end of a sentence; empty where there is none."""
-    g = geometry
-    prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
-    if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
-        prompts = max(1, g.prompts_per_rollout // g.num_processes)
-    chunk = prompts * g.num_generations
-    return f"; rollout_chunk_size={chunk} spreads it" if chunk < g.rollout_chunk_size else ""
 
 
 def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:

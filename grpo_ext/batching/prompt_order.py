@@ -24,12 +24,12 @@ from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_pro
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """What a process has to know about a rollout batch besides its own rows.
+    """One process's part of a rollout batch.
 
     Attributes:
         epoch, layout: where the step stands.
         prompts: positions in the rollout batch that this process samples from.
-        empty: it has none; the rows are a stand-in that must not reach any result.
+        empty: the process has no prompts; its rows are a stand-in that must not reach any result.
         num_generations: completions per prompt; rows repeat each prompt this often.
         first_prompt: what the prompts of a further round (dynamic sampling) are numbered from, for their keys.
     """
@@ -48,8 +48,8 @@ class StepRows(Sequence[dict[str, Any]]):
 
     Attributes:
         rows: one for each completion; none in a step that goes on with a rollout batch.
-        request: what they were asked for.
-        numbers: of the rows in the data set; a stream has none.
+        request: the part of the rollout batch that they belong to.
+        numbers: of the rows in the data set; none for a stream.
     """
 
     rows: list[dict[str, Any]]
@@ -64,10 +64,10 @@ class StepRows(Sequence[dict[str, Any]]):
 
     @staticmethod
     def checked(item: Any) -> StepRows:
-        """What a loader gave.
+        """The item of a loader.
 
         Raises:
-            ConfigError: it is of another kind.
+            ConfigError: it is no `StepRows`.
         """
         if isinstance(item, StepRows):
             return item
@@ -101,14 +101,14 @@ class ProcessSlices:
         """The request of this process for the rollout batch of `layout`; one without prompts borrows the first."""
         return self.part(epoch, layout, len(layout.rollout_prompts))
 
-    def part(self, epoch: int, layout: StepLayout, prompts: int, first_prompt: int = 0) -> RolloutRequest:
-        """The request for `prompts` prompts of that rollout batch, numbered from `first_prompt`."""
-        own = process_prompts(prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        empty = len(own) == 0
-        return RolloutRequest(epoch, layout, range(1) if empty else own, empty, self.num_generations, first_prompt)
+    def part(self, epoch: int, layout: StepLayout, num_prompts: int, first_prompt: int = 0) -> RolloutRequest:
+        """The request for `num_prompts` prompts of that rollout batch, numbered from `first_prompt`."""
+        prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
+        empty = len(prompts) == 0
+        return RolloutRequest(epoch, layout, range(1) if empty else prompts, empty, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
-        """Fetch the rows of a request; each completion gets one of its own, since rewards and tools may write to it.
+        """The rows of a request, a copy for each completion, since rewards and tools may write to it.
 
         Args:
             prompts: the data set; or the prompts of the rollout batch, where they have no `number`.
@@ -200,10 +200,10 @@ class StepDataset(Dataset):
 
 
 class StepStream(IterableDataset):
-    """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout.
+    """Optimizer steps over a stream: every process reads the whole stream and keeps its part of each rollout batch.
 
-    It passes over the stream again and again, because the Trainer takes a loader without a length for one long epoch;
-    so a step's place is its number, and skipping steps on resume arrives where the run had been.
+    It repeats the stream, because the Trainer takes a loader without a length for one long epoch. So skipping as many
+    steps as were trained resumes at the same place.
     """
 
     def __init__(self, stream: Any, geometry: BatchGeometry, rule: ProcessSlices, drop_last: bool) -> None:
@@ -238,7 +238,7 @@ class StepLoader(DataLoader):
     """A `DataLoader` of `StepRows` that passes the epoch on; never sharded, since it is cut inside.
 
     Attributes:
-        micro_batches: of an evaluation: its length, as progress bars count it; None: the length is the items'.
+        micro_batches: the length of an evaluation for progress bars; None: the number of items.
     """
 
     micro_batches: int | None = None
@@ -264,7 +264,7 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
 
     Args:
         prompts: `datasets.Dataset`, `datasets.IterableDataset` or anything indexable with a length.
-        args: a `GRPOConfig` with its geometry; a stream is read in this process, whatever it says of workers.
+        args: a `GRPOConfig` with its geometry; a stream is always read in this process.
     """
     geometry, seed, drop_last = args.geometry, args.seed, args.dataloader_drop_last
     if not hasattr(prompts, "__len__"):

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import ProcessorMixin
 
-from .. import compat, contract
+from .. import compat
 from ..algorithms.advantages import AdvantageRule
 from ..batching.sizes import check_equal_slices
 from ..config import GRPOConfig
@@ -270,7 +270,7 @@ def check_bitwise(trainer: Any) -> None:
 
 
 def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
-    """Warn of untested versions and of what the promise does not cover.
+    """Warn of what the promise leaves out.
 
     Args:
         uncovered: sentences of `check_trainer`.
@@ -279,8 +279,6 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
         ConfigError, ModelError: for parts that were replaced since the trainer was built.
     """
     refuse_overrides(trainer)
-    if (untested := contract.untested()) is not None:
-        logger.warning(untested)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
     for sentence in [*uncovered, *_uncovered_sampling(trainer)]:

@@ -1,4 +1,4 @@
-"""pass@k and mean@k of evaluations: of which rewards, and whether these tell what has passed."""
+"""pass@k and mean@k of evaluations, from the rewards and the threshold that the settings name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 
 
 class PassAtK:
-    """Follows the rewards of a run, and makes an evaluation's metrics of them."""
+    """Keeps the rewards of the last rollout batch, and computes an evaluation's metrics from them."""
 
     def __init__(self, args: GRPOConfig) -> None:
         self.args = args

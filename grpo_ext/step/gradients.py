@@ -44,7 +44,7 @@ class NativeGradients:
         """After the last backward, also where it failed."""
 
     def discard(self) -> None:
-        """Throw away what was added."""
+        """Throw the gradients away."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -128,11 +128,11 @@ class FixedPointGradients(NativeGradients):
 
 @contextmanager
 def out_of_memory_on_all(accelerator: Accelerator, discard: Callable[[], None] | None) -> Iterator[None]:
-    """What runs inside may run out of memory; afterwards all processes know. It must hold no collective.
+    """Make an out-of-memory error inside known to all processes. No collective may run inside.
 
     Args:
-        discard: throws away what was done, on every process; None where a forward is itself a collective, so that the
-            others could not be told: there the error goes on as it is.
+        discard: throws the gradients away, on every process; None where a forward is itself a collective: processes
+            that wait in one cannot learn of the failure, so the error is raised as it is.
 
     Raises:
         StepOutOfMemory: on every process, where one of them failed.
@@ -156,8 +156,8 @@ class Accumulation:
     """The backward passes of one step on this process, which `accumulating` has prepared Accelerate for.
 
     Where an engine reduces in the backward pass, `accelerator.backward` divides by the number of micro-batches (not
-    under DeepSpeed) and the engine averages over processes; the scale takes both back, because the weights already are
-    those of the whole step.
+    under DeepSpeed) and the engine averages over processes; the scale undoes both, because the weights are those of the
+    whole step.
     """
 
     def __init__(self, accelerator: Accelerator, model: Any, count: int, by_engine: bool) -> None:

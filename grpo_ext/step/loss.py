@@ -12,8 +12,7 @@ import torch
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
-from .statistics import STEP_PART, StepContext, StepPart, router_term
-from .terms import LossTerms
+from .statistics import STEP_PART, StepPart, router_term
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -24,7 +23,6 @@ def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
 
 def assemble_loss(
     cfg: LossConfig,
-    terms: LossTerms,
     inputs: dict[str, Any],
     logps: torch.Tensor,
     entropies: torch.Tensor,
@@ -59,29 +57,25 @@ def assemble_loss(
     )
     tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.counts, part.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
-    if terms.entropy_coefficient is not None:
+    if cfg.entropy_coefficient is not None:
         context.metrics.add_total("policy_loss", loss, weight)
         bonus_mask = mask if keep is None else mask * keep
-        loss = loss - _entropy_bonus(terms.entropy_coefficient, entropies, bonus_mask, part)
-    if terms.router_coefficient is not None:
-        loss = loss + terms.router_coefficient * _router_loss(terms.router_coefficient, router, part)
+        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, part)
+    if cfg.router_coefficient is not None:
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, part)
     context.metrics.add_tokens("entropy", entropies, mask, weight)
-    _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, context, weight)
-    if terms.ratios:
-        _add_ratios(logps, batch.old_logps_BT, mask, context, weight)
+    _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, part)
+    if cfg.log_ratios and batch.old_logps_BT is not None:
+        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, part)
     return loss * weight
 
 
-def _add_ratios(
-    logps: torch.Tensor, old: torch.Tensor | None, mask: torch.Tensor, context: StepContext, weight: float
-) -> None:
-    if old is None:
-        return
-    ratio_BT = (logps - old).detach().exp()
-    context.metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask, weight)
-    known = torch.where(mask.bool(), ratio_BT, torch.nan)
-    context.metrics.add_extreme("sampling/ratio_min", known, weight, lowest=True)
-    context.metrics.add_extreme("sampling/ratio_max", known, weight)
+def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart) -> None:
+    metrics, weight = part.context.metrics, part.weight
+    metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
+    unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
+    metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
+    metrics.add_extreme("sampling/ratio_max", unmasked, weight)
 
 
 def _entropy_bonus(
@@ -111,14 +105,9 @@ def _router_loss(coefficient: float, router: RouterOutput | None, part: StepPart
 
 
 def _add_policy_metrics(
-    cfg: LossConfig,
-    tokens: TokenLoss,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    context: StepContext,
-    weight: float,
+    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, part: StepPart
 ) -> None:
-    metrics = context.metrics
+    metrics, weight = part.context.metrics, part.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:

@@ -1,4 +1,4 @@
-"""What the logs show of a step: sums over its micro-batches, made step-wide by one reduction; work and time."""
+"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; tokens and time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from ..algorithms.exact import exact_sum
-from ..batching.micro_batches import Form, StepSizes
+from ..batching.micro_batches import Form, MicroBatch, StepSizes
 from ..runtime.collectives import ragged_gather, stack_over_processes
-from .plan import MicroBatch
 
 
 @dataclass
 class StepMetrics:
-    """Adds up what the logs show over the micro-batches of a step; one reduction at the end makes it step-wide.
+    """Collects the logged values of a step over its micro-batches; one reduction at the end makes them step-wide.
 
-    What the micro-batches add is kept apart and summed exactly rounded at the end (`math.fsum`), so that neither the
-    order of the micro-batches nor the process that ran them shows in the digits. Every process has to add the same
-    names, micro-batches of weight zero included.
+    The terms are summed exactly at the end (`math.fsum`), so the digits do not depend on the order of micro-batches or
+    the process that ran them. Every process adds the same names, for micro-batches of weight zero too.
     """
 
     device: torch.device
@@ -101,10 +99,11 @@ class StepWork:
     @classmethod
     def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], form: Form) -> StepWork:
         """Count a plan: `rows` are those of the whole step that are run, `parts` this process's micro-batches."""
-        held = [part.rows for part in parts if part.weight]
-        computed = sum(sizes.tokens(own, form) for own in held)
-        alone = [[row] for own in held for row in own] if form == "padded" else held  # which rows repeat no prompt
-        real = computed if form == "packed" else sum(sizes.tokens(own, "packed") for own in alone)
+        batches = [part.rows for part in parts if part.weight]
+        computed = sum(sizes.tokens(batch, form) for batch in batches)
+        # rows that repeat no prompt
+        sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
+        real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
         return cls(sizes.tokens(rows, "packed"), computed, computed - real)
 
     def add_to(self, metrics: StepMetrics) -> None:

@@ -1,35 +1,176 @@
-"""Optimizer steps on one process: planned, and planned again with smaller micro-batches where memory ends.
+"""One optimizer step: planned, counted, run micro-batch by micro-batch, and again with smaller ones where memory ends.
 
 Differs from the Trainer's accumulation: the whole step is one call, so its denominators are known before the first
-forward, the number of micro-batches may differ between processes, and a step that does not fit runs again.
+forward, and the number of micro-batches may differ between processes. `OptimizerStep` plans an `Attempt`, and
+`training_step` runs it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..batching.sizes import group_numbers
+from ..config import GRPOConfig
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
+from ..forward.scorer import Scorer
 from ..precision.non_finite import FirstModule, bad_weight, explanation
-from ..rollouts.batch import RolloutBatch
+from ..rollouts.batch import RolloutBatch, to_device
+from ..rollouts.images import ImageSource
+from ..runtime.clock import PhaseClock
 from ..runtime.collectives import first_of_all_processes, max_over_processes
-from ..runtime.out_of_memory import MicroBatchLimits, free_memory
-from .attempt import Attempt, Inputs, StepParts
-from .gradients import FixedPointGradients, NativeGradients
+from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
+from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
 from .metrics import StepMetrics, StepWork
-from .plan import MicroBatch, MicroBatchLayout, plan_step
-from .statistics import STEP_PART, TOKENS, Measured, StepContext, StepPart, counted, set_statistics
+from .statistics import (
+    STEP_PART,
+    TOKENS,
+    Measured,
+    StepContext,
+    StepPart,
+    count_step,
+    counted,
+    set_statistics,
+)
 from .terms import StepTerms
 
 logger = get_logger(__name__)
+
+Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What runs a step; the same for every step of a run.
+
+    Attributes:
+        args: the loop's configuration.
+        clock: takes the seconds of the phase "train".
+        images: from the columns of completions to their images.
+        pad_token_id: fills up micro-batches.
+        cost: of a token, by which groups are assigned to processes.
+    """
+
+    accelerator: Accelerator
+    args: GRPOConfig
+    scorer: Scorer
+    clock: PhaseClock
+    images: ImageSource
+    pad_token_id: int
+    cost: TokenCost
+
+    @property
+    def multiple(self) -> int | None:
+        """TRL's `pad_to_multiple_of`."""
+        multiple: Any = self.args.pad_to_multiple_of
+        return multiple
+
+    def token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
+        """The tokens of completions, on the device."""
+        return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))
+
+    def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool = True) -> tuple[Inputs, TokenRows]:
+        """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
+        some = rollout.select(rows)
+        batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        return batch, self.token_rows(some, training)
+
+
+@dataclass
+class Attempt:
+    """One run through the micro-batches of this process.
+
+    Attributes:
+        rollout: the completions of the step, those of all processes.
+        plan: the micro-batches of this process.
+        work: the tokens of the step.
+        gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
+        context: the step-wide counts and statistics; set by `measure`.
+        shortage: why memory ran out, on this process or another; None where it did not.
+    """
+
+    parts: StepParts
+    model: Any
+    rollout: RolloutBatch
+    terms: StepTerms
+    plan: list[MicroBatch]
+    work: StepWork
+    gradients: NativeGradients | None = None
+    context: StepContext = field(init=False)
+    shortage: str | None = None
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Inside, forwards run in the model's form; memory that runs out ends the attempt, on all processes."""
+        try:
+            with self.parts.clock.phase("train"), self.parts.scorer.running(self.model):
+                yield
+        except StepOutOfMemory as shortage:
+            self.shortage = str(shortage)
+
+    def measure(self, model: Any) -> None:
+        """Count the step, and measure its statistics where a term needs one, before the first forward with gradients.
+
+        Args:
+            model: computes the entropies and router outputs of the statistics.
+        """
+        parts, terms = self.parts, self.terms
+        self.context = count_step(self.rollout, StepMetrics(parts.accelerator.device), terms.experts_per_token)
+        if not terms.needs_statistics:
+            return
+        measured: list[Measured] = []
+        discard = None if self.gradients is None else self.gradients.discard
+        plain = parts.scorer.without_gradients(parts.accelerator.unwrap_model(self.model))
+        with out_of_memory_on_all(parts.accelerator, discard), plain:
+            for part in self.plan:
+                batch, rows = parts.collate(self.rollout, part.rows, terms.training)
+                scores = parts.scorer.score_inputs(model, batch, rows, terms.router, terms.log_probs)
+                measured.append(Measured.of(part, scores, loss_mask(batch), terms.experts_per_token))
+        set_statistics(self.context, measured, terms.top_entropy_quantile)
+
+    def accumulating(self) -> AbstractContextManager[Accumulation]:
+        """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
+        return accumulating(self.parts.accelerator, self.model, self.gradients, len(self.plan))
+
+    def micro_batches(self) -> Iterator[Inputs]:
+        """The micro-batches of this process, once the step is measured."""
+        return map(self.micro_batch, self.plan)
+
+    def micro_batch(self, part: MicroBatch) -> Inputs:
+        """A micro-batch as TRL's loss takes it, with its `StepPart`."""
+        device, training = self.parts.accelerator.device, self.terms.training
+        inputs, rows = self.parts.collate(self.rollout, part.rows, training)
+        if self.terms.custom_loss and rows.images is not None:
+            ids, _ = padded_ids_and_mask(inputs)
+            inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
+        keep = None
+        if self.context.entropy_keep is not None:
+            keep = self.context.keep_mask(part.rows, inputs["completion_mask"].size(1), device)
+        groups, padded = [self.rollout.groups[row] for row in part.rows], Unchanged(*(inputs[name] for name in TOKENS))
+        inputs[STEP_PART] = step_part = StepPart(self.context, part.weight, groups, rows, padded, keep)
+        steps = self.parts.args.geometry.steps_per_rollout if training else None
+        items = step_part.items_in_batch(self.parts.accelerator.num_processes, steps)
+        inputs["num_items_in_batch"] = torch.tensor(items, device=device)
+        return inputs
+
+    def log_values(self) -> dict[str, float]:
+        """The logged values of the step; all but the seconds are the same on every process. One reduction."""
+        seconds = self.parts.clock.take()
+        self.work.add_to(self.context.metrics)
+        values = self.context.metrics.reduce()
+        values |= self.work.logged(values, seconds.get("train", 0.0))
+        return values | {f"time/{name}": value for name, value in seconds.items()}
 
 
 class OptimizerStep:
@@ -95,9 +236,18 @@ class OptimizerStep:
             with scorer.without_gradients(policy):
                 scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
         form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
-        layout = MicroBatchLayout(max_rows, self.limits.tokens, form, parts.cost, args.unit_rows)
+        layout = MicroBatchLayout(
+            max_rows=max_rows,
+            max_tokens=self.limits.tokens,
+            form=form,
+            cost=parts.cost,
+            unit_rows=args.unit_rows,
+            processes=parts.accelerator.num_processes,
+            rank=parts.accelerator.process_index,
+            equal_counts=scorer.sharded,
+        )
         rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
-        micro_batches = plan_step(parts.accelerator, sizes, rows, layout)
+        micro_batches = plan_step(sizes, rows, layout)
         work = StepWork.of(sizes, rows, micro_batches, form)
         return Attempt(parts, model, rollout, terms, micro_batches, work, gradients)
 
@@ -118,16 +268,17 @@ class OptimizerStep:
             inputs: TRL's dictionary, of a user's own call; it begins with a whole group.
         """
         rows, mask = self.tokens_of(inputs, terms.training), loss_mask(inputs)
-        part, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
+        whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
         metrics = StepMetrics(self.parts.accelerator.device)
-        context, keep = StepContext(counted(mask.sum(1).tolist(), groups), metrics, top_k=terms.experts_per_token), None
+        context = StepContext(counted(mask.sum(1).tolist(), groups), metrics, top_k=terms.experts_per_token)
+        keep = None
         if terms.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                scores = self.parts.scorer.score_inputs(model, inputs, rows, terms.router, terms.log_probs)
-            set_statistics(context, [Measured(part, scores[1], mask)], terms.top_entropy_quantile)
-            keep = context.keep_mask(part.rows, mask.size(1), scores[1].device)
+                _, entropies, _ = self.parts.scorer.score_inputs(model, inputs, rows, terms.router, terms.log_probs)
+            set_statistics(context, [Measured(whole, entropies, mask)], terms.top_entropy_quantile)
+            keep = context.keep_mask(whole.rows, mask.size(1), entropies.device)
         padded = Unchanged(*(inputs[name] for name in TOKENS))
-        return {**inputs, STEP_PART: StepPart(context, part.weight, groups, rows, padded, keep)}
+        return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}
 
     # ---- Gradients and memory -------------------------------------------------------------------------------------
 

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
+from ..batching.micro_batches import MicroBatch
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import ragged_gather, sum_over_processes
 from .metrics import StepMetrics
-from .plan import MicroBatch
 
 
 @dataclass
 class StepContext:
-    """What a micro-batch has to know about its step.
+    """Counts and statistics of a step, which its micro-batches share.
 
     Attributes:
         counts: the denominators.
@@ -47,8 +47,8 @@ class StepContext:
         """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1."""
         mask = torch.zeros(len(rows), width, device=device)
         for i, row in enumerate(rows):
-            kept = (self.entropy_keep or {})[row]
-            mask[i, : kept.numel()] = kept[:width].float()
+            keep_T = (self.entropy_keep or {})[row]
+            mask[i, : keep_T.numel()] = keep_T[:width].float()
         return mask
 
 
@@ -58,17 +58,17 @@ TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # o
 
 @dataclass(frozen=True)
 class StepPart:
-    """What the loss of a micro-batch has to know of its step.
+    """A micro-batch's place in its step.
 
-    It stands under `STEP_PART` in the dictionary that TRL's `compute_loss` and `_compute_loss` are given, so that it
-    goes through a user's overrides of them, copies of the dictionary included.
+    The dictionary that TRL's `compute_loss` and `_compute_loss` take holds it under `STEP_PART`, so it passes through a
+    user's overrides of them, and into copies of the dictionary.
 
     Attributes:
         context: the step.
         weight: 0 where a process runs the micro-batch only to keep the collectives aligned.
-        groups: which group of the step each completion belongs to.
-        rows: the tokens that the dictionary holds padded.
-        padded: those tensors, by which a change of theirs is noticed.
+        groups: the group of each completion.
+        rows: the tokens, without padding.
+        padded: the dictionary's tensors of them, to notice when an override changes these.
         entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
     """
 
@@ -80,11 +80,11 @@ class StepPart:
     entropy_keep_BT: torch.Tensor | None = None
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
-        """The tokens that a dictionary holds padded; None where a user's override has put others there."""
+        """The tokens of a dictionary without padding; None where a user's override has changed them."""
         return self.rows if self.padded.are(*(inputs[name] for name in TOKENS)) else None
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add the micro-batch's part to the loss that is logged; returns that part, zero at weight zero."""
+        """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
         loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
         self.context.metrics.add_total("loss", loss, 1.0)
         return loss
@@ -93,13 +93,13 @@ class StepPart:
     def accumulation_steps(self) -> float:
         """The step's completions over those of the micro-batch.
 
-        The parts of micro-batches are added up, so a mean over completions that is divided by this, as TRL wants of a
-        loss, becomes a part of the mean over those of the step.
+        Losses of micro-batches are added up, so a mean over completions that is divided by this, as TRL wants of a
+        loss, becomes the mean over the step.
         """
         return self.context.counts.completions / len(self.groups)
 
     def items_in_batch(self, processes: int, steps_per_rollout: int | None) -> float:
-        """`num_items_in_batch` from which TRL's rescaling, that of training alone, makes the loss tokens of this step.
+        """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
 
         Args:
             steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
@@ -121,7 +121,7 @@ def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a pass without gradients finds out about a micro-batch.
+    """The statistics of a micro-batch, from a pass without gradients.
 
     Attributes:
         entropies_BT, mask_BT: of the completion tokens, and which of them carry loss.
@@ -160,14 +160,14 @@ def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> S
 def set_statistics(context: StepContext, measured: Sequence[Measured], top_entropy_quantile: float) -> None:
     """Make the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
     if top_entropy_quantile < 1.0:
-        local = [one.entropies_BT[one.mask_BT.bool()].float() for one in measured if one.part.weight]
+        local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
         everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
         threshold = entropy_threshold(everyone, top_entropy_quantile)
-        keep = [(one.part.rows, (one.entropies_BT >= threshold) & one.mask_BT.bool()) for one in measured]
+        keep = [(m.part.rows, (m.entropies_BT >= threshold) & m.mask_BT.bool()) for m in measured]
         context.entropy_keep = {row: keep_T for rows, keep_BT in keep for row, keep_T in zip(rows, keep_BT)}
         tokens = int((everyone >= threshold).sum()) if math.isfinite(threshold) else 0
         context.counts = replace(context.counts, entropy_tokens=tokens)
-    experts = [one.experts for one in measured if one.experts is not None]
+    experts = [m.experts for m in measured if m.experts is not None]
     if experts:
         chosen, rows = functools.reduce(torch.add, (c for c, _ in experts)), sum(n for _, n in experts)
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))

@@ -1,11 +1,11 @@
 """What the loss of a step is made of, read where TRL reads it: at each step and each loss.
 
-A callback, or a subclass after `super().__init__()`, may have changed a setting since the trainer was built.
+A callback, or a subclass after `super().__init__()`, may change a setting once the trainer is built.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..algorithms.losses import LossConfig
@@ -18,11 +18,11 @@ class StepTerms:
     """What the loss of a step is made of, as it is set when the step begins.
 
     Attributes:
-        skip_zeros: nothing but the policy loss acts on a completion, and that is linear in the advantage.
+        skip_zeros: completions with advantage zero add nothing: only the policy loss acts, linear in the advantage.
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
-        own_loss: the user overrides the loss, so a micro-batch holds its images too.
+        custom_loss: the user overrides the loss, so a micro-batch holds its images too.
         training: the step trains; False in an evaluation.
         log_probs: the user's `_get_per_token_logps_and_entropies`; None: the scorer's.
     """
@@ -31,7 +31,7 @@ class StepTerms:
     top_entropy_quantile: float = 1.0
     router: bool = False
     experts_per_token: int = 1
-    own_loss: bool = False
+    custom_loss: bool = False
     training: bool = True
     log_probs: LogProbs | None = None
 
@@ -41,47 +41,30 @@ class StepTerms:
         return self.top_entropy_quantile < 1.0 or self.router
 
 
-def step_terms_of(trainer: Any, own_loss: bool, log_probs: LogProbs | None) -> StepTerms:
+def step_terms_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None) -> StepTerms:
     """The terms of a step as they are now.
 
     Args:
         trainer: TRL's attributes; `args` is a `GRPOConfig`.
-        own_loss, log_probs: as in `StepTerms`.
+        custom_loss, log_probs: as in `StepTerms`.
     """
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
     # what adds to the loss of a completion whose advantage is zero; "vespo" logs a weight of every sequence
     others = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
-    skip_zeros = trainer.args.skip_zero_contribution and training and not (others or own_loss)
+    skip_zeros = trainer.args.skip_zero_contribution and training and not (others or custom_loss)
     return StepTerms(
         skip_zeros and trainer.loss_type != "vespo",
         quantile,
         router,
         experts_per_token(trainer.model),
-        own_loss,
+        custom_loss,
         training,
         log_probs,
     )
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """Terms beside the policy loss.
-
-    Attributes:
-        entropy_coefficient: factor of the entropy bonus in this step, None without a bonus.
-        router_coefficient: factor of the MoE load-balancing loss, None without one.
-        ratios: those of tokens under the policy to those under the one that sampled are logged.
-    """
-
-    entropy_coefficient: float | None = None
-    router_coefficient: float | None = None
-    ratios: bool = False
-
-
 def loss_config_of(trainer: Any) -> LossConfig:
-    """The settings of the policy loss as they are now, from where TRL reads them at each loss.
-
-    A callback, or a subclass after `super().__init__()`, may have changed them.
+    """The settings of the loss as they are now, from where TRL reads them at each loss.
 
     Args:
         trainer: TRL's attributes; `args` is a `GRPOConfig`.
@@ -89,23 +72,24 @@ def loss_config_of(trainer: Any) -> LossConfig:
     Raises:
         ConfigError: one of them is unknown.
     """
-    return replace(
-        trainer.args.loss_config(),
-        loss_type=trainer.loss_type,
-        importance_sampling_level=trainer.importance_sampling_level,
-        epsilon_low=trainer.epsilon_low,
-        epsilon_high=trainer.epsilon_high,
-        beta=trainer.beta,
-        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
-        max_completion_length=trainer.max_completion_length or 1,
-        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
-    )
-
-
-def loss_terms_of(trainer: Any) -> LossTerms:
-    """The terms beside the policy loss as they are now, likewise."""
+    args = trainer.args
+    same = {spec.name: getattr(args, spec.name) for spec in fields(LossConfig) if hasattr(args, spec.name)}
     # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
-    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= trainer.args.entropy_target
-    bonus = (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None
-    router = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-    return LossTerms(bonus, router, bool(trainer.args.rollout_lag) and trainer.model.training)
+    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
+    return LossConfig(
+        **same
+        | {
+            "loss_type": trainer.loss_type,
+            "importance_sampling_level": trainer.importance_sampling_level,
+            "epsilon_low": trainer.epsilon_low,
+            "epsilon_high": trainer.epsilon_high,
+            "beta": trainer.beta,
+            "off_policy_mask_threshold": trainer.off_policy_mask_threshold,
+            "max_completion_length": trainer.max_completion_length or 1,
+            "correct_sampling": trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+            "aggregation": args.loss_aggregation,
+            "entropy_coefficient": (trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None,
+            "router_coefficient": trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
+            "log_ratios": bool(args.rollout_lag) and trainer.model.training,
+        }
+    )

@@ -123,7 +123,7 @@ CASES = {
     "leave_one_out": Case({"advantage_estimator": "leave_one_out", **TWO_STEPS}),
     "reinforce_baseline": Case({"advantage_estimator": "reinforce_plus_plus_baseline"}, rewards=(sparse_reward,)),
     "prompt_mean": Case({"loss_aggregation": "prompt_mean", "mask_truncated_completions": True}),
-    "sequence_sum": Case({"loss_aggregation": "seq-mean-token-sum-norm", "importance_sampling_level": "sequence"}),
+    "sequence_sum": Case({"loss_aggregation": "sequence_sum_norm", "importance_sampling_level": "sequence"}),
     "dynamic": Case({"dynamic_sampling": True, **TWO_STEPS}, rewards=(sparse_reward,)),
     "dynamic_reused": Case(
         {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "advantage_estimator": "group_centered", **REUSED},

@@ -53,7 +53,7 @@ SIZES = [
         for named, words in (
             ({"loss_type": "dr_grpo"}, ["loss_type='dr_grpo'"]),
             ({"loss_aggregation": "sequence_sum_norm"}, ["loss_aggregation='sequence_sum_norm'"]),
-            ({"loss_aggregation": "seq-mean-token-sum-norm"}, ["loss_aggregation='seq-mean-token-sum-norm'"]),
+            ({"loss_aggregation": "sequence_sum_norm"}, ["loss_aggregation='sequence_sum_norm'"]),
         )
     ],
     ({"loss_type": "grpoo"}, ["loss_type='grpoo'", "dapo"]),

@@ -9,9 +9,9 @@ import torch
 import trl
 
 from grpo_ext import GRPOTrainer
+from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import STEP_PART
 from tests.support.beside_trl import build
 from tests.support.own_generate import apart, change

@@ -18,7 +18,6 @@ ROOMS = (
     "algorithms",
     "batching",
     "compat",
-    "contract",
     "runtime",
     "precision",
     "setting_rules",
@@ -171,10 +170,10 @@ def test_imports_go_one_way(path):
     assert layer_violations(path, source_of(path)) == []
 
 
-def test_only_compat_imports_from_inside_trl_and_only_the_contract_compares_versions():
+def test_only_compat_imports_from_inside_trl_and_nothing_compares_versions():
     names = [name for path in FILES if path != "grpo_ext/compat.py" for name in inside_trl(path, source_of(path))]
     assert names == []
-    assert [path for path in FILES if version_checks(path, source_of(path))] == ["grpo_ext/contract.py"]
+    assert [path for path in FILES if version_checks(path, source_of(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -225,14 +224,14 @@ def test_importing_the_pure_rooms_loads_neither_trl_nor_transformers():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("grpo_ext/algorithms/losses.py", "from ..step.plan import plan_step"),
+        ("grpo_ext/algorithms/losses.py", "from ..step.loss import assemble_loss"),
         ("grpo_ext/algorithms/losses.py", "from ..config import GRPOConfig"),
         ("grpo_ext/algorithms/losses.py", "from .. import trainer"),
         ("grpo_ext/algorithms/losses.py", "import grpo_ext"),
-        ("grpo_ext/algorithms/losses.py", "def f():\n    from grpo_ext.step import plan"),
-        ("grpo_ext/step/plan.py", "from ..trainer import GRPOTrainer"),
-        ("grpo_ext/step/plan.py", "from grpo_ext import GRPOTrainer"),
-        ("grpo_ext/step/plan.py", "from ..tools.check import check"),
+        ("grpo_ext/algorithms/losses.py", "def f():\n    from grpo_ext.step import loss"),
+        ("grpo_ext/step/loss.py", "from ..trainer import GRPOTrainer"),
+        ("grpo_ext/step/loss.py", "from grpo_ext import GRPOTrainer"),
+        ("grpo_ext/step/loss.py", "from ..tools.check import check"),
         ("grpo_ext/config.py", "from .forward import scorer"),
         ("grpo_ext/trainer.py", "from .tools.check.runs import Run"),
         ("grpo_ext/trainer.py", "from .demo.task import load_demo"),
@@ -253,7 +252,7 @@ def test_an_import_against_the_direction_would_be_found(path, source):
             "grpo_ext/batching/micro_batches.py",
             "from ..errors import ConfigError\nfrom .sizes import ceil_div\nimport torch",
         ),
-        ("grpo_ext/step/plan.py", "from ..batching.sizes import ceil_div\nfrom ..rollouts.batch import RolloutBatch"),
+        ("grpo_ext/step/loss.py", "from ..batching.sizes import ceil_div\nfrom ..rollouts.batch import RolloutBatch"),
         ("grpo_ext/tools/cli.py", "from grpo_ext import GRPOTrainer\nfrom ..demo.task import load_demo"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the package relies on in TRL, transformers, Accelerate and torch beyond the contract in `contract`.
+"""What the package relies on in TRL, transformers, Accelerate and torch beyond the signatures of what it overrides.
 
 Behaviour rather than signatures: how they call what is overridden, gather, accumulate and generate.
 """
@@ -6,8 +6,6 @@ Behaviour rather than signatures: how they call what is overridden, gather, accu
 from __future__ import annotations
 
 import ast
-import dataclasses
-import importlib
 import inspect
 import textwrap
 from functools import cache
@@ -21,14 +19,8 @@ import trl
 import trl.trainer.grpo_trainer as trl_module
 from trl.trainer.base_trainer import _BaseTrainer
 
-from grpo_ext import GRPOTrainer, contract
-from grpo_ext.contract import Point, broken_point
+from grpo_ext import GRPOTrainer, compat
 from grpo_ext.runtime.collectives import uneven_gathers
-
-
-def require(owner, name: str, expected: list[str]) -> None:
-    """Fail, naming it, unless `owner.name` takes these parameters first."""
-    assert broken_point(Point(owner, name, tuple(expected))) is None
 
 
 @cache
@@ -51,7 +43,7 @@ def calls_in(owner, name: str) -> list[ast.Call]:
 CALLERS = (trl.GRPOTrainer, _BaseTrainer, transformers.Trainer)
 
 
-@pytest.mark.parametrize("name", sorted(set(contract.OVERRIDES) - {"__init__"}))
+@pytest.mark.parametrize("name", sorted(set(compat.OVERRIDES) - {"__init__"}))
 def test_every_call_in_trl_and_transformers_fits_the_override(name):
     signature = inspect.signature(getattr(GRPOTrainer, name))
     calls = [(owner, call) for owner in CALLERS for call in calls_in(owner, name)]
@@ -129,115 +121,9 @@ def test_a_process_without_prompts_adds_no_row_and_nothing_to_a_sum():
         assert accelerator.gather(torch.tensor(5.0)).sum() == 0.0
 
 
-# ---- The loop and the window ----------------------------------------------------------------------------------------
-
-
-def test_the_accelerator_arguments_hold_the_accumulation_plugin():
-    source = inspect.getsource(transformers.Trainer)
-    assert "gradient_accumulation_plugin=gradient_accumulation_plugin" in source, "_build_accelerator_args"
-    fields = {spec.name for spec in dataclasses.fields(accelerate.utils.GradientAccumulationPlugin)}
-    assert "sync_with_dataloader" in fields, "GradientAccumulationPlugin.sync_with_dataloader is gone"
-
-
-def test_backward_divides_by_the_accumulation_and_accumulate_syncs_at_its_end():
-    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    model, synced = torch.nn.Linear(1, 1, bias=False), []
-    try:
-        accelerator.gradient_accumulation_steps = 3
-        accelerator.step = 0
-        for _ in range(3):
-            with accelerator.accumulate(model):
-                accelerator.backward(model.weight.sum())
-                synced.append(accelerator.sync_gradients)
-    finally:
-        accelerator.gradient_accumulation_steps = 1
-    assert synced == [False, False, True], "Accelerator.accumulate: syncs elsewhere than in the last micro-batch"
-    assert model.weight.grad.item() == pytest.approx(1.0), "Accelerator.backward: divides by something else"
+# ---- Names ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_train_batch_size_is_still_a_property_of_the_arguments():
     # why the global batch is not called train_batch_size
     assert isinstance(inspect.getattr_static(transformers.TrainingArguments, "train_batch_size"), property)
-
-
-# ---- The order inside the loop and the checkpoint -------------------------------------------------------------------
-
-# what a resumed run restores is reset before it is told that training begins
-RESET_BY_THE_LOOP = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
-TRAINER = transformers.Trainer
-
-
-@pytest.mark.parametrize(
-    ("method", "pieces"),
-    [
-        *(
-            (TRAINER._inner_training_loop, (f"self.{name} =", "callback_handler.on_train_begin"))
-            for name in RESET_BY_THE_LOOP
-        ),
-        # after a resume the epoch reaches the prompt order
-        (TRAINER._run_epoch, ("skip_first_batches(train_dataloader", "underlying_sampler.set_epoch(epoch)")),
-        (TRAINER._init_training_state, ("compare_trainer_and_checkpoint_args(self.args",)),
-        (TRAINER._save_checkpoint, ("self.state.best_global_step",)),
-        # a checkpoint is written below the folder that is asked for
-        *((owner._save_checkpoint, ("self._get_output_dir(trial=trial)",)) for owner in (TRAINER, trl.GRPOTrainer)),
-        # the processors that are given to a greedy `generate` run after the model's own
-        (
-            transformers.GenerationMixin._get_logits_processor,
-            ("_merge_criteria_processor_list(processors", "if generation_config.do_sample"),
-        ),
-    ],
-)
-def test_lines_that_are_relied_on_stand_in_their_order(method, pieces):
-    source, position = inspect.getsource(method), 0
-    for piece in pieces:
-        position = source.find(piece, position)
-        assert position >= 0, f"{method.__qualname__} has no `{piece}` after {pieces[0]}"
-
-
-# ---- Generation -----------------------------------------------------------------------------------------------------
-
-WARPERS = {
-    "TemperatureLogitsWarper": ["temperature"],
-    "TopKLogitsWarper": ["top_k"],
-    "TopPLogitsWarper": ["top_p"],
-    "MinPLogitsWarper": ["min_p"],
-    "TypicalLogitsWarper": ["mass"],
-    "EpsilonLogitsWarper": ["epsilon"],
-    "EtaLogitsWarper": ["epsilon"],
-}
-
-
-@pytest.mark.parametrize("name", WARPERS)
-def test_a_filter_of_transformers_takes_its_one_number_first(name):
-    owner = importlib.import_module("transformers.generation")
-    require(owner, name, WARPERS[name])
-
-
-def test_no_processor_follows_the_given_ones_in_greedy_generation():
-    source = inspect.getsource(transformers.GenerationMixin._get_logits_processor)  # their order: see `contract`
-    merge = source.index("_merge_criteria_processor_list(processors")
-    assert "processors.append" not in source[merge : source.index("if generation_config.do_sample")]
-
-
-# ---- The packed forward and the decoding loop -----------------------------------------------------------------------
-
-
-def test_the_cpu_flash_kernel_has_the_arguments_the_packed_attention_passes():
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._schema
-    names = [argument.name for argument in forward.arguments]
-    assert names == ["query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"]
-    assert [argument.name for argument in backward.arguments][:6] == [
-        "grad_out",
-        "query",
-        "key",
-        "value",
-        "out",
-        "logsumexp",
-    ]
-
-
-def test_generate_hands_its_preparation_to_a_custom_loop():
-    mixin = transformers.GenerationMixin
-    assert "isinstance(custom_generate, Callable)" in inspect.getsource(mixin._extract_generation_mode_kwargs)

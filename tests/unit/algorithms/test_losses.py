@@ -344,13 +344,9 @@ def test_each_aggregation_is_its_formula(loss_type):
     ("name", "same"),
     [
         ("token_mean", "dapo"),
-        ("token-mean", "dapo"),
         ("sequence_mean", "grpo"),
-        ("seq-mean-token-mean", "grpo"),
         ("sequence_sum", "luspo"),
-        ("seq-mean-token-sum", "luspo"),
         ("sequence_sum_norm", "dr_grpo"),
-        ("seq-mean-token-sum-norm", "dr_grpo"),
     ],
 )
 def test_an_aggregation_is_that_of_its_loss_type_with_any_other(name, same):
@@ -374,7 +370,7 @@ def test_the_prompt_mean_by_hand():
 def test_the_prompt_mean_needs_groups_and_unknown_aggregations_are_refused():
     with pytest.raises(ConfigError, match="needs to know the groups"):
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
-    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .* verl's"):
+    with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")
 
 
@@ -508,13 +504,6 @@ def test_the_entropy_threshold_is_torchs_quantile_less_the_tolerance(entropies, 
     assert threshold == pytest.approx(expected.item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("top", [0.1, 0.2, 0.5, 1.0])
-def test_about_the_asked_share_of_distinct_entropies_is_kept(top):
-    entropies = torch.linspace(0, 3, 1001)[torch.randperm(1001, generator=torch.Generator().manual_seed(0))]
-    kept = (entropies >= entropy_threshold(entropies, top)).sum().item()
-    assert abs(kept - top * 1001) <= 1
-
-
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-6])
 def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together(noise):
     exact = torch.tensor([2.0] * 3 + [1.0] * 4 + [0.5] * 3)
@@ -619,13 +608,6 @@ def test_padding_does_not_count_in_the_router_statistics():
     moved_chosen, moved_probs, _ = router_statistics(moved, mask, TOP_K)
     assert torch.equal(moved_chosen, chosen)
     torch.testing.assert_close(moved_probs, probs)
-
-
-def test_only_the_probabilities_carry_a_gradient():
-    logits, mask = router_case()
-    chosen, probs, _ = router_statistics(logits, mask, TOP_K)
-    assert not chosen.requires_grad
-    assert probs.requires_grad
 
 
 def test_the_gradient_of_the_load_balancing_loss_is_right():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import get_args
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import (
     Form,
+    MicroBatch,
+    MicroBatchLayout,
     StepSizes,
     TokenCost,
     assign_rows,
@@ -20,6 +23,8 @@ from grpo_ext.batching.micro_batches import (
     cut_by_count,
     cut_by_tokens,
     cut_in_order,
+    fill_up,
+    plan_step,
 )
 from grpo_ext.batching.sizes import group_numbers
 
@@ -204,3 +209,68 @@ def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
     # the negative control: groups counted from the step's first row hold two prompts each
     counted = replace(sizes, groups_B=group_numbers(5, 4))
     assert len({sizes.prompts_B[row] for row in counted.pieces(range(5))[0]}) == 2
+
+
+# ---- The plan of a step ---------------------------------------------------------------------------------------------
+
+
+def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
+    """Rows 0, 1, ... cut by count, and filled up."""
+    sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
+    return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
+def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
+    planned = plan(rows, cap, at_least)
+    real = [part for part in planned if part.weight == 1.0]
+    assert [row for part in real for row in part.rows] == list(range(rows))
+    assert all(1 <= len(part.rows) <= cap for part in real)
+    assert len(real) == math.ceil(rows / cap)
+    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
+def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
+    planned = plan(rows, cap, at_least)
+    real = math.ceil(rows / cap)
+    assert len(planned) == max(real, at_least)
+    for filler in planned[real:]:
+        assert filler == MicroBatch((0,), weight=0.0)
+
+
+LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
+SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
+COSTLY = TokenCost(1e-3, 0.2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MicroBatchLayout(5),
+        MicroBatchLayout(5, 80, form="packed"),
+        MicroBatchLayout(16, 90),
+        MicroBatchLayout(3, cost=COSTLY),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2, 3, 20])
+def test_the_processes_share_the_rows_that_are_run(layout, processes):
+    rows = [row for row in range(16) if row not in (3, 9)]
+    planned = [plan_step(SIZES, rows, replace(layout, processes=processes, rank=rank)) for rank in range(processes)]
+    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
+    assert all(own for own in planned)
+    for own in planned:  # the others reuse the memory of the largest, which comes first
+        tokens = [SIZES.tokens(part.rows, layout.form) for part in own if part.weight]
+        assert tokens == sorted(tokens, reverse=True)
+
+
+def test_sharded_processes_run_the_same_number_of_forwards():
+    layout = MicroBatchLayout(16, 90, form="packed", cost=COSTLY, processes=3, equal_counts=True)
+    counts = [len(plan_step(SIZES, range(16), replace(layout, rank=rank))) for rank in range(3)]
+    alone = [len(plan_step(SIZES, range(16), replace(layout, rank=rank, equal_counts=False))) for rank in range(3)]
+    assert counts == [max(alone)] * 3
+
+
+def test_a_step_without_a_contribution_still_runs_one_micro_batch():
+    (only,) = plan_step(SIZES, [], MicroBatchLayout(4))
+    assert only.weight == 0.0

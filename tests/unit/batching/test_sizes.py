@@ -21,7 +21,6 @@ from grpo_ext.batching.sizes import (
     even_slice,
     geometry_of,
     process_prompts,
-    step_layout,
 )
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
@@ -285,11 +284,6 @@ def test_the_default_chunk_is_whole_groups_and_at_least_one(generations):
 # ---- Shares and micro-batches ---------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 10**6), st.integers(1, 10**4))
-def test_ceil_div_rounds_up(a, b):
-    assert ceil_div(a, b) == math.ceil(Fraction(a, b))
-
-
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_even_shares_tile_the_whole_in_order_and_differ_by_at_most_one(total, parts):
     shares = [even_slice(total, parts, i) for i in range(parts)]
@@ -297,13 +291,6 @@ def test_even_shares_tile_the_whole_in_order_and_differ_by_at_most_one(total, pa
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
-
-
-@given(st.integers(2, 5), st.integers(1, 30), st.integers(1, 9), st.integers(1, 40))
-def test_the_accumulation_is_just_enough_for_the_busiest_process(generations, prompts, micro, processes):
-    g = geometry(generations, prompts, 1, processes=processes, micro=micro)
-    share = len(even_slice(g.global_batch_size, processes, 0))
-    assert g.accumulation_steps * micro >= share > (g.accumulation_steps - 1) * micro
 
 
 @given(st.integers(0, 60), st.integers(2, 8), st.integers(1, 6), st.integers(1, 12))
@@ -378,13 +365,6 @@ def test_every_completion_is_in_exactly_num_iterations_steps(layout):
 
 
 @given(LAYOUTS)
-def test_each_iteration_visits_the_completions_in_order(layout):
-    for iteration in range(layout.geometry.num_iterations):
-        visited = [row for step in steps_of(layout) if step.iteration == iteration for row in rows_of(layout, step)]
-        assert visited == list(range(layout.trained_completions))
-
-
-@given(LAYOUTS)
 def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
     rollouts: dict[int, list] = {}
     for step in steps_of(layout):
@@ -452,16 +432,6 @@ def test_a_data_set_smaller_than_a_step_is_one_step():
 def test_a_step_outside_the_epoch_is_an_index_error(index):
     with pytest.raises(IndexError, match=f"step {index} of an epoch of 4 steps"):
         EpochLayout(geometry(prompts_per_step=2, steps_per_rollout=2), 8)[index]
-
-
-@given(LAYOUTS)
-def test_a_stream_cut_into_rollouts_has_the_steps_of_the_map_style_epoch(layout):
-    g, streamed = layout.geometry, []
-    for rollout in range(ceil_div(layout.trained_completions, g.rollout_batch_size)):
-        rows = min(g.rollout_batch_size, layout.trained_completions - rollout * g.rollout_batch_size)
-        for inside in range(ceil_div(rows, g.global_batch_size) * g.num_iterations):
-            streamed.append(step_layout(g, rollout, inside, rows))
-    assert streamed == steps_of(layout)
 
 
 # ---- The plan for people --------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.forward.lm_head import RouterOutput
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.plan import MicroBatch
 from grpo_ext.step.statistics import Measured, StepContext, counted, set_statistics
 
 

@@ -238,7 +238,7 @@ def test_quiet_libraries_leaves_the_warnings_of_this_project():
         with warnings.catch_warnings(record=True) as seen:
             quiet_libraries()
             warnings.warn_explicit("theirs", UserWarning, "trl.py", 1, module="trl.trainer")
-            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.step.plan")
+            warnings.warn_explicit("ours", UserWarning, "window.py", 1, module="grpo_ext.step.loss")
         assert [str(warning.message) for warning in seen] == ["ours"]
         assert logging.getLogger("grpo_ext.trainer").isEnabledFor(logging.WARNING)
         assert not logging.getLogger("trl").isEnabledFor(logging.WARNING)

@@ -1,25 +1,22 @@
-"""The window: every row in exactly one micro-batch, gradients and logged numbers the same for every partition."""
+"""A step's gradients and logged numbers are the same for every partition into micro-batches."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.micro_batches import StepSizes, TokenCost, cut_by_count
-from grpo_ext.batching.sizes import group_numbers
+from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
 from grpo_ext.errors import PrecisionError
 from grpo_ext.runtime.out_of_memory import StepOutOfMemory
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.plan import MicroBatch, MicroBatchLayout, fill_up, plan_step
 
 
 @pytest.fixture(scope="module")
@@ -33,72 +30,10 @@ def _state(accelerator):
     """The metrics's reduction asks Accelerate's shared state."""
 
 
-# ---- Planning -------------------------------------------------------------------------------------------------------
-
-
 def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
     """Rows 0, 1, ... cut by count, and filled up."""
     sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
     return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = [part for part in planned if part.weight == 1.0]
-    assert [row for part in real for row in part.rows] == list(range(rows))
-    assert all(1 <= len(part.rows) <= cap for part in real)
-    assert len(real) == math.ceil(rows / cap)
-    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = math.ceil(rows / cap)
-    assert len(planned) == max(real, at_least)
-    for filler in planned[real:]:
-        assert filler == MicroBatch((0,), weight=0.0)
-
-
-LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
-SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
-COST = TokenCost(1e-3, 0.2)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        MicroBatchLayout(5),
-        MicroBatchLayout(5, 80, form="packed"),
-        MicroBatchLayout(16, 90),
-        MicroBatchLayout(3, cost=COST),
-    ],
-)
-@pytest.mark.parametrize("processes", [1, 2, 3, 20])
-def test_the_processes_share_the_rows_that_are_run(monkeypatch, layout, processes):
-    rows, planned = [row for row in range(16) if row not in (3, 9)], []
-    for rank in range(processes):
-        one = SimpleNamespace(num_processes=processes, process_index=rank, distributed_type=DistributedType.NO)
-        planned.append(plan_step(one, SIZES, rows, layout))
-    assert sorted(r for own in planned for part in own if part.weight for r in part.rows) == rows
-    assert all(own for own in planned)
-    for own in planned:  # the others reuse the memory of the largest, which comes first
-        tokens = [SIZES.tokens(part.rows, layout.form) for part in own if part.weight]
-        assert tokens == sorted(tokens, reverse=True)
-
-
-def test_sharded_processes_run_the_same_number_of_forwards():
-    counts = set()
-    for rank in range(3):
-        one = SimpleNamespace(num_processes=3, process_index=rank, distributed_type=DistributedType.FSDP)
-        counts.add(len(plan_step(one, SIZES, range(16), MicroBatchLayout(16, 90, form="packed", cost=COST))))
-    assert len(counts) == 1
-
-
-def test_a_step_without_a_contribution_still_runs_one_micro_batch(accelerator):
-    (only,) = plan_step(accelerator, SIZES, [], MicroBatchLayout(4))
-    assert only.weight == 0.0
 
 
 # ---- Running --------------------------------------------------------------------------------------------------------
@@ -114,7 +49,7 @@ def run_micro_batches(accelerator, model, gradients, micro_batches, loss_of) -> 
 
 
 def gradient(accelerator, micro_batches, step_rows=11, kind: str = "native") -> torch.Tensor:
-    """Gradient of the mean squared output over the step, from a window with that step-wide denominator."""
+    """Gradient of the mean squared output over the step, with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
 
@@ -135,7 +70,7 @@ def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | 
 @pytest.mark.parametrize("cap", [1, 2, 3, 5, 10, 11, 64])
 @pytest.mark.parametrize("at_least", [1, 13])
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_the_gradient_of_a_window_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
+def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
     expected = (2 * (X @ torch.full((4, 1), 0.5, dtype=torch.float64)) * X).sum(0, keepdim=True) / 11
     found = gradient(accelerator, plan(11, cap, at_least), kind=kind)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -151,7 +86,7 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
 
 
-def test_hooks_are_gone_after_a_window(accelerator):
+def test_hooks_are_gone_after_a_step(accelerator):
     model = torch.nn.Linear(4, 1, bias=False)
     gradients = adding("fixed", model, accelerator)
     run_micro_batches(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
@@ -160,7 +95,7 @@ def test_hooks_are_gone_after_a_window(accelerator):
     assert model.weight.grad is not None  # nothing takes it away any more
 
 
-def test_a_window_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
+def test_a_step_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradient(accelerator):
     assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
 
 
@@ -192,7 +127,7 @@ def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accu
     assert synced == [False, False, False, True] * 2
 
 
-def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
+def test_a_step_starts_counting_wherever_the_last_one_stopped(accelerator):
     synced = []
     model = torch.nn.Linear(4, 1)
 
@@ -200,13 +135,13 @@ def test_a_window_starts_counting_wherever_the_last_one_stopped(accelerator):
         synced.append(accelerator.sync_gradients)
         return model(X[list(part.rows)].float()).sum()
 
-    accelerator.step = 2  # as after a window that failed
+    accelerator.step = 2  # as after a step that failed
     run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
     assert synced == [False, False, False, True]
 
 
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
+def test_a_step_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
     model = torch.nn.Linear(4, 1, bias=False)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
@@ -218,7 +153,7 @@ def test_a_window_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
 
 
 @pytest.mark.parametrize("kind", ["native", "fixed"])
-def test_a_window_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
+def test_a_step_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
     model = torch.nn.Linear(4, 1, bias=False)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
