@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..batching.packing import Pack, build_pack, group_runs
+from ..batching.packing import build_pack, group_runs
 from .architecture import layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
 from .lm_head import Scores, Wanted, scored
@@ -44,11 +44,6 @@ def why_not_packed(policy: Any) -> str | None:
     return None
 
 
-def pack_of(rows: TokenRows, with_router: bool = False, multiple: int = 1) -> Pack:
-    """The layout of a pack of these rows; arguments as of `score_packed`."""
-    return build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
-
-
 def score_packed(
     model: Callable[..., Any],
     policy: Any,
@@ -56,7 +51,6 @@ def score_packed(
     with_router: bool = False,
     with_entropy: bool = True,
     multiple: int = 1,
-    pack: Pack | None = None,
 ) -> Scores:
     """Score completions through a pack.
 
@@ -66,12 +60,12 @@ def score_packed(
         with_router: whether to ask a MoE model for its router's output.
         with_entropy: whether to compute entropies.
         multiple: the pack is filled up to a multiple of this many tokens.
-        pack: `pack_of` the rows, for a caller that reads its layout afterwards.
 
     Raises:
         TakesNoPacks: the model does not read the layout of the pack.
     """
-    pack, device = pack or pack_of(rows, with_router, multiple), rows.ids_N.device
+    device, groups = rows.ids_N.device, group_runs(rows.same_prompt)
+    pack = build_pack(rows.prompts_B, rows.completions_B, groups, with_router, multiple)
     ids = rows.ids_N[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
     inputs: dict[str, Any] = {
         "input_ids": ids,

@@ -35,15 +35,6 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     return None
 
 
-def columns_of(longest: int, with_router: bool = False) -> int:
-    """Columns of the completions' pass, where the longest has so many tokens.
-
-    The last token of a completion predicts nothing (a router's statistics count it). One column alone would be taken
-    for a step of decoding, for which some layers change their cache.
-    """
-    return max(longest if with_router else longest - 1, 2)
-
-
 def score_prefix(
     model: Callable[..., Any],
     policy: Any,
@@ -58,7 +49,9 @@ def score_prefix(
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
     first_G = torch.tensor([run.start for run in runs], device=device)
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
-    columns = columns_of(width, with_router)
+    # a completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
+    # for a step of decoding, in which they change their cache
+    columns = max(width if with_router else width - 1, 2)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     attended = mask[:, : prompt + columns]
     places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)

@@ -24,11 +24,8 @@ from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
 from .attention import packed_attention, plain_attention, runs_packs
-from .choice import ForwardChoice
+from .choice import FORWARDS, ForwardChoice
 from .lm_head import RouterOutput, Scores
-from .packed import score_packed
-from .padded import score_padded
-from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged, padded_ids_and_mask
@@ -36,11 +33,6 @@ from .rows import TokenRows, Unchanged, padded_ids_and_mask
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 LogProbs = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
-_FORWARDS: dict[Form, Callable[..., Scores]] = {
-    "packed": score_packed,
-    "prefix": score_prefix,
-    "padded": score_padded,
-}
 
 
 @dataclass
@@ -265,6 +257,6 @@ class Scorer:
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
         has_gaps = rows.attended_N is not None
-        forward = _FORWARDS["padded" if again or has_gaps else form]
+        forward = FORWARDS["padded" if again or has_gaps else form]
         with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
             return forward(model, policy, rows, with_router, with_entropy, self.multiple)
