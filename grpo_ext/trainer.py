@@ -45,7 +45,6 @@ from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
 from .runtime.collectives import from_main_process, leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
-from .runtime.quiet import quiet
 from .step.attempt import StepParts
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
@@ -121,12 +120,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
-        with quiet():
-            super().__init__(  # in TRL's order: contract.OVERRIDES
-                model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
-                eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
-                peft_config, tools, rollout_func, environment_factory,
-            )  # fmt: skip
+        super().__init__(  # in TRL's order: contract.OVERRIDES
+            model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
+            eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
+            peft_config, tools, rollout_func, environment_factory,
+        )  # fmt: skip
         contract.verify_built(self)
         if config.float32_adapters:
             train_in_float32(self.model, adapters)
@@ -245,7 +243,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
+        with torch.no_grad(), pinned(self.args.pinned_threads):
             completions = self._prepare_inputs(inputs)
             evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
             evaluation.measure(self.model)
@@ -428,7 +426,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             checks.warn_before_training(self, self._uncovered)
             self._keeper.announce()
             with (
-                quiet(),
                 pinned(self.args.pinned_threads),
                 computing_with(self._rollouts.divide_threads()),
                 self._keeper.running(checkpoint),
