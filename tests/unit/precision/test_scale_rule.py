@@ -13,9 +13,15 @@ from grpo_ext.errors import PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 
 
+def scaler_of(value: float, **options: Any) -> LossScaler:
+    scaler = LossScaler(bool)
+    vars(scaler).update(options, value=value, patience=options.get("hysteresis", 2))
+    return scaler
+
+
 def run(overflows: list[bool], **options: Any) -> list[float]:
     """The scale before the first step and after each."""
-    scaler = LossScaler(bool, **options)
+    scaler = scaler_of(**options)
     scales = [scaler.value]
     for overflow in overflows:
         scaler.move(overflow)
@@ -39,7 +45,7 @@ def test_by_hand():
 
 
 def test_it_never_falls_below_the_minimum():
-    scaler = LossScaler(bool, 4.0, hysteresis=1, minimum=3.0)
+    scaler = scaler_of(4.0, hysteresis=1, minimum=3.0)
     scaler.move(True)
     assert scaler.value == 3.0
     with pytest.raises(PrecisionError, match=r"loss scale of 3, its minimum; 2 of 2 steps were skipped"):
@@ -64,7 +70,7 @@ def test_it_is_deepspeeds(seed, monkeypatch):
     monkeypatch.setattr(scaler, "dist", mock.MagicMock(get_rank=lambda: 1))  # it asks who may print
     rng = random.Random(seed)
     window, hysteresis, minimum = rng.choice([1, 2, 5, 20]), rng.choice([1, 2, 4]), rng.choice([1, 8, 24])
-    ours = LossScaler(bool, 2.0**10, window, hysteresis, float(minimum))
+    ours = scaler_of(2.0**10, window=window, hysteresis=hysteresis, minimum=float(minimum))
     theirs = scaler.DynamicLossScaler(
         init_scale=2.0**10,
         scale_window=window,
