@@ -50,7 +50,7 @@ _DRAWS = 2  # perturbed forwards that the rounding is estimated from
 
 
 def needs_whole_rows(model: Any) -> str | None:
-    """Why the adapter of a model needs every prompt whole in a row of its own, as a sentence; None if it does not."""
+    """Why the adapter of a model needs a whole row for every completion, as a sentence; None if it does not."""
     configs = getattr(model, "peft_config", {}).values()
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
@@ -69,8 +69,8 @@ class ForwardChoice:
     """Chooses how a model's completions are scored.
 
     The cost rule: a pack computes `prompt + sum of completions` tokens, the prefix form `prompt + rows * longest
-    completion`, a padded batch `rows * (longest prompt + longest completion)`: none less than the one before. So a
-    model runs packs if it can, else the prefix form if it can; inside a pack, `forward.attention.split_is_cheaper`
+    completion`, a padded batch `rows * (longest prompt + longest completion)`, each at least as many as the one before.
+    So a model runs packs if it can, else the prefix form if it can. Inside a pack, `forward.attention.split_is_cheaper`
     decides for each group how its attention is computed.
 
     Every method takes a model with its adapters, as an engine wraps it or without that.
@@ -79,7 +79,7 @@ class ForwardChoice:
         forms: the forms that may be run, the best first; a model that can run none of them pads.
         may_cut: whether the comparison may run in smaller pieces where memory is short; not where a forward is a
             collective.
-        checkpointing_kwargs: of gradient checkpointing; None where activations are kept.
+        checkpointing_kwargs: arguments of gradient checkpointing; None without it.
         refused: forms that no model of this run takes, with the reason.
     """
 
@@ -109,7 +109,7 @@ class ForwardChoice:
 
     @property
     def all_refused(self) -> dict[Form, str]:
-        """The forms that no model takes, or that a model was found not to run, with the reason."""
+        """The forms that no model takes, or that a model of this run does not take, with the reason."""
         return {**self.refused, **{form: why for forms in self._models.values() for form, why in forms.refused.items()}}
 
     def _best_beside(self, refused: Mapping[Form, str]) -> Form:
@@ -131,7 +131,7 @@ class ForwardChoice:
 
     def _warn_of_padding(self, refused: Mapping[Form, str]) -> None:
         reasons = "; ".join(f"{_NAMES[form]}: {reason}" for form, reason in refused.items())
-        # policy and reference are often of one kind
+        # policy and reference often have the same reasons
         if reasons and self._best_beside(refused) == "padded" and reasons not in self._warned:
             self._warned.add(reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({reasons}).")
@@ -251,13 +251,13 @@ def try_form(
     except Exception as error:  # whatever a model does with what it does not expect
         if is_out_of_memory(error):
             raise
-        padded()  # a model that fails here too has a fault of its own
+        padded()  # raises if the model fails in every form
         what = "a pack" if form == "packed" else "completions after a cached prompt"
         return Trial(f"{name} fails on {what} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})")
     padded_S = padded()
     rounding = _rounding(policy, padded, padded_S)
     if not padded_S.isfinite().all():
-        return Trial()  # nothing to compare with; a loss that is not finite is an error of its own
+        return Trial()  # nothing to compare with; a loss that is not finite is reported elsewhere
     difference = _largest(logps_S - padded_S)
     if not difference <= _LIMIT * rounding:  # NaN is a difference
         return Trial(
@@ -299,7 +299,7 @@ def _rounding(policy: Any, padded: Callable[[], torch.Tensor], padded_S: torch.T
 
 
 def _unit(kind: torch.dtype) -> float:
-    """Rounding of one operation, relative. Sums of float32 and float64 are rounded term by term, so a few units."""
+    """Relative rounding of one operation. Sums in float32 and float64 are rounded term by term, so a few units."""
     eps = torch.finfo(kind).eps
     return eps / 2 if kind.itemsize <= 2 else eps * 8
 

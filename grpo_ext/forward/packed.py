@@ -23,7 +23,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def why_not_packed(policy: Any) -> str | None:
-    """Why a model cannot run packs, as a sentence; None if it can as far as its configuration tells."""
+    """Why a model cannot run packs, as a sentence; None if its class and configuration allow it."""
     config = policy.config.get_text_config()
     name = getattr(config, "_attn_implementation", None)
     if name == PACKED:
@@ -57,8 +57,8 @@ def score_packed(
     Args:
         model: the model as the loop calls it (wrapped by DDP, PEFT, ...).
         policy: the causal language model inside it, with the head of forward.lm_head.
-        with_router: whether to ask a MoE model for its router's output.
-        with_entropy: whether to compute entropies.
+        with_router: return the router logits of a MoE model.
+        with_entropy: compute entropies.
         multiple: the pack is filled up to a multiple of this many tokens.
 
     Raises:

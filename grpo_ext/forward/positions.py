@@ -28,7 +28,7 @@ def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
 
 
 def covered_length(config: Any) -> int | None:
-    """Tokens that a model with rotary positions was made for, scaling included; None where there is no limit."""
+    """The longest sequence, in tokens, of a model with rotary positions, scaling included; None without a limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
@@ -128,7 +128,7 @@ def positions_of(
     """The `position_ids` of a batch in TRL's layout: (B, L), or (3, B, L) where images have rows and columns.
 
     Args:
-        images: what the model is given of images; the pixels need not be among them.
+        images: the model's image arguments, with or without pixels.
 
     Returns:
         None for a model that takes none.

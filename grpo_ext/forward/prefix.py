@@ -1,8 +1,8 @@
 """The prefix form: prompts run once with a cache, and their completions, padded, run on it.
 
-Differs from TRL, which repeats a prompt for each of its completions, and from a pack, which only layers that attend
-through transformers' interface can run: what a linear or convolution layer keeps of a prompt is in its cache too.
-Both passes are one call of the model, as engines that hang their work on it want.
+Differs from TRL, which repeats a prompt for each of its completions, and from a pack, which needs layers that attend
+through transformers' interface: the cache holds the state of a linear-attention or convolution layer too. Both passes
+run in one call of the model, because engines hook into that call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .rows import TokenRows
 
 
 def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
-    """Why a model cannot run prompts apart from their completions, as a sentence; None if it can as far as it tells.
+    """Why a model cannot run the prefix form, as a sentence; None if its class and configuration allow it.
 
     Args:
-        reentrant: gradient checkpointing is of the reentrant kind, through which no gradient reaches a cache.
+        reentrant: gradient checkpointing is reentrant, and passes no gradient through a cache.
     """
     if reentrant and policy.supports_gradient_checkpointing:
         return "gradient checkpointing with use_reentrant=True passes no gradient through a cache"
@@ -65,7 +65,7 @@ def score_prefix(
     after = ids[:, prompt : prompt + columns]
     types = {name: torch.zeros_like(after) for name in TOKEN_TYPES if name in images}
     inputs[PREFIX] = Continuation(after, attended, position, prompt_B, dict.fromkeys(images) | types)
-    # a completion's first token is predicted by the last one of its prompt, the others by the one before
+    # the last token of the prompt predicts the first of a completion; each other token is predicted by the one before
     before_BT = torch.arange(-1, width - 1, device=device) + torch.arange(len(rows), device=device)[:, None] * columns
     before_BT += len(runs) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1

@@ -1,7 +1,7 @@
 """The reference model: built on every process after TRL's constructor, from a name or from the weights in memory.
 
-Differs from TRL, which loads it by name alone: a model object needs no name, and takes its precision and attention with
-it on every version of TRL. Used once, while the trainer is built.
+Differs from TRL, which loads it by name alone: a model object needs no name, and the reference has its precision and
+attention on every version of TRL. Used once, while the trainer is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 
 def base_model_of(model: Any) -> Any:
-    """The transformers model inside what an engine and PEFT wrap it in."""
+    """The transformers model without the wrappers of an engine and PEFT."""
     model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -100,7 +100,7 @@ def _as_on_main_process(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def use_reference(load: Callable[[], Any], trainer: Any, config: trl.GRPOConfig) -> None:
-    """Give `trainer` the reference model, and the KL settings, that TRL's constructor was told not to have."""
+    """Give `trainer` the reference model, and the KL settings that were hidden from TRL's constructor."""
     trainer.beta = trainer.args.beta = config.beta
     trainer.args.sync_ref_model = config.sync_ref_model
     model, accelerator = load(), trainer.accelerator

@@ -1,4 +1,4 @@
-"""Out of memory does not end a run: work that does not fit is cut in half and done again.
+"""Out of memory does not end a run: work that does not fit runs again in halves.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
 smaller size is layout, so the update stays the same. Used around generation, scoring and the optimizer step.
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of what a failed attempt left behind."""
+    """Free the memory of a failed attempt."""
     clear_device_cache(garbage_collection=True)
 
 
@@ -97,7 +97,7 @@ class MicroBatchLimits:
     failures: int = 0
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
-        """Halve after a step that failed; what is now allowed, as a sentence.
+        """Halve after a step that failed; returns the new limit as text.
 
         Args:
             largest_rows, largest_tokens: of the micro-batches of that step, over all processes.
