@@ -24,17 +24,13 @@ from ..errors import MemoryShortageError
 from ..runtime.collectives import any_process, gather_lists
 from ..runtime.out_of_memory import Halving, is_out_of_memory
 from .attention import TakesNoPacks
-from .lm_head import Scores
-from .packed import score_packed, why_not_packed
-from .padded import score_padded
-from .prefix import score_prefix, why_no_prefix
+from .forms import FORWARDS, score_padded, why_no_prefix, why_not_packed
 from .quantised import EIGHT_BIT_UNIT, outlier_thresholds
 from .reference import base_model_of
 from .rows import TokenRows
 
 logger = get_logger(__name__)
 
-FORWARDS: dict[Form, Callable[..., Scores]] = {"packed": score_packed, "prefix": score_prefix, "padded": score_padded}
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",

@@ -1,7 +1,7 @@
 """The caches of the prefix form: one that records the prompts' pass, and one that completions continue from.
 
 Differs from transformers' caches, which grow while a model runs: a layer that runs again gets the same inputs from
-these, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.prefix,
+these, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.forms,
 inside the forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import DummyLayer
+from ..runtime.attributes import assigned
 
 _KNOWN = (
     DynamicLayer,
@@ -170,15 +171,10 @@ def cached_under_checkpointing(model: torch.nn.Module, enabled: bool = True) -> 
     transformers drops a cache there, because it would grow twice; these do not grow. Run the backward pass inside too:
     it runs the layers again.
     """
-    layers = _recomputing(model) if enabled else []
-    before = [layer._can_checkpoint_with_cache for layer in layers]
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    try:
+    with ExitStack() as restored:
+        for layer in _recomputing(model) if enabled else []:
+            restored.enter_context(assigned(layer, _can_checkpoint_with_cache=True))
         yield
-    finally:
-        for layer, value in zip(layers, before):
-            layer._can_checkpoint_with_cache = value
 
 
 def run_after_prompts(

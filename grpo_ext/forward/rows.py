@@ -49,9 +49,8 @@ class TokenRows:
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
         place_L = torch.arange(1, input_ids.size(1) + 1, device=input_ids.device)
-        begin = (
-            torch.where(attended, place_L, width + 1)[:, :width].amin(1, keepdim=True) if width else place_L[:1, None]
-        )
+        places = torch.where(attended, place_L, width + 1)[:, :width]
+        begin = places.amin(1, keepdim=True) if width else place_L[:1, None]
         last = (attended * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
         real = (place_L >= begin) & (place_L <= last)
         prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])

@@ -24,7 +24,8 @@ from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
 from .attention import packed_attention, plain_attention, runs_packs
-from .choice import FORWARDS, ForwardChoice
+from .choice import ForwardChoice
+from .forms import FORWARDS
 from .lm_head import RouterOutput, Scores
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of

@@ -1,7 +1,7 @@
 """Where a number that is not finite came from: the weights, the first module that produced it, or the loss.
 
-A loss scale mends gradients that overflow, never a forward pass that does. Runs only after a step's loss was not finite,
-before the optimizer acts on it.
+A loss scale mends gradients that overflow, never a forward pass that does. Runs only after a step's loss was not
+finite, before the optimizer acts on it.
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
 from grpo_ext.forward.choice import try_form
+from grpo_ext.forward.forms import score_packed, score_padded, score_prefix
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed
-from grpo_ext.forward.padded import score_padded
-from grpo_ext.forward.prefix import score_prefix
 from grpo_ext.forward.rows import TokenRows
 from tests.support import varlen
 from tests.support.gpu import DEVICE, TOY, needs_gpu

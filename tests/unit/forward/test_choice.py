@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from grpo_ext.errors import MemoryShortageError
-from grpo_ext.forward import attention
+from grpo_ext.forward import attention, forms
 from grpo_ext.forward import choice as module
-from grpo_ext.forward import packed as packed_forward
 from grpo_ext.forward.choice import ForwardChoice, Trial, discriminating_rows, try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
@@ -89,7 +88,7 @@ def test_a_healthy_start_is_not_refused(start):
 
 
 def _positions(monkeypatch: Any, model: Any, change: Any) -> None:
-    build = packed_forward.build_pack
+    build = forms.build_pack
 
     def shifted(*args: Any) -> Any:
         pack = build(*args)
@@ -99,7 +98,7 @@ def _positions(monkeypatch: Any, model: Any, change: Any) -> None:
                     pack.positions_N[token] = change(pack.positions_N[token], token, segment)
         return pack
 
-    monkeypatch.setattr(packed_forward, "build_pack", shifted)
+    monkeypatch.setattr(forms, "build_pack", shifted)
 
 
 def _mask(monkeypatch: Any, change: Any) -> None:
@@ -165,7 +164,7 @@ def test_that_a_model_takes_no_packs_is_found_out_by_trying(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=60, pad_token_id=0))
     install(model, 0.9)
-    assert packed_forward.why_not_packed(model) is None
+    assert forms.why_not_packed(model) is None
     refused = str(tried(model, "autocast").refused)
     assert type(model).__name__.removesuffix("ForCausalLM") in refused
     assert "differ" not in refused
