@@ -237,11 +237,11 @@ def try_form(
 
     def padded() -> torch.Tensor:
         with torch.no_grad():
-            return score_padded(model, policy, rows).logps_S.double()
+            return score_padded(model, policy, rows).logps_S
 
     try:
         with _checkpointing(policy, checkpointing_kwargs) if recomputing else torch.no_grad():
-            logps_S = FORWARDS[form](model, policy, rows).logps_S.detach().double()
+            logps_S = FORWARDS[form](model, policy, rows).logps_S.detach()
     except TakesNoPacks as error:
         return Trial(str(error))
     except Exception as error:  # whatever a model does with what it does not expect
