@@ -59,7 +59,7 @@ def gathered(*parameters: Any) -> AbstractContextManager[Any]:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    # an embedding that is whole already (tied weights) is DeepSpeed's to cut again
+    # DeepSpeed itself partitions an embedding again that is gathered now (tied weights)
     known = [p for p in parameters if hasattr(p, "ds_status")]
     cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
     return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
@@ -149,15 +149,15 @@ def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, co
 
 
 def _backbone(model: Any) -> Any:
-    """The part of a causal language model that comes before its head; the model itself where it has none."""
+    """The part of a causal language model before its head; the model itself where there is none."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 def refuse_unknown_head(model: Any) -> None:
-    """Refuse a model whose logits are not made of its backbone's hidden states by one linear layer.
+    """Refuse a model whose logits are not one linear layer on its backbone's hidden states.
 
     Raises:
-        ModelError: names what else there is.
+        ModelError: names the other parts.
     """
     backbone, head = _backbone(model), model.get_output_embeddings()
     if backbone is model or head is None:
@@ -197,7 +197,7 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
         cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
-    # the function, because a bound method would run these weights in a deep copy of the model
+    # the function: a deep copy of the model would call a bound method with these weights
     bound = model.forward
     below: Callable[..., Any] = getattr(bound, "__func__", lambda model, *args, **kwargs: bound(*args, **kwargs))
 

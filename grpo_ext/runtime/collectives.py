@@ -37,8 +37,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 def alone() -> Iterator[None]:
     """Inside, collectives of this thread answer for this process alone.
 
-    For work beside training (rollouts.ahead), as two threads would run their collectives in an order that differs from
-    process to process.
+    For the thread that samples ahead: two threads would run collectives in an order that differs between processes.
     """
     token = _alone.set(True)
     try:
@@ -114,7 +113,7 @@ def without_gather(accelerator: Accelerator, hook: str) -> Iterator[None]:
     """Refuse `accelerator.gather` inside a user's hook that processes call different numbers of times.
 
     Raises:
-        RolloutError: in place of a collective that the other processes would not come to.
+        RolloutError: in place of a collective that other processes would not join.
     """
 
     def refuse(tensors: Any) -> Any:

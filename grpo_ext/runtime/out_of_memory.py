@@ -41,9 +41,9 @@ class Halving:
     """Does work on rows in pieces that fit, and remembers the size that did.
 
     Args:
-        what: the work, for messages.
-        remedy: what makes its smallest piece smaller.
-        enabled: whether a piece may be cut; in a canonical layout, or where a forward is a collective, it may not.
+        what: name of the work, for messages.
+        remedy: how to make one completion smaller, for messages.
+        enabled: whether a piece may be cut; not in a canonical layout or where a forward is a collective.
     """
 
     def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
@@ -84,7 +84,7 @@ class Halving:
 
 @dataclass
 class MicroBatchLimits:
-    """The size of a micro-batch: what was asked for, and what fits.
+    """The size of a micro-batch: as set, or smaller where memory ran out.
 
     Attributes:
         rows: completions.
