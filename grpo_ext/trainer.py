@@ -30,7 +30,7 @@ from .errors import ConfigError
 from .forward.architecture import token_cost
 from .forward.lm_head import RouterOutput, install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
-from .forward.reference import base_model_of, reference_source, use_reference
+from .forward.reference import base_model_of, reference_loader, use_reference
 from .forward.rows import TokenRows
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
@@ -114,7 +114,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock = PhaseClock()
         self._losses: list[float] = []  # of all steps
         loop_args = config.for_loop()
-        reference = reference_source(model, loop_args, peft_config, quantization_config)
+        reference = reference_loader(model, loop_args, peft_config, quantization_config)
         if reference is not None:
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
         if loop_args.should_save:

@@ -1,7 +1,7 @@
 """Packs: several groups in one row without padding, each prompt once and its completions after it.
 
 Differs from a padded batch: a prompt that G completions share is one segment, not G copies. Pure index arithmetic; the
-packed forward (forward.packed) runs it. Shapes: B completions, N tokens of the pack, S scored positions.
+packed forward (forward.forms) runs it. Shapes: B completions, N tokens of the pack, S scored positions.
 """
 
 from __future__ import annotations

@@ -241,9 +241,7 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    settled, dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
-    if settled is not None:
-        logger.warning(settled)
+    dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
     return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
 
 

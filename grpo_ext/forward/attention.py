@@ -39,7 +39,7 @@ _varlen_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class TakesNoPacks(ModelError):
-    """A model that does not read the layout of a pack, so that completions would see each other."""
+    """The model does not read the layout of a pack, so that completions would see each other."""
 
 
 def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
@@ -73,7 +73,7 @@ class _Part:
 
 
 def _parts(group: PackedGroup) -> Iterator[_Part]:
-    """A call for every segment of a group and one for all completions; places are counted from its first token."""
+    """One call for every segment of a group and one for all completions; indices start at the group's first token."""
 
     def place(tokens: tuple[int, int]) -> slice:
         return slice(tokens[0] - group.prompt[0], tokens[1] - group.prompt[0])
@@ -258,7 +258,7 @@ def packed_attention_forward(
             "to its layers)"
         )
     layout: PackLayout = options.pop(LAYOUT)
-    # the mask is what the model's own attention would go by; without transformers' masks, what the layer says
+    # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")
     layout.readers.add(module)
     longest = max(g.prompt[1] - g.prompt[0] + max((b - a for a, b in g.completions), default=0) for g in layout.groups)
@@ -290,7 +290,7 @@ def _of_group(
     by_kernel: bool,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention of one group, in its own way, whatever runs beside it: (1, tokens of the group, H, D).
+    """Attention of one group, computed the same whatever other groups the pack has: (1, tokens of the group, H, D).
 
     Args:
         states: query, key and value of its tokens.
@@ -318,7 +318,7 @@ def _of_group(
 
 
 def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """In autocast's type, which it gives `scaled_dot_product_attention` but not the kernel below it; rows in order."""
+    """Cast to autocast's type, as autocast does for `scaled_dot_product_attention` but not for the kernel below it."""
     device = states[0].device.type
     if torch.is_autocast_enabled(device):
         states = tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device)) for x in states)
@@ -326,7 +326,7 @@ def _as_sdpa_takes_them(*states: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int:
-    """In the place of a mask, all of it that the layout does not say: the sliding window, 0 where there is none."""
+    """Replaces transformers' mask by the one thing that the layout does not hold: the sliding window, 0 without one."""
     return local_size or 0
 
 
@@ -335,7 +335,7 @@ AttentionMaskInterface.register(PACKED, _window)
 
 
 def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
-    """The configurations in a model that name an attention: that of packs, or another."""
+    """The configurations in a model whose attention is that of packs, or another one."""
     configs: Any = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     named = [config for config in configs if getattr(config, "_attn_implementation", None) is not None]
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
@@ -350,7 +350,7 @@ def runs_packs(policy: Any) -> bool:
 def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
     """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested.
 
-    The backward pass belongs inside too, because gradient checkpointing runs the layers again.
+    Run the backward pass inside too: gradient checkpointing runs the layers again.
     """
     configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)] if enabled else []
     for config, name in configs:

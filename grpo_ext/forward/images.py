@@ -1,9 +1,8 @@
-"""The images of rows, as a model takes them: prepared one row at a time, when a forward wants them.
+"""The images of rows as arguments of a model, prepared row by row when a forward needs them.
 
-Those of the data set are read again by the number of the row; those that tools or environments bring travel with their
-row, packed. Differs from TRL, which prepares those of all rows of a process at once, as often as a prompt has
-completions, and cuts the result by rules of each family of models. Used by the forwards and by sampling. Shapes: B
-rows, L columns.
+Images of the data set are read again by the row's number; images from tools or environments are part of the row, as
+bytes. Differs from TRL, which prepares the images of all rows of a process at once, once for each completion, and cuts
+the result by rules for each model family. Used by the forwards and by sampling. Shapes: B rows, L columns.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import torch
 from ..compat import IMAGE_ARGUMENTS, prepare_multimodal_messages
 from ..errors import DataError, ModelError
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one for each token of a prompt
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # one value per token of a prompt
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a processor makes of one row, beside its token ids.
+    """The output of a processor for one row, without the token ids.
 
     Attributes:
-        tensors: of its images, by the names of the model's arguments; empty without images.
-        types: of its prompt's tokens, 1-D, by name; empty for most models.
-        images: how many it has.
+        tensors: image tensors, by the names of the model's arguments; empty without images.
+        types: types of the prompt's tokens, 1-D, by name; empty for most models.
+        images: number of images.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -59,16 +58,16 @@ class PromptProcessor:
     """Prepares the rows of a model that takes images.
 
     Args:
-        processor: the model's.
+        processor: of the model.
         template: the chat template and its arguments, as TRL passes them.
-        image_token: id of the token that stands for an image, or for a part of one; None if there is none.
+        image_token: id of the token that stands for an image or a part of it; None if there is none.
     """
 
     def __init__(self, processor: Any, template: dict[str, Any], image_token: int | None) -> None:
         self.processor, self.template, self.image_token = processor, template, image_token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
-        """What the processor makes of the prompt of a row of the data set."""
+        """Prepare the prompt of a row of the data set."""
         count = 0
         if isinstance(row["prompt"], str):
             prepared = self.processor(text=[row["prompt"]], return_tensors="pt")
@@ -93,7 +92,7 @@ class PromptProcessor:
         return Prepared(known, types, count)
 
     def of(self, images: Sequence[Any]) -> Prepared:
-        """What the processor makes of images, wherever they stand."""
+        """Prepare images without a prompt."""
         if not images:
             return Prepared({}, {}, 0)
         prepared = self({"prompt": [{"role": "user", "content": ""}], "images": list(images)})
@@ -105,7 +104,7 @@ class PromptProcessor:
         return [name for name in TOKEN_TYPES if name in prepared]
 
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The types of tokens among which images stand anywhere, where the model takes them."""
+        """The types of all tokens of a batch, where the model takes them: 1 for an image's token, else 0."""
         token = -1 if self.image_token is None else self.image_token
         return dict.fromkeys(self._type_names, (ids_BL == token).long())
 
@@ -115,10 +114,10 @@ class RowImages:
     """The images of some rows.
 
     Attributes:
-        numbers_B: of each row in the data set: rows with one number have one prompt. Where images travel with their
-            rows, all differ.
-        prepare: from such a number to what is made of the row.
-        types_of: from ids (B, L) to the types of the tokens; None where `prepare` tells them.
+        numbers_B: number of each row in the data set; rows with the same number have the same prompt. Where images are
+            part of the rows, all numbers differ.
+        prepare: prepares the row of a number.
+        types_of: from ids (B, L) to the types of the tokens; None where `prepare` returns them.
     """
 
     numbers_B: Sequence[int]
@@ -126,7 +125,7 @@ class RowImages:
     types_of: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
 
     def of(self, rows: Sequence[int]) -> RowImages:
-        """Those of some of the rows."""
+        """The images of some of the rows."""
         return RowImages([self.numbers_B[row] for row in rows], self.prepare, self.types_of)
 
     @property
@@ -146,14 +145,14 @@ class RowImages:
         prompt_columns: int,
         pixels: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch, whose prompts end at one column.
+        """The model's arguments for a batch whose prompts end at the same column.
 
         Args:
             chosen: the rows of the batch, among these.
             ids_BL: padded token ids of the batch.
             prompts_B: tokens of the prompts; later turns of a conversation may be among them.
             prompt_columns: columns up to the end of the prompts.
-            pixels: with the images; else only what tells where they stand.
+            pixels: include the pixels, and not only the arguments that say where images are.
         """
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         names = dict.fromkeys(name for row in rows for name in row.tensors if pixels or name != "pixel_values")
@@ -173,7 +172,7 @@ class RowImages:
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
     def as_trl(self, ids_BL: torch.Tensor, prompts_B: Sequence[int], prompt_columns: int) -> dict[str, Any]:
-        """As TRL has them in a batch, for a loss of the user's own that scores it."""
+        """The images in TRL's layout of a batch, for a user's loss that scores it."""
         batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, prompts_B, prompt_columns)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
@@ -186,7 +185,7 @@ class RowImages:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors one after the other along their first dimension; the others are filled up with zeros to the largest."""
+    """Concatenate tensors along their first dimension; the other dimensions are padded with zeros to the largest."""
     sizes = [max(part.size(d) for part in parts) for d in range(parts[0].dim())]
     filled = []
     for part in parts:
@@ -205,7 +204,7 @@ def packed_images(images: Sequence[Any]) -> torch.Tensor:
     """
     if not images:
         return torch.empty(0, dtype=torch.uint8)
-    from PIL import Image  # who trains on text may have none
+    from PIL import Image  # not installed where only text is trained on
     from transformers.image_utils import load_image
 
     try:
@@ -222,7 +221,7 @@ def packed_images(images: Sequence[Any]) -> torch.Tensor:
 
 
 def unpacked_images(packed: torch.Tensor) -> list[Any]:
-    """What `packed_images` packed, as images of PIL; zeros after it do not matter."""
+    """The inverse of `packed_images`: PIL images; trailing zeros are ignored."""
     if not packed.any():
         return []
     from PIL import Image, ImageSequence

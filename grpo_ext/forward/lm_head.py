@@ -1,8 +1,8 @@
-"""The language-model head: the part of a model's forward that scores tokens, installed on the model.
+"""The language-model head that scores tokens, installed in a model's forward.
 
-Differs from TRL's fused head: takes the positions of a pack, sees these only, and knows the logits of more models. Runs
-inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions, H hidden size, V
-vocabulary.
+Differs from TRL's fused head: it computes the scored positions only, in any layout, and supports the logits of more
+models. Runs inside the forward of the policy and the reference, below their wrappers. Shapes: S scored positions, H
+hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNREAD = ("mpt", "gemma3", "cohere2_vision")  # models that leave these setting
 
 
 def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
-    """What the model of this configuration does to its logits, by the names that transformers' models use."""
+    """How a model transforms its logits, by the names of settings that transformers' models use."""
     if config.model_type in _UNREAD:
         return LogitTransform(temperature=temperature)
     config = config.get_text_config()
@@ -53,13 +53,13 @@ def logit_transform(config: Any, temperature: float = 1.0) -> LogitTransform:
 
 
 def gathered(*parameters: Any) -> AbstractContextManager[Any]:
-    """Inside, the parameters are whole where ZeRO-3 has cut them."""
+    """Inside, parameters that ZeRO-3 has partitioned are gathered."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    # an embedding that is whole already (tied weights) is DeepSpeed's to cut again
+    # DeepSpeed itself partitions an embedding again that is gathered now (tied weights)
     known = [p for p in parameters if hasattr(p, "ds_status")]
     cut = [p for p in known if p.ds_status != ZeroParamStatus.AVAILABLE]
     return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
@@ -86,25 +86,25 @@ def log_probs(
 class RouterOutput(NamedTuple):
     """Router logits of one forward, one (tokens, E) tensor per layer, and how often each token counts (B, L).
 
-    That is the attention mask of a padded batch; in a pack a prompt counts once for each of its completions.
+    In a padded batch the counts are the attention mask; in a pack a prompt counts once for each of its completions.
     """
 
     logits: tuple[torch.Tensor, ...]
     counts_BL: torch.Tensor
 
     def aux_loss(self, top_k: int) -> torch.Tensor:
-        """The load-balancing loss of this forward on its own."""
+        """The load-balancing loss of this forward alone."""
         chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
         return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), probs.numel(), rows)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a forward finds out about the completions of its rows.
+    """The result of a forward for the completions of its rows.
 
     Attributes:
-        logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where they are wanted.
-        router: of a MoE model, where it is wanted.
+        logps_S, entropies_S: of the completion tokens, row by row, in nats; entropies only where requested.
+        router: of a MoE model, where requested.
     """
 
     logps_S: torch.Tensor
@@ -113,12 +113,12 @@ class Scores:
 
 
 class Wanted:
-    """What a forward is to score; a plain class, because FSDP copies dataclasses among a forward's arguments.
+    """The tokens that a forward scores; a plain class, because FSDP copies dataclass arguments.
 
     Attributes:
         predictor_S: positions in the flattened input whose hidden states predict the targets.
         targets_S: the tokens to score.
-        entropy, router: whether entropies and a MoE model's router logits are wanted too.
+        entropy, router: also return entropies, and the router logits of a MoE model.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Wanted:
 
 @dataclass
 class ScoredOutput(ModelOutput):
-    """What a model with this head returns: (S,) log-probabilities and entropies, and a MoE model's router logits."""
+    """The output of a model with this head: (S,) log-probabilities and entropies, and router logits of a MoE model."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -141,7 +141,7 @@ def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, co
 
     Args:
         model: as the loop calls it (wrapped by DDP, PEFT, ...).
-        counts_BL: of the `RouterOutput`, where one is wanted.
+        counts_BL: of the `RouterOutput`, where requested.
     """
     output = model(**inputs, **{SCORE: wanted})
     router = RouterOutput(output.router_logits, counts_BL) if output.router_logits else None
@@ -149,15 +149,15 @@ def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, co
 
 
 def _backbone(model: Any) -> Any:
-    """The part of a causal language model that comes before its head; the model itself where it has none."""
+    """The part of a causal language model before its head; the model itself where there is none."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
 def refuse_unknown_head(model: Any) -> None:
-    """Refuse a model whose logits are not made of its backbone's hidden states by one linear layer.
+    """Refuse a model whose logits are not one linear layer on its backbone's hidden states.
 
     Raises:
-        ModelError: names what else there is.
+        ModelError: names the other parts.
     """
     backbone, head = _backbone(model), model.get_output_embeddings()
     if backbone is model or head is None:
@@ -187,18 +187,17 @@ def refuse_unknown_head(model: Any) -> None:
 
 
 def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
-    """Let the forward of `model` score tokens through this head, beside what it does already.
+    """Install this head in the forward of `model`, before anything wraps the model.
 
-    Called with `grpo_ext_score=Wanted(...)`, it returns a `ScoredOutput`; otherwise it is the forward it was. To be
-    called before anything wraps the model.
+    Called with `grpo_ext_score=Wanted(...)`, the forward returns a `ScoredOutput`; other calls are unchanged.
 
     Args:
-        model: the causal language model, under PEFT the one inside.
+        model: the causal language model; under PEFT, the base model.
         temperature: the logits are divided by it.
         cast_to_fp32: compute the head in float32, outside autocast.
     """
     transform = logit_transform(model.config, temperature)
-    # the function, because a bound method would run these weights in a deep copy of the model
+    # the function: a deep copy of the model would call a bound method with these weights
     bound = model.forward
     below: Callable[..., Any] = getattr(bound, "__func__", lambda model, *args, **kwargs: bound(*args, **kwargs))
 
@@ -227,7 +226,7 @@ def _run(
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[wanted.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):
-        head.unshard()  # a unit of its own where Accelerate finds no norm before it: nothing else would
+        head.unshard()  # the head is an FSDP unit where Accelerate finds no norm before it, and nothing else gathers it
     weight, bias = head.weight, getattr(head, "bias", None)
     hidden_SH = hidden_SH.to(weight.device)  # `device_map` may put the head elsewhere
     precision: AbstractContextManager[Any] = nullcontext()

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-_FAR = 2**20  # a length in tokens beyond every switch
+logger = get_logger(__name__)
 
 
 def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
@@ -27,7 +28,7 @@ def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:
 
 
 def covered_length(config: Any) -> int | None:
-    """Tokens that a model with rotary positions was made for, scaling included; None where there is no limit."""
+    """The longest sequence, in tokens, of a model with rotary positions, scaling included; None without a limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
@@ -42,12 +43,12 @@ def covered_length(config: Any) -> int | None:
     return max(lengths)
 
 
-def _changing(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
+def _length_dependent(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
     """The rotary modules whose frequencies change with the length of a forward, once for each layer type they serve.
 
     Yields:
         The module as text, the module, the layer type (None where all share one), and the longest sequence in tokens
-        that does not change them.
+        that does not change the frequencies.
     """
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -61,31 +62,22 @@ def _changing(model: nn.Module) -> Iterator[tuple[str, Any, str | None, int]]:
                 yield text, module, kind, switch or config.max_position_embeddings
 
 
+def _pin(module: Any, kind: str | None, length: int) -> None:
+    """Set the frequencies to those of a forward over `length` tokens, for every forward from now on."""
+    compute = ROPE_INIT_FUNCTIONS[rope_parameters(module.config)[kind]["rope_type"]]
+    prefix, extra = ("", {}) if kind is None else (f"{kind}_", {"layer_type": kind})
+    frequencies, _ = compute(module.config, None, seq_len=length, **extra)
+    getattr(module, f"{prefix}inv_freq").copy_(frequencies)
+    # transformers updates the frequencies of other kinds in every forward
+    module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
+
+
 def _is_pinned(module: Any, kind: str | None) -> bool:
     scaling = getattr(module, "rope_type", None)
     return (scaling.get(kind) if isinstance(scaling, dict) else scaling) == "default"
 
 
-def depends_on_length(model: nn.Module, length: int = _FAR) -> str | None:
-    """The first rotary module whose angles depend on the longest of up to `length` tokens, as text; None if none do."""
-    modules = _changing(model)
-    return next((text for text, rope, kind, switch in modules if length > switch and not _is_pinned(rope, kind)), None)
-
-
-def _pin(model: nn.Module, length: int) -> None:
-    """Set the frequencies to those of a forward over `length` tokens, for every forward from now on."""
-    for _, module, kind, _ in _changing(model):
-        values, prefix = rope_parameters(module.config)[kind], "" if kind is None else f"{kind}_"
-        if "short_mscale" in values:
-            continue  # Phi-MoE, which also changes the scale, in every forward
-        extra = {} if kind is None else {"layer_type": kind}
-        frequencies, _ = ROPE_INIT_FUNCTIONS[values["rope_type"]](module.config, None, seq_len=length, **extra)
-        getattr(module, f"{prefix}inv_freq").copy_(frequencies)
-        # transformers updates the frequencies of other kinds in every forward
-        module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
-
-
-def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[str | None, str | None]:
+def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:
     """Give every forward of a run the same rotary frequencies.
 
     Args:
@@ -93,33 +85,36 @@ def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> tuple[s
         longest: tokens of the longest prompt and completion the run can have, or None; asked only where it matters.
 
     Returns:
-        What was done, and what still depends on the micro-batch; as sentences, None where there is nothing to say.
+        What still depends on the micro-batch, as a sentence; None where nothing does.
     """
-    name = next((text for text, *_ in _changing(models[0])), None)
-    if name is None:
-        return None, None
+    rotaries = [rotary for model in models for rotary in _length_dependent(model)]
+    if not rotaries:
+        return None
+    (first, _, _, first_switch), depends = rotaries[0], "depend on the longest sequence of a"
     length = longest()
     if length is None:
-        return None, (
-            f"the rotary positions of {name} depend on the longest sequence of a micro-batch, and the longest of this "
-            "run is not known (a stream, a transform, an environment, or max_completion_length=None); use a data set "
-            "with a length and set max_completion_length, or a rope_type that does not depend on it"
+        return (
+            f"the rotary positions of {first} {depends} micro-batch, and the longest of this run is not "
+            "known (a stream, a transform, an environment, or max_completion_length=None); use a data set with a "
+            "length and set max_completion_length, or a rope_type that does not depend on it"
         )
-    if all(length <= switch and not _is_pinned(rope, kind) for m in models for _, rope, kind, switch in _changing(m)):
-        return None, None  # the whole run stays below the switch
-    for model in models:
-        _pin(model, length)
-    left = next(filter(None, (depends_on_length(model) for model in models)), None)
-    if left is not None:
-        return None, (
-            f"the rotary positions of {left} depend on the longest sequence of a micro-batch, and sequences of this "
-            f"run reach {length} tokens, beyond where they change; shorten prompts or max_completion_length, or use "
-            "another rope_type"
+    for text, module, kind, switch in rotaries:
+        if length <= switch and not _is_pinned(module, kind):
+            continue
+        if "short_mscale" not in rope_parameters(module.config)[kind]:
+            _pin(module, kind, length)
+        else:  # Phi-MoE changes the scale too, in every forward
+            return (
+                f"the rotary positions of {text} {depends} micro-batch, and sequences of this run reach "
+                f"{length} tokens, beyond where they change; shorten prompts or max_completion_length, or use another "
+                "rope_type"
+            )
+    if length > first_switch:
+        logger.warning(
+            f"The rotary positions of {first} {depends} forward; all forwards of this run use those of "
+            f"{length} tokens, the longest prompt and max_completion_length."
         )
-    return (
-        f"The rotary positions of {name} depend on the longest sequence of a forward; all forwards of this run use "
-        f"those of {length} tokens, the longest prompt and max_completion_length."
-    ), None
+    return None
 
 
 def accepts_positions(model: Any) -> bool:
@@ -133,7 +128,7 @@ def positions_of(
     """The `position_ids` of a batch in TRL's layout: (B, L), or (3, B, L) where images have rows and columns.
 
     Args:
-        images: what the model is given of images; the pixels need not be among them.
+        images: the model's image arguments, with or without pixels.
 
     Returns:
         None for a model that takes none.

@@ -1,7 +1,7 @@
-"""The caches of the prefix form: one that prompts leave in a model's layers, and one that completions continue from.
+"""The caches of the prefix form: one that records the prompts' pass, and one that completions continue from.
 
-Differs from transformers' caches, which grow while a model runs: neither of these changes what a layer is given when it
-runs again, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.prefix,
+Differs from transformers' caches, which grow while a model runs: a layer that runs again gets the same inputs from
+these, so gradients flow through them and gradient checkpointing may recompute the layers. Used by forward.forms,
 inside the forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B completions.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import DummyLayer
+from ..runtime.attributes import assigned
 
 _KNOWN = (
     DynamicLayer,
@@ -37,14 +38,14 @@ _KNOWN = (
 
 
 class Continuation:
-    """What runs after the prompts; a plain class, because FSDP copies dataclasses among a forward's arguments.
+    """The completions' pass after that of the prompts; a plain class, because FSDP copies dataclass arguments.
 
     Attributes:
         input_ids: (B, T), of the completions, padded on the right.
         attention_mask: (B, width of the prompts + T).
         position_ids: (B, T), or (3, B, T) as the model has it, or None for a model that takes none.
         prompt_B: the row of each completion's prompt, int64 (B,).
-        instead: of further arguments of the prompts' pass: those of the completions', or None for what they lack.
+        instead: replaces further arguments of the prompts' pass in that of the completions; None for absent ones.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Continuation:
 
 
 class _Recorded:
-    """A cache layer that keeps what the prompts' pass gives it, and nothing more."""
+    """A cache layer that records the states of the prompts' pass."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values = key_states, value_states
@@ -86,7 +87,7 @@ class _Recorded:
 
 
 class _Frozen:
-    """A cache layer that gives what was recorded, one row per completion, before what is new, and keeps nothing."""
+    """A cache layer that returns each completion's recorded prompt states before the new ones; stores nothing."""
 
     prompt_B: torch.Tensor
     prompt_width: int
@@ -139,7 +140,7 @@ def unknown_layers(config: Any) -> list[str]:
 
 
 def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int) -> Cache:
-    """The cache that completions continue from; it does not see what the recording one is given later."""
+    """The cache that completions continue from: a copy of the recorded states, one row per completion."""
     layers = _layers(config, _Frozen)
     for layer, record in zip(layers, recorded.layers):
         layer.prompt_B, layer.prompt_width = prompt_B, width
@@ -165,20 +166,15 @@ def keeps_caches(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def cached_under_checkpointing(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Inside, layers that recompute their activations are given the caches all the same. May be nested.
+    """Inside, layers under gradient checkpointing get the caches too. May be nested.
 
-    transformers leaves a cache out there, because one that grows would grow twice; these do not. The backward pass
-    belongs inside too, because it runs layers again, with the layers inside them.
+    transformers drops a cache there, because it would grow twice; these do not grow. Run the backward pass inside too:
+    it runs the layers again.
     """
-    layers = _recomputing(model) if enabled else []
-    before = [layer._can_checkpoint_with_cache for layer in layers]
-    for layer in layers:
-        layer._can_checkpoint_with_cache = True
-    try:
+    with ExitStack() as restored:
+        for layer in _recomputing(model) if enabled else []:
+            restored.enter_context(assigned(layer, _can_checkpoint_with_cache=True))
         yield
-    finally:
-        for layer, value in zip(layers, before):
-            layer._can_checkpoint_with_cache = value
 
 
 def run_after_prompts(
@@ -195,7 +191,7 @@ def run_after_prompts(
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))
-    passed = {**prompts, "use_cache": False, "return_dict": True}  # no cache of the model's own making
+    passed = {**prompts, "use_cache": False, "return_dict": True}  # or the model would create a cache
     first = backbone(**passed, past_key_values=recorded)
     passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask, **completions.instead}
     if completions.position_ids is not None:

@@ -1,7 +1,7 @@
-"""Weights that bitsandbytes holds in 4 or 8 bits: what its layers do in a forward that training has to know.
+"""Models with weights in 4 or 8 bits (bitsandbytes): adapters in float32, and layers that must not be repacked.
 
-Differs from TRL, which trains such models as they are, with adapters in bfloat16. Used while a trainer is built, and by
-the form check. The layers are known by their attributes, so bitsandbytes is not imported.
+Differs from TRL, which trains adapters of such models in bfloat16. Used while a trainer is built, and by the comparison
+of forms. Layers are recognised by their attributes, so bitsandbytes is not imported.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ EIGHT_BIT_UNIT = 1 / 254  # LLM.int8 rounds activations to 127 steps of the larg
 
 
 def outlier_thresholds(model: nn.Module) -> dict[str, float]:
-    """The layers of LLM.int8, by name, and the size of an activation that makes its column an outlier; 0: none does."""
+    """The outlier threshold of every LLM.int8 layer, by name; 0: no column is an outlier."""
     states: dict[str, Any] = {path: getattr(module, "state", None) for path, module in model.named_modules()}
     return {path: float(state.threshold) for path, state in states.items() if hasattr(state, "has_fp16_weights")}
 
 
 def trained_values(model: Any) -> dict[str, torch.Tensor]:
-    """The values of the trained parameters of a quantised model object, by name; nothing is copied."""
+    """The trained parameters of a quantised model object, by name, without a copy; empty for other models."""
     if not getattr(model, "is_quantized", False):
         return {}
     return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
-    """Make the trained parameters of a quantised model float32; TRL has made them bfloat16.
+    """Cast the trained parameters of a quantised model to float32; TRL casts them to bfloat16.
 
     Args:
-        before: the `trained_values` of the model object that TRL was given. An adapter that was trained before keeps
-            the digits that bfloat16 does not hold.
+        before: the `trained_values` of the model before TRL's cast, so that a trained adapter loses no digits.
     """
     if not getattr(model, "is_quantized", False):
         return
@@ -45,9 +44,9 @@ def train_in_float32(model: nn.Module, before: Mapping[str, torch.Tensor]) -> No
 
 
 def keep_4bit_weights(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights in the first forward in evaluation mode, on CPUs with bfloat16.
+    """Keep bitsandbytes from repacking 4-bit weights, as it does on CPUs in the first forward in evaluation mode.
 
-    Repacked, a layer computes in bfloat16 and passes no gradient on, also in training mode; unpacking rounds it anew.
+    A repacked layer computes in bfloat16 and passes no gradient on, in training mode too; unpacking rounds again.
 
     Raises:
         ModelError: a layer is repacked already.

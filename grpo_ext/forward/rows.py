@@ -1,7 +1,7 @@
-"""Completions with their prompts, without padding: what every forward here starts from, and what it gives back.
+"""Completions with their prompts, without padding: the input of every forward.
 
-Differs from TRL, whose batches are padded throughout: they are read and written at its methods alone (`of_padded`,
-`to_columns`), and only the padded forward pads again. Shapes: B rows, N tokens, S completion tokens, T columns.
+Differs from TRL, whose batches are padded throughout: padded batches are converted at TRL's methods alone (`of_padded`,
+`to_columns`), and only the padded forward pads. Shapes: B rows, N tokens, S completion tokens, T columns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class TokenRows:
     """Token ids of some completions, each after its prompt.
 
     Attributes:
-        ids_N: of all rows, one after the other.
-        prompts_B, completions_B: tokens of each; 0 for a completion that is masked out.
+        ids_N: token ids of all rows, concatenated.
+        prompts_B, completions_B: tokens of each prompt and completion; 0 for a completion that is masked out.
         same_prompt: for each row but the first, whether its prompt is that of the row before.
         images: of the prompts; None for a model that takes none.
-        attended_N: whether attention sees each token; None where it sees all. A token that it does not see holds its
-            position and is not scored, and the one after it is predicted from its place, as in TRL.
+        attended_N: whether attention sees each token; None where it sees all. As in TRL, a token that is masked out
+            keeps its position and is not scored, and the next token is predicted from it.
     """
 
     ids_N: torch.Tensor
@@ -45,27 +45,29 @@ class TokenRows:
         images: RowImages | None = None,
     ) -> TokenRows:
         """The rows of a batch (B, L) in TRL's layout: prompts padded on the left, completions on the right."""
-        seen = attention_mask.bool()
+        attended = attention_mask.bool()
         width = input_ids.size(1) - completion_width
         # from the first token of the prompt that attention sees to the last of the completion
         place_L = torch.arange(1, input_ids.size(1) + 1, device=input_ids.device)
-        begin = torch.where(seen, place_L, width + 1)[:, :width].amin(1, keepdim=True) if width else place_L[:1, None]
-        last = (seen * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
+        places = torch.where(attended, place_L, width + 1)[:, :width]
+        begin = places.amin(1, keepdim=True) if width else place_L[:1, None]
+        last = (attended * place_L)[:, width:].amax(1, keepdim=True).clamp(min=width)
         real = (place_L >= begin) & (place_L <= last)
         prompts = torch.stack([input_ids[:, :width].masked_fill(~real[:, :width], 0), real[:, :width]])
         same = (prompts[:, 1:] == prompts[:, :-1]).all(dim=2).all(dim=0).tolist()
         if images is not None:
             same = [tokens and pixels for tokens, pixels in zip(same, images.same)]
         lengths = torch.stack([real[:, :width].sum(1), real[:, width:].sum(1)]).tolist()
-        attended = seen[real]
-        return cls(input_ids[real], lengths[0], lengths[1], same, images, None if bool(attended.all()) else attended)
+        attended_N = attended[real]
+        gaps = None if bool(attended_N.all()) else attended_N
+        return cls(input_ids[real], lengths[0], lengths[1], same, images, gaps)
 
     def __len__(self) -> int:
         return len(self.prompts_B)
 
     @property
     def starts_B(self) -> list[int]:
-        """Where each row begins among the tokens, and where the last one ends."""
+        """Index of the first token of each row, and the number of all tokens."""
         starts = [0]
         for prompt, completion in zip(self.prompts_B, self.completions_B):
             starts.append(starts[-1] + prompt + completion)
@@ -85,7 +87,7 @@ class TokenRows:
     def image_inputs(
         self, rows: Sequence[int], ids_BL: torch.Tensor, prompt_columns: int, pixels: bool = True
     ) -> dict[str, torch.Tensor]:
-        """What a model that takes images is given beside the tokens of `rows`: see `RowImages.inputs`."""
+        """The model's image arguments for `rows`; see `RowImages.inputs`."""
         if self.images is None:
             return {}
         prompts = [self.prompts_B[row] for row in rows]
@@ -102,10 +104,10 @@ class TokenRows:
         return torch.cat([values_N[start + prompt : stop] for start, stop, prompt in pairs])
 
     def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids and where the tokens are (B, L) in TRL's layout, and the completion columns T, at least one.
+        """Ids and mask (B, L) in TRL's layout, and the number of completion columns T, at least one.
 
         Args:
-            multiple: of which both widths are.
+            multiple: the widths of prompts and completions are multiples of it.
         """
         prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
@@ -124,9 +126,9 @@ class TokenRows:
         return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))
 
     def to_columns(self, values_S: torch.Tensor, width: int) -> torch.Tensor:
-        """Values of the scored tokens as TRL takes them: (B, width), zero where there is none.
+        """Values of the scored tokens in TRL's layout: (B, width), zero elsewhere.
 
-        They stay connected to the model also where nothing is scored, so that every process can run its backward pass.
+        They stay connected to the graph where nothing is scored, so that every process can run its backward pass.
         """
         lengths = torch.tensor(list(self.completions_B), device=values_S.device)[:, None]
         mask = torch.arange(width, device=values_S.device) < lengths
@@ -142,11 +144,11 @@ def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
 
 
 class Unchanged:
-    """Tells whether tensors are the same objects as before, and still hold what they held."""
+    """Detects whether tensors were replaced or written to."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._before = [(tensor, tensor._version) for tensor in tensors]
 
     def are(self, *tensors: torch.Tensor) -> bool:
-        """Whether these are the tensors, in order, and nobody has written to one since."""
-        return all(now is one and now._version == version for now, (one, version) in zip(tensors, self._before))
+        """Whether these are the same tensors, in order, unchanged since."""
+        return all(t is before and t._version == version for t, (before, version) in zip(tensors, self._before))

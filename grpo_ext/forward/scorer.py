@@ -1,8 +1,8 @@
-"""Log-probabilities of completions under the policy and the reference, at two entry points: a rollout, a micro-batch.
+"""Log-probabilities of completions under the policy and the reference, for a rollout or a micro-batch.
 
-Differs from TRL, where one method serves both: a rollout is scored once, without gradients, in chunks that fit; a
-micro-batch is scored in one forward, whose gradients are kept. TRL's `_get_per_token_logps_and_entropies` hands over to
-`score_for_trl`, where a user overrides or calls it.
+Differs from TRL, where one method serves both: a rollout is scored without gradients, in chunks that fit into memory; a
+micro-batch is scored in one forward, with gradients. TRL's `_get_per_token_logps_and_entropies` calls `score_for_trl`
+where a user overrides or calls it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
 from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
+from .forms import FORWARDS
 from .lm_head import RouterOutput, Scores
-from .packed import score_packed
-from .padded import score_padded
-from .prefix import score_prefix
 from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged, padded_ids_and_mask
@@ -36,11 +34,6 @@ from .rows import TokenRows, Unchanged, padded_ids_and_mask
 # log-probabilities (B, T), entropies (B, T) or None, mean auxiliary loss or None
 TrlScores = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
 LogProbs = Callable[..., Any]  # a user's `_get_per_token_logps_and_entropies`
-_FORWARDS: dict[Form, Callable[..., Scores]] = {
-    "packed": score_packed,
-    "prefix": score_prefix,
-    "padded": score_padded,
-}
 
 
 @dataclass
@@ -48,11 +41,11 @@ class Request:
     """Rows that go through a user's `_get_per_token_logps_and_entropies` as padded tensors.
 
     Attributes:
-        scorer: of the thread that scores.
-        rows: what the tensors were made of.
-        tensors: ids and attention mask of the padded batch; `rows` hold for them alone.
+        scorer: the scorer of this thread.
+        rows: the rows without padding.
+        tensors: ids and attention mask of the padded batch; `rows` are valid for these tensors alone.
         limits: of `score_rollout`, for the rows of a rollout; None for a micro-batch.
-        router: of a MoE model, once the micro-batch is scored; None where another batch was.
+        router: the router output of a MoE model, set when the micro-batch is scored.
     """
 
     scorer: Scorer
@@ -86,14 +79,14 @@ class Scorer:
         self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
 
     def copy(self, accelerator: Accelerator) -> Scorer:
-        """One for another thread, with an accelerator of its own."""
+        """A scorer for another thread, with that thread's accelerator."""
         scorer = Scorer(accelerator, self.args, self.choice.all_refused)
         scorer.memory = self.memory
         return scorer
 
     @property
     def of_this_thread(self) -> Scorer:
-        """The scorer whose `requested` this thread is inside; this one outside."""
+        """The scorer of the request that this thread is inside; without a request, this scorer."""
         request = _request.get()
         return self if request is None else request.scorer
 
@@ -125,7 +118,7 @@ class Scorer:
         rows: TokenRows,
         limits: tuple[int | None, int | None, int] | None = None,
     ) -> Iterator[Request]:
-        """Inside, and in this thread, `score_for_trl` knows the rows of these padded tensors.
+        """Inside, `score_for_trl` of this thread knows the rows of these padded tensors.
 
         Args:
             limits: of `score_rollout`; None for a micro-batch.
@@ -198,7 +191,7 @@ class Scorer:
     ) -> TrlScores:
         """Score a padded batch, as `_get_per_token_logps_and_entropies` does, in forwards of `batch_size` rows.
 
-        Of the tensors of `requested`, the rows that they were made of, whose router output the request then holds.
+        The tensors of a request are scored through its rows, and the request gets the router output.
         """
         request = _request.get() if self.knows(input_ids, attention_mask) else None
         rows = TokenRows.of_padded(input_ids, attention_mask, width) if request is None else request.rows
@@ -249,22 +242,22 @@ class Scorer:
         def work(piece: Sequence[int]) -> Scores:
             return self._forward(model, rows.part(slice(piece[0], piece[-1] + 1)), with_entropy, with_router)
 
-        # where a forward is a collective all processes make as many; what a process repeats for that is thrown away
-        calls = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
-        found: list[Scores] = []
-        for number in range(calls):
+        # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
+        forwards = max_over_processes(len(chunks), self.accelerator.device) if self.sharded else len(chunks)
+        scores: list[Scores] = []
+        for number in range(forwards):
             chunk = chunks[min(number, len(chunks) - 1)]
-            scores = self.memory.run(range(chunk.start, chunk.stop), work)
-            found += scores if number < len(chunks) else []
-        return found
+            parts = self.memory.run(range(chunk.start, chunk.stop), work)
+            scores += parts if number < len(chunks) else []
+        return scores
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
-        """Score rows in one forward; its graph is kept where gradients are on."""
+        """Score rows in one forward, with gradients where they are on."""
         policy, form = base_model_of(model), self.choice.form(model)
         # a loss that is computed outside the step runs its backward pass outside `running`
         inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
         again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
         has_gaps = rows.attended_N is not None
-        forward = _FORWARDS["padded" if again or has_gaps else form]
+        forward = FORWARDS["padded" if again or has_gaps else form]
         with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
             return forward(model, policy, rows, with_router, with_entropy, self.multiple)

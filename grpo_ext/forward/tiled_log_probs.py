@@ -152,8 +152,8 @@ class _TiledLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         with ctx.whole(saved[1], saved[2]):
-            found = _backward(ctx, saved, *gradients)
-        return *(None if g is None else g.to(x.dtype) for g, x in zip(found, saved)), None, None, None, None
+            grads = _backward(ctx, saved, *gradients)
+        return *(None if g is None else g.to(x.dtype) for g, x in zip(grads, saved)), None, None, None, None
 
 
 def _backward(
@@ -164,7 +164,7 @@ def _backward(
     capped = ctx.transform.cap is not None
     tiles = _Tiles(hidden_SH, weight_VH, bias_V, ctx.transform, ctx.dtype, (entropy_up_S is not None) + capped)
     exact = tiles.exact
-    found: list[torch.Tensor | None] = [
+    grads: list[torch.Tensor | None] = [
         torch.zeros_like(x, dtype=exact) if needed and x is not None else None
         for x, needed in zip((hidden_SH, weight_VH, bias_V), ctx.needs_input_grad)
     ]
@@ -174,7 +174,7 @@ def _backward(
         entropy_up = entropy_up_S.to(exact) * tiles.factor
         constant = up + entropy_up * entropy
     left_SH = tiles.hidden_SH.to(exact)  # half precision is never summed in itself
-    hidden, weight, bias = found
+    hidden, weight, bias = grads
     for rows, columns, x_RC in tiles:
         tanh_RC = tiles.spare(-1, x_RC) if capped else None
         z_RC = tiles.finish(x_RC, tanh_RC).sub_(log_z[rows, None])  # log p
@@ -194,7 +194,7 @@ def _backward(
             hidden[rows].addmm_(z_RC, tiles.weight_CH.to(exact))
         if weight is not None:
             weight[columns].addmm_(z_RC.t(), left_SH[rows])
-    return found
+    return grads
 
 
 def tiled_log_probs(

@@ -2,7 +2,7 @@
 
 Floating point addition is not associative; integer addition is. A term is rounded once to a multiple of
 2**-FRACTION_BITS and added as a 64-bit integer, so any order, any grouping and any number of processes give the same
-sum. What does not fit is found, never wrapped around. Used by step.gradients in bitwise mode.
+sum. Overflow is detected, never wrapped around. Used by step.gradients in bitwise mode.
 """
 
 from __future__ import annotations

@@ -17,70 +17,50 @@ import torch
 from ..errors import ConfigError, PrecisionError
 from ..runtime.collectives import any_process
 
-FACTOR = 2.0
 _STATE = ("scale", "patience", "steps", "last_overflow", "skipped")
 
 
 class LossScaler:
     """Scales the loss, unscales the gradients, and skips steps whose gradients overflow.
 
-    `scale`, `unscale_`, `step`, `update`, `is_enabled` and `get_scale` are called by Accelerate in the place of those
-    of `torch.amp.GradScaler`. The defaults are DeepSpeed's.
+    Accelerate calls `scale`, `unscale_`, `step` and `update` in the place of those of `torch.amp.GradScaler`.
 
     Args:
         overflow_anywhere: from whether this process found an overflow to whether any did (a collective).
-        value: the scale at the start.
-        window: steps without an overflow before the scale doubles.
-        hysteresis: overflows before it halves; each skips its step.
-        minimum: the scale never falls below; an overflow there is an error.
 
     Attributes:
         value: what the loss is multiplied by before the backward pass.
+        window: steps without an overflow before the scale doubles.
+        hysteresis: overflows before it halves; each skips its step.
+        minimum: the scale never falls below; an overflow there is an error.
         patience: overflows until the scale halves, 1 or more.
         steps: steps so far, skipped ones included.
         last_overflow: the step of the last overflow, counted from 0; -1: none.
         skipped: skipped steps so far.
     """
 
-    def __init__(
-        self,
-        overflow_anywhere: Callable[[bool], bool],
-        value: float = 2.0**16,
-        window: int = 1000,
-        hysteresis: int = 2,
-        minimum: float = 1.0,
-    ) -> None:
-        self.overflow_anywhere = overflow_anywhere
-        self.value, self.window, self.hysteresis, self.minimum = value, window, hysteresis, minimum
-        self.patience = hysteresis
+    value, window, hysteresis, minimum = 2.0**16, 1000, 2, 1.0  # DeepSpeed's
+
+    def __init__(self, overflow_anywhere: Callable[[bool], bool]) -> None:
+        self.overflow_anywhere, self.patience = overflow_anywhere, self.hysteresis
         self.steps = self.skipped = self._reported = 0
         self.last_overflow = -1
-        self._overflow: bool | None = None  # of the gradients that are unscaled; None: they are not yet
-
-    def is_enabled(self) -> bool:
-        """As `torch.amp.GradScaler`."""
-        return True
-
-    def get_scale(self) -> float:
-        """As `torch.amp.GradScaler`."""
-        return self.value
+        self._overflow: bool | None = None  # of the unscaled gradients; None: not unscaled yet
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale, in float32."""
         return loss.float() * self.value
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divide the gradients by the scale, and find out on all processes whether one of them overflowed."""
+        """Divide the gradients by the scale, once, and find out whether one overflowed on any process."""
         if self._overflow is not None:
             return
         overflow_here = False
         grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    grad = parameter.grad
-                    local = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's shards
-                    grads.setdefault((local.device, local.dtype), []).append(local)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            grad = parameter.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2's shards
+            grads.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), same in grads.items():
             overflow = torch.zeros((), device=device)
             inverse = torch.tensor(1.0 / self.value, device=device)
@@ -103,7 +83,7 @@ class LossScaler:
         self.move(overflow)
 
     def move(self, overflow: bool) -> None:
-        """Count a step whose gradients were (`overflow`) or were not beyond what fp16 holds, and move the scale.
+        """Count a step whose gradients did or did not overflow, and move the scale.
 
         Raises:
             PrecisionError: an overflow where the scale cannot fall any more.
@@ -112,13 +92,13 @@ class LossScaler:
         if not overflow:
             clean = step - self.last_overflow - 1  # steps before this one
             if clean > 0 and clean % self.window == 0:
-                self.value, self.patience = self.value * FACTOR, self.hysteresis
+                self.value, self.patience = self.value * 2, self.hysteresis
             return
         self.last_overflow, self.skipped = step, self.skipped + 1
         if self.patience > 1:
             self.patience -= 1
         elif self.value > self.minimum:
-            self.value = max(self.value / FACTOR, self.minimum)
+            self.value = max(self.value / 2, self.minimum)
         else:
             raise PrecisionError(
                 f"gradients overflow with a loss scale of {self.value:g}, its minimum; {self.skipped} of {self.steps} "
@@ -128,13 +108,9 @@ class LossScaler:
 
     def report(self) -> dict[str, float]:
         """For a log line; overflows are those since the last one."""
-        before, self._reported = self._reported, self.skipped
-        overflows = float(self.skipped - before)
-        return {
-            "fp16/loss_scale": self.value,
-            "fp16/overflows": overflows,
-            "fp16/skipped_steps": float(self.skipped),
-        }
+        overflows, self._reported = float(self.skipped - self._reported), self.skipped
+        skipped = float(self.skipped)
+        return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": skipped}
 
     def state_dict(self) -> dict[str, float]:
         """For a checkpoint: plain numbers."""
@@ -148,7 +124,7 @@ class LossScaler:
 
 
 def install_loss_scaler(accelerator: Any) -> None:
-    """Give an accelerator in fp16 its loss scale, before models and optimizers are prepared.
+    """Give an accelerator in fp16 this loss scale, before models and optimizers are prepared.
 
     Raises:
         ConfigError: Accelerate would compute in float32 without a word.

@@ -1,32 +1,24 @@
 """Where a number that is not finite came from: the weights, the first module that produced it, or the loss.
 
-A loss scale mends gradients that overflow, never a forward pass that does; this tells the two apart. Runs only after a
-step's loss was not finite; called by the trainer before the optimizer could act on it.
+A loss scale mends gradients that overflow, never a forward pass that does. Runs only after a step's loss was not
+finite, before the optimizer acts on it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+from torch.utils._pytree import tree_leaves
 
 
 def is_finite(value: Any) -> bool:
     """Whether all floating point tensors in a value are."""
-    return all(bool(torch.isfinite(t).all()) for t in _tensors(value) if t.is_floating_point())
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def bad_weight(model: torch.nn.Module) -> str | None:
@@ -35,28 +27,22 @@ def bad_weight(model: torch.nn.Module) -> str | None:
 
 
 class FirstModule:
-    """Remembers the first module, in order of execution and inside before outside, that made a non-finite number."""
+    """The first module, in order of execution and inside before outside, that made a non-finite number."""
 
-    def __init__(self) -> None:
-        self.name: str | None = None
+    name: str | None = None
 
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Inside, every module of a model is watched."""
 
-        def look(name: str) -> Any:
-            def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-                if self.name is None and not is_finite(output) and is_finite(inputs):
-                    self.name = f"{name or 'the model'} ({type(module).__name__})"
+        def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
+            if self.name is None and not is_finite(output) and is_finite(inputs):
+                self.name = f"{name or 'the model'} ({type(module).__name__})"
 
-            return hook
-
-        hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                hooks.callback(module.register_forward_hook(functools.partial(look, name=name)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def explanation(weight: str | None, module: str | None, fp16: bool) -> str:

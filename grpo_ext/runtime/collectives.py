@@ -35,10 +35,9 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, and in this thread, there is one process: nothing is gathered.
+    """Inside, collectives of this thread answer for this process alone.
 
-    For work beside training (rollouts.ahead), as two threads would run their collectives in an order that differs from
-    process to process.
+    For the thread that samples ahead: two threads would run collectives in an order that differs between processes.
     """
     token = _alone.set(True)
     try:
@@ -48,7 +47,7 @@ def alone() -> Iterator[None]:
 
 
 def wait_for_all(accelerator: Accelerator) -> None:
-    """Go on once every process is here."""
+    """Wait until all processes arrive here."""
     _refuse_alone()
     accelerator.wait_for_everyone()
 
@@ -111,10 +110,10 @@ def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
 
 @contextmanager
 def without_gather(accelerator: Accelerator, hook: str) -> Iterator[None]:
-    """Inside a user's hook that processes call differently often, `accelerator.gather` is refused; not on one process.
+    """Refuse `accelerator.gather` inside a user's hook that processes call different numbers of times.
 
     Raises:
-        RolloutError: in place of a collective that the other processes would not come to.
+        RolloutError: in place of a collective that other processes would not join.
     """
 
     def refuse(tensors: Any) -> Any:
@@ -128,7 +127,7 @@ def without_gather(accelerator: Accelerator, hook: str) -> Iterator[None]:
 
 
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
-    """The tensors of all processes, which have one shape, as rows of one: (processes, ...)."""
+    """Stack tensors of one shape over all processes: (processes, ...)."""
     return equal_gather(values[None])
 
 
@@ -161,8 +160,8 @@ def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
         for bucket in buckets:
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat)
-            for own, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
-                own.copy_(summed)
+            for tensor, summed in zip(bucket, _unflatten_dense_tensors(flat, bucket)):
+                tensor.copy_(summed)
 
 
 def sum_over_processes(values: torch.Tensor) -> torch.Tensor:
@@ -182,12 +181,12 @@ def any_process(value: bool, device: torch.device) -> bool:
 
 def first_of_all_processes(value: Any) -> Any:
     """The first value that is not None, in process order; None if all are."""
-    return next((found for found in gather_lists([value]) if found is not None), None)
+    return next((item for item in gather_lists([value]) if item is not None), None)
 
 
 @contextmanager
 def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
-    """What fails inside on one process fails on all of them, so that none waits for it in a later collective.
+    """An error inside on one process is raised on all, so that none waits in a later collective.
 
     Args:
         explain: from the first failure's message to that of the error.
@@ -209,14 +208,14 @@ def failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 
 def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
-    """What the main process makes, on every process; where that fails there, it fails on all of them."""
+    """The result of `make` on the main process, on every process; its error is raised on every process."""
     value, failure = None, None
     if accelerator.is_main_process:
         try:
             value = make()
         except GrpoExtError as error:
             failure = error
-        except Exception as error:  # its class may not be one that can be sent
+        except Exception as error:  # its class may not be picklable
             failure = ProcessError(f"process 0 failed: {type(error).__name__}: {error}")
     _refuse_alone()
     value, failure = broadcast_object_list([(value, failure)])[0]
@@ -229,10 +228,9 @@ def from_main_process(accelerator: Accelerator, make: Callable[[], Any]) -> Any:
 def leave_in_order(seconds: float = 0.2) -> None:
     """Let gloo's threads finish with the last collective before the interpreter is torn down.
 
-    They let go of its tensors after it has returned, and want the GIL for that. CPython ends a thread that wants the
-    GIL of an interpreter that is being torn down, here inside a destructor, and the process aborts ("terminate called
-    without an active exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds
-    the group.
+    The threads release tensors after the collective has returned, which takes the GIL. CPython ends a thread that asks
+    for the GIL during shutdown, here inside a destructor, and the process aborts ("terminate called without an active
+    exception"; torch 2.13, CPython 3.11). `destroy_process_group` waits for nothing while DDP holds the group.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         atexit.register(time.sleep, seconds)

@@ -1,4 +1,4 @@
-"""The surroundings that bitwise mode needs: threads, kernels and settings that would change bits, set or refused.
+"""Threads, kernels and settings that change bits: set or refused in bitwise mode.
 
 Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's manifest.
 """
@@ -28,10 +28,10 @@ _PRODUCTS = (_BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv, _BACKENDS.cudnn.rnn, _
 
 
 def align_memory(*models: Any) -> None:
-    """Move weights and buffers on the CPU to where torch's allocator would put them.
+    """Move weights and buffers on the CPU to memory with the alignment of torch's allocator.
 
-    MKL's kernels for very small matrices round by the alignment of their operands. Weights that a file was mapped for
-    lie anywhere; those that data parallel training has copied do not.
+    MKL's kernels for very small matrices round by the alignment of their operands. Weights in a mapped file have any
+    alignment; weights that data parallel training has copied are aligned.
     """
     for model in models:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -40,7 +40,7 @@ def align_memory(*models: Any) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What can change the bits of a run, as it is now."""
+    """The current settings that can change the bits of a run."""
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch_threads": torch.get_num_threads(),
@@ -65,8 +65,8 @@ def divided_threads(sampling: int | None) -> tuple[int, int]:
             f"rollout_threads={sampling}, and torch has {whole} thread(s) in this process: use {whole} or less, or set "
             "OMP_NUM_THREADS."
         )
-    own = max(1, whole // 2) if sampling is None else sampling
-    return max(1, whole - own), own
+    sampling = max(1, whole // 2) if sampling is None else sampling
+    return max(1, whole - sampling), sampling
 
 
 @contextmanager

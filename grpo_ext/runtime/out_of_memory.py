@@ -1,4 +1,4 @@
-"""Out of memory does not end a run: work that does not fit is cut in half and done again.
+"""Out of memory does not end a run: work that does not fit runs again in halves.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
 smaller size is layout, so the update stays the same. Used around generation, scoring and the optimizer step.
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Let go of what a failed attempt left behind."""
+    """Free the memory of a failed attempt."""
     clear_device_cache(garbage_collection=True)
 
 
@@ -41,9 +41,9 @@ class Halving:
     """Does work on rows in pieces that fit, and remembers the size that did.
 
     Args:
-        what: the work, for messages.
-        remedy: what makes its smallest piece smaller.
-        enabled: whether a piece may be cut; in a canonical layout, or where a forward is a collective, it may not.
+        what: name of the work, for messages.
+        remedy: how to make one completion smaller, for messages.
+        enabled: whether a piece may be cut; not in a canonical layout or where a forward is a collective.
     """
 
     def __init__(self, what: str, remedy: str, enabled: bool = True) -> None:
@@ -84,7 +84,7 @@ class Halving:
 
 @dataclass
 class MicroBatchLimits:
-    """The size of a micro-batch: what was asked for, and what fits.
+    """The size of a micro-batch: as set, or smaller where memory ran out.
 
     Attributes:
         rows: completions.
@@ -97,7 +97,7 @@ class MicroBatchLimits:
     failures: int = 0
 
     def shrink(self, largest_rows: int, largest_tokens: int) -> str:
-        """Halve after a step that failed; what is now allowed, as a sentence.
+        """Halve after a step that failed; returns the new limit as text.
 
         Args:
             largest_rows, largest_tokens: of the micro-batches of that step, over all processes.

@@ -301,9 +301,9 @@ def main() -> None:
         clock.wrap(trainer, "_prepare_inputs", lambda: "prepare")
         clock.wrap(trainer, "training_step", lambda: "step")
         model = base_model_of(trainer.model)
-        weights, adapters = weight_sizes(model), sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
-        width = attention_sizes(model.config).width
-        server.answer({"flops": rollouts.flops(width, weights.body - adapters, weights.head)})
+        (body, head), (width, _) = weight_sizes(model), attention_sizes(model.config)
+        adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
+        server.answer({"flops": rollouts.flops(width, body - adapters, head)})
         if spec["who"] == OURS:
             runner = trainer._step_runner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.parts.scorer.choice.form(model), "micro": runner.limits.rows}

@@ -101,7 +101,8 @@ def test_the_split_matters_no_more_than_rounding(record_property, tmp_path, prec
 
 @fp16
 def test_a_step_that_overflows_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(LossScaler.__init__, "__defaults__", (2.0**32, 1000, 1, 1.0))
+    monkeypatch.setattr(LossScaler, "value", 2.0**32)
+    monkeypatch.setattr(LossScaler, "hysteresis", 1)
     trainer, _ = train(tmp_path, SMALL, fp16=True, bf16=False)
     line = [line for line in trainer.state.log_history if "fp16/loss_scale" in line][-1]
     assert line["fp16/skipped_steps"] >= 1

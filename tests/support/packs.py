@@ -9,9 +9,7 @@ import torch
 
 from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.forward.attention import packed_attention
-from grpo_ext.forward.packed import score_packed
-from grpo_ext.forward.padded import score_padded
-from grpo_ext.forward.prefix import score_prefix
+from grpo_ext.forward.forms import score_packed, score_padded, score_prefix
 from grpo_ext.forward.prefix_cache import cached_under_checkpointing
 from grpo_ext.forward.rows import TokenRows
 

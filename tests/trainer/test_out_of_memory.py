@@ -121,7 +121,8 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
         return wrapped
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
-    monkeypatch.setitem(scorer._FORWARDS, "packed", once("scoring", scorer._FORWARDS["packed"]))
+    forwards = {**scorer.FORWARDS, "packed": once("scoring", scorer.FORWARDS["packed"])}
+    monkeypatch.setattr(scorer, "FORWARDS", forwards)
     trainer.train()
     assert failed == {"generation", "scoring"}
     assert trainer._rollouts.worker.parts.memory.limit is not None

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext import checks
 from grpo_ext.errors import DataError, SplitDependentError
-from grpo_ext.forward.positions import covered_length, depends_on_length
+from grpo_ext.forward.positions import covered_length
 from tests.support.own_generate import change
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.trainers import error, far
@@ -92,7 +92,7 @@ def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, f
 
 @pytest.mark.parametrize("kind", ["longrope", "per_layer_type"])
 def test_left_alone_the_update_would_depend_on_it(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(checks.trainer, "settle_rope", lambda models, longest: (None, None))
+    monkeypatch.setattr(checks.trainer, "settle_rope", lambda models, longest: None)
     # padded: before its first pack a model is compared in both forms, which notices some of these
     layout = {"forward": "padded"}
     whole, rows = (update(tmp_path, KINDS[kind], per_device_train_batch_size=size, **layout) for size in (16, 1))
@@ -123,16 +123,16 @@ def test_the_reference_uses_the_length_of_the_policy(tmp_path, caplog):
     model_of(KINDS["longrope"]).save_pretrained(tmp_path / "start")
     trainer = make(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "start"), beta=0.1)
     assert "those of 22 tokens, the longest prompt and max_completion_length" in caplog.text
-    for model in (trainer.model, trainer.ref_model):
-        assert depends_on_length(model) is None
     trainer.train()
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_run_below_the_switch_is_left_as_it_is(tmp_path, caplog):
-    model = model_of(KINDS["longrope"])
-    make(tmp_path, model, max_completion_length=SWITCH - 10)
-    assert depends_on_length(model) is not None
+    model, ids = model_of(KINDS["longrope"]), torch.arange(3, 11 + SWITCH)[None]
+    with torch.no_grad():
+        before = model(ids).logits  # of more tokens than the run has
+        make(tmp_path, model, max_completion_length=SWITCH - 10)
+        assert torch.equal(model(ids).logits, before)
     assert "longest sequence" not in caplog.text
 
 

@@ -150,7 +150,7 @@ def measure(
         compute_bytes=size,
         token_bytes=saved,
         kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
-        cache_bytes=attention_sizes(config).cached * size,
+        cache_bytes=attention_sizes(config)[1] * size,
         cost=token_cost(model),
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
         quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,

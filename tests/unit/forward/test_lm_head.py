@@ -247,18 +247,6 @@ def test_the_scores_are_those_of_trls_head_which_still_answers(kind):
     assert (found - expected).norm() <= PARITY * expected.norm()
 
 
-def test_the_head_sees_the_scored_positions_only(monkeypatch):
-    inputs, labels = labelled()
-    rows = []
-    score = lm_head.log_probs
-    monkeypatch.setattr(lm_head, "log_probs", lambda hidden, *rest: rows.append(len(hidden)) or score(hidden, *rest))
-    model = tiny_model("qwen2")
-    install(model, TEMPERATURE)
-    scored(model, inputs, labels)
-    model(**inputs, **{SCORE: Wanted(torch.tensor([4, 7]), torch.tensor([9, 9]))})
-    assert rows == [int((labels != -100).sum()), 2]
-
-
 def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
     inputs, labels = labelled()
     model = tiny_model("llama").double()

@@ -21,9 +21,8 @@ from transformers import (
 from grpo_ext.batching.packing import PackedGroup, PackLayout
 from grpo_ext.forward import attention, lm_head
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
+from grpo_ext.forward.forms import score_packed, score_padded, why_not_packed
 from grpo_ext.forward.lm_head import Scores, install
-from grpo_ext.forward.packed import score_packed, why_not_packed
-from grpo_ext.forward.padded import score_padded
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
 from tests.support.tiny import tiny_model
@@ -90,8 +89,9 @@ KINDS = ("qwen2", "llama", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3"
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(k, s) for k in KINDS for s in SHAPES if s == "groups" or k in ("qwen2", "gemma3")]
+)
 def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, split):
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
     model = model_of(kind, "eager" if kind == "gemma2" else "sdpa")

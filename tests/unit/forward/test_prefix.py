@@ -11,12 +11,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
-from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import try_form
+from grpo_ext.forward.choice import ForwardChoice, try_form
+from grpo_ext.forward.forms import score_packed, score_padded, score_prefix, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed, why_not_packed
-from grpo_ext.forward.padded import score_padded
-from grpo_ext.forward.prefix import score_prefix, why_no_prefix
 from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
@@ -187,6 +184,6 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
             attention_mask = torch.ones_like(attention_mask)
         made(self, input_ids, attention_mask, position_ids, prompt_B, instead)
 
-    assert try_form("prefix", model, model, batch).difference is None
+    assert try_form("prefix", model, model, batch).refused is None
     monkeypatch.setattr(prefix_cache.Continuation, "__init__", spoilt)
-    assert try_form("prefix", model, model, batch).difference is not None
+    assert try_form("prefix", model, model, batch).refused is not None

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
+from grpo_ext.forward.forms import score_packed, score_padded
 from grpo_ext.forward.lm_head import install
-from grpo_ext.forward.packed import score_packed
-from grpo_ext.forward.padded import score_padded
 from tests.support import varlen
 from tests.support.packs import gradient, rows_of
 from tests.support.tiny import tiny_model

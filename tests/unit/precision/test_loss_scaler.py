@@ -21,7 +21,9 @@ from grpo_ext.precision.loss_scaler import (
 def setup(fused: bool = False, anyone: Any = bool, **options: Any):
     weights = [torch.nn.Parameter(torch.full((3,), 2.0)), torch.nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW(weights, lr=0.1, fused=fused)
-    return weights, optimizer, LossScaler(anyone, 8.0, **{"hysteresis": 1, **options})
+    scaler = LossScaler(anyone)
+    vars(scaler).update(value=8.0, patience=options.setdefault("hysteresis", 1), **options)
+    return weights, optimizer, scaler
 
 
 def backward(scaler: LossScaler, weights: list[torch.nn.Parameter], factor: float = 1.0) -> None:
@@ -40,7 +42,7 @@ def test_gradients_are_unscaled_once_and_the_step_is_taken(fused):
     scaler.step(optimizer)
     scaler.update()
     assert not torch.equal(weights[0].detach(), torch.full((3,), 2.0))
-    assert scaler.get_scale() == 8.0
+    assert scaler.value == 8.0
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -54,7 +56,7 @@ def test_a_step_that_overflows_is_not_taken(fused):
     scaler.update()
     assert called == []  # Accelerate tells a skipped step by this, and keeps the scheduler where it is
     assert torch.equal(weights[0].detach(), torch.full((3,), 2.0))
-    assert scaler.get_scale() == 4.0
+    assert scaler.value == 4.0
     optimizer.zero_grad()
     backward(scaler, weights)
     scaler.step(optimizer)
@@ -70,7 +72,7 @@ def test_an_overflow_elsewhere_skips_the_step_here():
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(weights[0].detach(), torch.full((3,), 2.0))
-    assert scaler.get_scale() == 4.0
+    assert scaler.value == 4.0
 
 
 def test_its_state_is_plain_numbers_and_comes_back():
@@ -81,13 +83,13 @@ def test_its_state_is_plain_numbers_and_comes_back():
         scaler.update()
         optimizer.zero_grad()
     state = json.loads(json.dumps(scaler.state_dict()))
-    again = LossScaler(bool, window=3)
+    again = LossScaler(bool)
     again.load_state_dict(state)
     assert again.state_dict() == scaler.state_dict()
     assert again.report()["fp16/overflows"] == 0.0  # they were reported before
     other = LossScaler(bool)
     other.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
-    assert other.get_scale() == 4.0
+    assert other.value == 4.0
 
 
 def test_without_an_accelerator_fp16_is_refused():

@@ -25,12 +25,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from grpo_ext.errors import MemoryShortageError, ModelError
-from grpo_ext.forward import attention, form_check
+from grpo_ext.errors import MemoryShortageError
+from grpo_ext.forward import attention, forms
 from grpo_ext.forward import choice as module
-from grpo_ext.forward import packed as packed_forward
-from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import LIMIT, Trial, compare, telling_rows, try_form
+from grpo_ext.forward.choice import ForwardChoice, Trial, discriminating_rows, try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import rows_of
@@ -86,11 +84,11 @@ def test_a_healthy_start_is_not_refused(start):
     )
     lengths = [source.randint(0, source.choice([3, 12, 40])) for _ in range(source.choice([2, 4, 8]))]
     trial = tried(model, precision, rows_of([source.choice([1, 9, 60])], [[*lengths, 2]], seed=start))
-    assert (trial.difference, trial.refused) == (None, None), (kind, precision, model.config, lengths)
+    assert trial.refused is None, (kind, precision, model.config, lengths)
 
 
 def _positions(monkeypatch: Any, model: Any, change: Any) -> None:
-    build = packed_forward.build_pack
+    build = forms.build_pack
 
     def shifted(*args: Any) -> Any:
         pack = build(*args)
@@ -100,7 +98,7 @@ def _positions(monkeypatch: Any, model: Any, change: Any) -> None:
                     pack.positions_N[token] = change(pack.positions_N[token], token, segment)
         return pack
 
-    monkeypatch.setattr(packed_forward, "build_pack", shifted)
+    monkeypatch.setattr(forms, "build_pack", shifted)
 
 
 def _mask(monkeypatch: Any, change: Any) -> None:
@@ -140,18 +138,17 @@ FAULTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("scale", [0.02, 0.3])
-def test_a_planted_fault_is_found(monkeypatch, fault, precision, scale):
-    model = model_of("qwen2", precision, initializer_range=scale)
+def test_a_planted_fault_is_found(monkeypatch, fault, precision):
+    model = model_of("qwen2", precision, initializer_range=0.1)
     FAULTS[fault](monkeypatch, model)
-    assert "the model does something between tokens" in str(tried(model, precision).difference)
+    assert "the model does something between tokens" in str(tried(model, precision).refused)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["mistral", "gemma3", "gemma2"])
 def test_a_lost_window_is_found(monkeypatch, kind, precision):
     _mask(monkeypatch, lambda whole, group, window, device: whole(group, None, device))
-    assert tried(model_of(kind, precision), precision).difference is not None
+    assert tried(model_of(kind, precision), precision).refused is not None
 
 
 def test_a_model_that_looks_ahead_is_found():
@@ -159,7 +156,7 @@ def test_a_model_that_looks_ahead_is_found():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(BertConfig(**sizes, vocab_size=60, hidden_dropout_prob=0.0))
     install(model, 0.9)
-    assert tried(model.eval(), "autocast").difference is not None
+    assert tried(model.eval(), "float32").refused is not None
 
 
 @pytest.mark.parametrize("kind", [NemotronConfig, DogeConfig])
@@ -167,10 +164,10 @@ def test_that_a_model_takes_no_packs_is_found_out_by_trying(kind):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(kind(**sizes, num_key_value_heads=2, vocab_size=60, pad_token_id=0))
     install(model, 0.9)
-    assert packed_forward.why_not_packed(model) is None
-    trial = tried(model, "autocast")
-    assert trial.difference is None
-    assert type(model).__name__.removesuffix("ForCausalLM") in str(trial.refused)
+    assert forms.why_not_packed(model) is None
+    refused = str(tried(model, "autocast").refused)
+    assert type(model).__name__.removesuffix("ForCausalLM") in refused
+    assert "differ" not in refused
 
 
 def test_an_error_of_the_model_itself_is_no_refusal():
@@ -178,25 +175,6 @@ def test_an_error_of_the_model_itself_is_no_refusal():
     model.model.norm.forward = lambda hidden: 1 / 0
     with pytest.raises(ZeroDivisionError):
         tried(model, "float32")
-
-
-@pytest.mark.parametrize("fault", [None, "all_see_each_other"])
-def test_a_model_whose_inside_cannot_be_read_is_judged_by_its_scores(monkeypatch, fault):
-    model = model_of("qwen2", initializer_range=0.3)
-    monkeypatch.setattr(form_check, "_is_batch", lambda value, shape: False)
-    if fault:
-        FAULTS[fault](monkeypatch, model)
-    assert bool(tried(model, "autocast").difference) == bool(fault)
-
-
-def test_the_rounding_is_never_nothing():
-    right = {"a": torch.ones(4, 3)}
-    assert compare({"a": torch.ones(4, 3) * 1.01}, right, [right], 2**-8) == [("a", pytest.approx(2.56, rel=1e-4))]
-    assert compare(right, right, [right], 2**-8) == [("a", 0.0)]
-    assert not compare({"a": torch.full((4, 3), torch.nan)}, right, [right], 2**-8)[0][1] <= LIMIT
-    beyond = {"a": torch.full((4, 3), torch.inf)}
-    assert compare(right, right, [right, beyond], 2**-8) == [("a", 0.0)]
-    assert compare(right, beyond, [beyond], 2**-8) == []
 
 
 def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
@@ -207,7 +185,7 @@ def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
     model.gradient_checkpointing_enable()
     with arithmetic("autocast"):
         trial = try_form("packed", wrapped, model, rows_of(*LONG))
-    assert (trial.difference, trial.refused) == (None, None)
+    assert trial.refused is None
     assert trial.tokens
 
 
@@ -219,20 +197,20 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
 
 
-def test_rows_that_can_tell():
-    assert telling_rows([1, 1, 1, 1], [True] * 3) is None  # the first token is predicted from the prompt
-    assert telling_rows([7, 1, 0, 1], [True] * 3) is None  # no neighbour
-    assert telling_rows([7, 1, 0, 2], [True] * 3) == slice(0, 4)
-    assert telling_rows([1] * 8 + [3] * 4, [True] * 11) == slice(8, 12)
+def test_rows_that_can_show_a_fault():
+    assert discriminating_rows([1, 1, 1, 1], [True] * 3) is None  # the first token is predicted from the prompt
+    assert discriminating_rows([7, 1, 0, 1], [True] * 3) is None  # no neighbour
+    assert discriminating_rows([7, 1, 0, 2], [True] * 3) == slice(0, 4)
+    assert discriminating_rows([1] * 8 + [3] * 4, [True] * 11) == slice(8, 12)
 
 
 SHORT, SOME = ([4], [[1, 1, 1]]), ([4], [[3, 2, 5]])
 
 
-def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
+def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> tuple[ForwardChoice, list[Any]]:
     """`ForwardChoice` beside another process that found `others`; the lengths of the completions looked at here."""
     looked: list[Any] = []
-    monkeypatch.setattr(module, "any_process", lambda value, device: value or telling_elsewhere)
+    monkeypatch.setattr(module, "any_process", lambda value, device: value or elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
     def watched(form: Any, model: Any, policy: Any, rows: TokenRows, checkpointing: Any) -> Trial:
@@ -246,13 +224,6 @@ def checking(monkeypatch: Any, others: list[Trial], telling_elsewhere: bool = Fa
 
 def look(chosen: ForwardChoice, model: Any, batch: Any) -> None:
     chosen.check(model, rows_of(*batch))
-
-
-def test_a_fault_on_one_process_ends_all(monkeypatch):
-    chosen, _ = checking(monkeypatch, [Trial(difference="they differ")])
-    model = model_of("qwen2")
-    with pytest.raises(ModelError, match=r"they differ\. Set forward='padded'"):
-        look(chosen, model, LONG)
 
 
 def test_a_refusal_on_one_process_pads_on_all(monkeypatch, caplog):
@@ -273,8 +244,8 @@ def test_short_completions_do_not_settle_it(monkeypatch):
     assert looked == [[7, 6, 9], [50, 22, 37, 29]]
 
 
-def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=99)], telling_elsewhere=True)
+def test_a_process_without_completions_that_can_show_a_fault_runs_along(monkeypatch):
+    chosen, looked = checking(monkeypatch, [Trial(tokens=99)], elsewhere=True)
     model = model_of("qwen2")
     for _ in range(2):
         look(chosen, model, SHORT)
@@ -282,7 +253,7 @@ def test_a_process_without_completions_that_tell_runs_along(monkeypatch):
 
 
 def test_what_a_process_runs_only_to_keep_step_settles_nothing(monkeypatch):
-    chosen, looked = checking(monkeypatch, [Trial(tokens=3)], telling_elsewhere=True)
+    chosen, looked = checking(monkeypatch, [Trial(tokens=3)], elsewhere=True)
     model = model_of("qwen2")
     one_long = ([4], [[40, 1]])  # alone it has no neighbour
     for _ in range(3):
