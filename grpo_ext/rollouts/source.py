@@ -199,9 +199,6 @@ class Rollouts:
             self.sampled_at = self.ahead.sampled_at
             self.worker.begun(sampled.local.transcripts)
             self.worker.parts.clock.add(sampled.seconds)
-            if self.sharded:  # a forward is a collective, which the thread cannot run
-                with self.ahead.weights_of_due():
-                    self.worker.add_logprobs(sampled.local)
             return sampled.local
         if self.sharded:
             self.images.refuse_mixed(rows, self.accelerator.device)
