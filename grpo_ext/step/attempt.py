@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 
 from ..batching.micro_batches import TokenCost
 from ..config import GRPOConfig
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.scorer import Scorer
-from ..rollouts.batch import RolloutBatch, to_device
+from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.out_of_memory import StepOutOfMemory
@@ -73,7 +74,7 @@ class StepParts:
     def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool = True) -> tuple[Inputs, TokenRows]:
         """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
         some = rollout.select(rows)
-        batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        batch = send_to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch, self.token_rows(some, training)
 
