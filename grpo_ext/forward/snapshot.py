@@ -46,11 +46,6 @@ class Weights:
         """Optimizer steps before that moment."""
         return self.progress["global_step"]
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.nbytes for part in (self.policy, self.reference) for tensor in part.values())
-
 
 def _saved_buffers(model: nn.Module) -> Tensors:
     """Floating-point buffers that are saved with a model, for example a router's bias, which a callback moves.

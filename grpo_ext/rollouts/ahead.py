@@ -14,12 +14,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import functools
 import itertools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -144,8 +145,7 @@ class RolloutsAhead:
     Args:
         steps: the steps of the training set.
         last: the number of optimizer steps of the run.
-        sample: on the thread: this process's part of a rollout batch, by these weights and terms.
-        terms: what is read of the trainer when a rollout batch is submitted; its progress is that of the weights.
+        sample: runs on the thread; samples this process's part of a rollout batch, by weights and terms.
         stopping: whether this process was asked to stop.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
@@ -158,67 +158,54 @@ class RolloutsAhead:
         snapshot: Snapshot,
         thread: RolloutThread,
         sample: Callable[[StepRows, Weights, Terms, float], SampledAhead],
-        terms: Callable[[Weights], Terms],
         stopping: Callable[[], bool],
         send: Callable[[], None] | None = None,
     ) -> None:
         self.steps, self.last, self.snapshot, self.thread = steps, last, snapshot, thread
-        self.sample, self.terms, self.stopping, self.send = sample, terms, stopping, send
+        self.sample, self.stopping, self.send = sample, stopping, send
         self.waited = self.idle = 0.0  # seconds in this step that training waited, and the thread before it
         self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
         self._sent: Weights | None = None
         self._next: int | None = None  # the first step of the next rollout batch to submit
 
-    def resume(self, waiting: Sequence[tuple[int, Weights]]) -> None:
-        """Submit the rollout batches that a checkpoint names: their first steps, and the weights that sample them."""
-        for step, weights in waiting:
-            self._begin(step, weights)
-
     def for_checkpoint(self) -> list[tuple[int, Weights]]:
         """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
         return [(job.step, job.weights) for job in self.jobs]
 
-    def begin(self, progress: dict[str, Any], held: tuple[int, int] | None, lag: int) -> None:
-        """Submit the rollout batches that the current weights sample, before an optimizer step.
+    def due(self, step: int, held: tuple[int, int] | None, lag: int) -> list[int]:
+        """First steps of the rollout batches that the weights before an optimizer step sample.
 
         Args:
-            progress: of the run (see `Weights`).
             held: the rollout batch that is trained on, by its epoch and its index in the epoch.
-            lag: rollout batches to submit after that of this step, at most.
+            lag: rollout batches after that of this step, at most.
         """
         while self.jobs and self.jobs[0].name == held:
             self.jobs.popleft()
-        first = progress["global_step"]
-        while not self._starts_rollout(first):
-            first -= 1
+        while not self._starts_rollout(step):
+            step -= 1
         if self._next is None:
-            request = self.steps.request(first)
-            self._next = first + 1 if held == (request.epoch, request.layout.rollout) else first
-        weights: Weights | None = None
-        for step in itertools.islice(filter(self._starts_rollout, range(first, self.last)), lag + 1):
-            if step >= self._next:
-                weights = weights or self.snapshot.take(progress)
-                self._begin(step, weights)
+            request = self.steps.request(step)
+            self._next = step + 1 if held == (request.epoch, request.layout.rollout) else step
+        starts = itertools.islice(filter(self._starts_rollout, range(step, self.last)), lag + 1)
+        return [start for start in starts if start >= self._next]
 
     def _starts_rollout(self, step: int) -> bool:
         return self.steps.request(step).layout.starts_rollout
 
-    def _begin(self, step: int, weights: Weights) -> None:
+    def submit(self, step: int, weights: Weights, terms: Terms) -> None:
+        """Let the thread sample the rollout batch that begins with an optimizer step."""
         rows = self.steps.rows(self.steps.request(step))
-        self.jobs.append(self._submit(step, rows, weights, self.terms(weights)))
+        self.jobs.append(self._job(step, rows, weights, terms))
         self._next = step + 1
 
-    def _submit(self, step: int, rows: StepRows, weights: Weights, terms: Terms) -> Job:
+    def _job(self, step: int, rows: StepRows, weights: Weights, terms: Terms) -> Job:
         if self.send is not None and self._sent is not weights:
             self.drain()
             self.snapshot.put_in_place(weights)
             self.send()
             self._sent = weights
-
-        def work(idle: float) -> SampledAhead:
-            return self.sample(rows, weights, terms, idle)
-
-        return Job(step, rows, weights, terms, self.thread.submit(work))
+        sampled = self.thread.submit(functools.partial(self.sample, rows, weights, terms))
+        return Job(step, rows, weights, terms, sampled)
 
     def part_of(self, rows: StepRows) -> SampledAhead:
         """This process's part of a rollout batch, once every process has its part; all processes come here together.
@@ -229,7 +216,7 @@ class RolloutsAhead:
         """
         due, request = self.jobs[0], rows.request
         if rows:
-            return self._result(self._submit(due.step, rows, due.weights, due.terms))
+            return self._result(self._job(due.step, rows, due.weights, due.terms))
         if due.name != (request.epoch, request.layout.rollout):
             raise RolloutError(
                 f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "

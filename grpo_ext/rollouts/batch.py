@@ -7,6 +7,7 @@ micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B comp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,7 +167,7 @@ class RolloutBatch:
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
         ids = tokens(self.prompt_ids, self.completion_ids)
-        same = [torch.equal(one, other) for one, other in zip(ids[::2], ids[2::2])]
+        same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
         if images is not None:
             same = [text and pixels for text, pixels in zip(same, images.same)]
         attended = None

@@ -57,12 +57,23 @@ def sample_ahead(trainer: Any, only_due: bool = False) -> None:
     if not lag:
         return
     if rollouts.ahead is None:
-        if number := len(rollouts.waiting):
-            which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
-            trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
         rollouts.ahead, rollouts.waiting = _rollouts_ahead(trainer), ()
-    progress = {name: getattr(trainer.state, name) for name in _PROGRESS}
-    rollouts.ahead.begin(progress, rollouts.held, 0 if only_due else lag)
+    due = rollouts.ahead.due(trainer.state.global_step, rollouts.held, 0 if only_due else lag)
+    if due:
+        weights = rollouts.ahead.snapshot.take({name: getattr(trainer.state, name) for name in _PROGRESS})
+        for step in due:
+            rollouts.ahead.submit(step, weights, _terms_by(trainer, weights))
+
+
+def _terms_by(trainer: Any, weights: Weights) -> Terms:
+    """The terms of a local phase that begins now, with the progress of the weights, in objects of the thread's own."""
+    state = copy.copy(trainer.state)
+    history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+    vars(state).update({**weights.progress, "log_history": history})
+    now = terms_of(trainer, Hooks(rewards=trainer._override_of("_calculate_rewards")))
+    config, processors = copy.deepcopy((now.generation_config, now.rewards.processing_classes))
+    rewards = dataclasses.replace(now.rewards, processing_classes=processors)
+    return dataclasses.replace(now, training=True, state=state, generation_config=config, rewards=rewards)
 
 
 def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
@@ -73,16 +84,6 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
     accelerator = _accelerator_on(trainer.accelerator, device)
     snapshot, scorer = _snapshot(trainer, accelerator, device), trainer._scorer.copy(accelerator)
     worker = _worker(trainer, snapshot, accelerator, scorer)
-
-    def terms(weights: Weights) -> Terms:
-        state = copy.copy(trainer.state)
-        history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
-        vars(state).update({**weights.progress, "log_history": history})
-        config = copy.deepcopy(getattr(trainer, "generation_config", None))
-        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards"))
-        now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
-        processors = copy.deepcopy(now.rewards.processing_classes)
-        return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))
 
     def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
         snapshot.put_in_place(weights)
@@ -98,12 +99,15 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         snapshot,
         RolloutThread(rollouts.threads, device),
         sample,
-        terms,
         stopping=lambda: trainer._keeper.watch.requested,
         send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
+    if number := len(rollouts.waiting):
+        which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
+        trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
     try:
-        ahead.resume(rollouts.waiting)
+        for step, weights in rollouts.waiting:
+            ahead.submit(step, weights, _terms_by(trainer, weights))
     except BaseException:
         ahead.close()
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from accelerate.logging import get_logger
 
 from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
-from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepRows
+from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
@@ -55,7 +56,7 @@ class Rollouts:
         sampled_at: optimizer steps before the weights that sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
         threads: CPU threads of sampling ahead; None: as many as torch has.
-        steps, further: the training loader's data set of steps, and the same where dynamic sampling takes prompts.
+        steps: the training loader's data set of steps.
     """
 
     def __init__(
@@ -75,12 +76,10 @@ class Rollouts:
         self.threads: int | None = None
         self.sampled_at = 0
         self.steps: Any = None
-        self.further: StepDataset | None = None
         # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
         self._scored: tuple[RolloutRequest, list[Round]] | None = None
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
-        self._free_calls = 0
-        self._fetch: Callable[[RolloutRequest], StepRows] | None = None
+        self._free_requests = itertools.count(1)
         self._warned_columns: set[tuple[str, str]] = set()
         self._warned_of_own_scoring = False
 
@@ -126,9 +125,6 @@ class Rollouts:
     def read_from(self, steps: Any) -> None:
         """Take prompts from the training loader's data set of steps."""
         self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
-        if self.args.dynamic_sampling:
-            self.further = steps
-        self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
 
     def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
@@ -141,15 +137,15 @@ class Rollouts:
             return self.make(rows, context)
         name = (request.epoch, request.layout.rollout)
         if self.batch is None or self.held != name:
-            if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
-                rows = self._fetch(request)
+            if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
+                rows = self.steps.rows(request)
             self.hold(self.make(rows, context), name)
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 
     def make(self, rows: StepRows, context: Context) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them."""
-        if self.further is not None and context.terms.training:
+        if self.args.dynamic_sampling and context.terms.training:
             return self._in_rounds(rows, context)
         completed = self._round(rows, context)
         if context.terms.hooks.score is None:
@@ -216,7 +212,6 @@ class Rollouts:
 
     def _in_rounds(self, rows: StepRows, context: Context) -> RolloutBatch:
         """Groups of further prompts replace groups without variance; logged as one rollout batch."""
-        assert self.further is not None
         request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.weights_F
         rounds: list[Round] = []
         teaches: list[list[bool]] = []
@@ -229,7 +224,7 @@ class Rollouts:
             teaches.append([not value for value in constant.tolist()])
             taken += len(constant) if len(rounds) > 1 else 0
             places, free = fill_places(teaches)
-            more = self.further.further_rows(request, taken, free) if free else None
+            more = self.steps.further_rows(request, taken, free) if free else None
         self._log(rounds, context)
         groups = sum(map(len, rounds)) // group
         values = {
@@ -272,14 +267,14 @@ class Rollouts:
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
-        if self.further is not None and context.terms.training and not whole:
+        if self.args.dynamic_sampling and context.terms.training and not whole:
             raise RolloutError(
                 f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
                 f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
                 "it returns. Call super() once, for the rows that are returned, or set it to False."
             )
         if not rounds:  # it did not call TRL's method
-            self._refuse_or_warn_of_own_scoring(rows)
+            self._check_scoring_without_super(rows)
             unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
         last = rounds[-1]
@@ -293,11 +288,12 @@ class Rollouts:
             batch.row_images = last.batch.row_images
         return dataclasses.replace(last, batch=batch)
 
-    def _refuse_or_warn_of_own_scoring(self, rows: StepRows) -> None:
-        """An override without `super()` samples as it likes, and cuts what it gathers as if shares were equal.
+    def _check_scoring_without_super(self, rows: StepRows) -> None:
+        """Warn that an override without `super()` samples in its own way.
 
         Raises:
-            ConfigError, RolloutError: on every process, in bitwise mode and where the shares are not equal.
+            ConfigError: in bitwise mode.
+            RolloutError: the processes have different numbers of rows, which a copy of TRL's method takes for equal.
         """
         what = "_generate_and_score_completions does not call super()"
         if self.args.bitwise_invariant:
@@ -324,7 +320,7 @@ class Rollouts:
         request = self._request(len(rows), context.num_generations)
         local = self._sampled(StepRows(rows, request), context, call=len(rounds))
         rounds.append(self._joined(local, context))
-        if self._scored is None or self.further is None or not context.terms.training:
+        if self._scored is None or not (self.args.dynamic_sampling and context.terms.training):
             self._log(rounds[-1:], context)
         return trl_dictionary(local, rounds[-1], self.worker.parts)
 
@@ -332,9 +328,8 @@ class Rollouts:
         """The request of a user's override that runs; outside of one, a new request for these rows."""
         if self._scored is not None:
             return self._scored[0]
-        self._free_calls += 1
         prompts, rank = ceil_div(rows, group), self.accelerator.process_index
-        layout = StepLayout(BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
+        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
 
     def rewards(self, columns: tuple[Any, ...], context: Context) -> torch.Tensor:
