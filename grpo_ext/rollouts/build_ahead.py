@@ -1,6 +1,6 @@
 """Sampling ahead, built from a trainer's parts: a worker on copies of the models, and when rollout batches begin.
 
-Reads a trainer, as rollouts.build does; what it makes does not. Called by the trainer, with `rollout_lag`.
+Reads a trainer, as rollouts.build does; what it builds does not. Called by the trainer, with `rollout_lag`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
     if number := len(rollouts.waiting):
-        which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
-        trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
+        trainer._keeper.say(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
     try:
         for step, weights in rollouts.waiting:
             ahead.submit(step, weights, _terms_by(trainer, weights))
