@@ -127,7 +127,7 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
         ConfigError: names all of it.
     """
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
-    check_lag(lag, asks_for_fsdp(settings) or asks_for_deepspeed(settings), vllm)
+    check_lag(lag, asks_for_fsdp(settings) or asks_for_deepspeed(settings))
     if not lag:
         if useless := [name for name in ("rollout_threads", "rollout_device") if settings[name] is not None]:
             raise ConfigError(

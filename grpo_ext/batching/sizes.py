@@ -294,8 +294,8 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
     return StepLayout(rollout, iteration, step, prompts, range(step * size, min((step + 1) * size, rows)))
 
 
-def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
-    """Refuse what is no lag, or none for this engine.
+def check_lag(rollout_lag: Any, shares_weights: bool) -> None:
+    """Refuse a `rollout_lag` that is no whole number, or that the engine cannot have.
 
     Args:
         shares_weights: FSDP or DeepSpeed.
@@ -304,10 +304,10 @@ def check_lag(rollout_lag: Any, shares_weights: bool, use_vllm: bool) -> None:
         ConfigError: says what to use.
     """
     require_whole("rollout_lag", rollout_lag, least=0)
-    if rollout_lag and shares_weights and not use_vllm:
+    if rollout_lag and shares_weights:
         raise ConfigError(
-            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed needs a vLLM server (use_vllm, vllm_mode='server'): "
-            "a forward is a collective, and threads would run theirs in different orders. Or use rollout_lag=0, or DDP."
+            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run "
+            "theirs in different orders. Use rollout_lag=0, or DDP."
         )
 
 

@@ -1,12 +1,13 @@
 """The rollout batch: scored completions in global order, the same on every process, on the CPU, without padding.
 
-Differs from TRL, where each process holds its own padded part. `join` makes it, the step selects its completions from
-it, a micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B completions, T tokens, N values.
+Differs from TRL, where each process holds its own padded part. `join` builds it, a step selects its completions, and a
+micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B completions, T tokens, N values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,9 @@ from ..forward.rows import TokenRows
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
 
-# fields of a model that takes images: which row of the data set a completion is for, by which they are read again; or
-# all images of the row, packed, where tools or environments bring some
-ROW_NUMBER, ROW_IMAGES = _RESERVED = "row_number", "row_images"
+# columns of a model that takes images: the row of the data set, from which they are read again; or all images, packed,
+# where tools or environments may show some
+ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
 
 
 # values of completions: of any length each, of one shape each, or Python objects
@@ -49,7 +50,7 @@ class RolloutBatch:
         row_number: of each completion in the data set, (B,), for a model that takes images.
         row_images: images of each completion as bytes, where tools or environments bring some.
         fields: what a user's `_generate_and_score_completions` adds, one entry for each completion.
-        constants: what it adds otherwise.
+        constants: what it adds that is not of completions.
         widths: columns of the prompts and of the completions in every micro-batch; None: as many as its longest has.
         items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
             number of them; TRL's token mean divides by it.
@@ -126,16 +127,14 @@ class RolloutBatch:
 
     @property
     def gaps(self) -> list[bool]:
-        """For each completion, whether attention leaves out a token that is followed, or in the prompt preceded, by one
-        that it sees. A user's override may ask for that."""
-        pairs = ((self.prompt_mask, self.prompt_lengths), (self.completion_mask, self.completion_lengths))
-        prompts, completions = ([int(row.sum()) < n for row, n in zip(mask, lengths)] for mask, lengths in pairs)
-        return [one or other for one, other in zip(prompts, completions)]
+        """For each completion, whether a user's override masks a token between others that attention sees."""
+        columns = (self.prompt_mask, self.prompt_lengths, self.completion_mask, self.completion_lengths)
+        return [int(prompt.sum() + row.sum()) < n + m for prompt, n, row, m in zip(*columns)]
 
     def sizes(self, multiple: int | None = None) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
 
-        Where an environment has given the rows of a group different prompts, every row counts as a group of its own.
+        Where rows of a group have different prompts (environments), every row counts as a group of its own.
         """
         lengths, rows, groups = self.prompt_lengths, range(len(self)), self.groups
         prompts = [ids[len(ids) - n :] for ids, n in zip(self.prompt_ids, lengths)]
@@ -152,7 +151,7 @@ class RolloutBatch:
     def contributing_rows(self) -> list[int]:
         """Rows with an advantage other than zero and a token that carries loss; the others add exactly nothing.
 
-        A row whose advantage is not a number counts, so that what is wrong with it shows in the loss.
+        An advantage that is NaN counts, so that it shows in the loss.
         """
         pairs = enumerate(zip(self.advantages, self.loss_masks))
         return [row for row, (advantage, mask) in pairs if bool((advantage != 0).any()) and bool(mask.any())]
@@ -168,7 +167,7 @@ class RolloutBatch:
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
         ids = tokens(self.prompt_ids, self.completion_ids)
-        same = [torch.equal(one, other) for one, other in zip(ids[::2], ids[2::2])]
+        same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
         if images is not None:
             same = [text and pixels for text, pixels in zip(same, images.same)]
         attended = None
@@ -203,7 +202,7 @@ NAMES = tuple(spec.name for spec in dataclasses.fields(RolloutBatch) if spec.nam
 
 
 def _spans(mask: Ragged) -> list[tuple[int, int]]:
-    """For each row, where its first 1 is and where its last one ends; (length, 0) for a row without any."""
+    """For each row, the places of its first 1 and after its last 1; (length, 0) for a row without any."""
     bounds = torch.tensor(mask.bounds)
     ones = mask.values.nonzero().squeeze(1)
     before = torch.searchsorted(ones, bounds).tolist()  # ones before each row
@@ -223,7 +222,7 @@ def _selected(column: Column, rows: Sequence[int]) -> Column:
 def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """The columns of several parts, one after the other.
 
-    A mask of tools' tokens may be missing in some, where a `rollout_func` returned none: the model wrote all tokens.
+    `tool_mask` may be missing in some, where a `rollout_func` returned no `env_mask`: the model wrote all tokens.
 
     Raises:
         RolloutError: another column is missing in some.
@@ -264,14 +263,14 @@ def _widened(name: str, values: torch.Tensor, shape: Sequence[int]) -> torch.Ten
 def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
-    Columns are kept as they are, and so is what the override adds. Images are left out: every forward makes them anew.
+    Columns keep their padding, and further fields are kept too. Images are left out: every forward makes them anew.
 
     Args:
         scored: of this process, padded.
-        rows: that the override was given; 0 for a process without prompts.
+        rows: of the call of the override; 0 for a process without prompts.
 
     Raises:
-        RolloutError: on every process, where an override returned another number of rows than it was given.
+        RolloutError: on every process, where an override returned another number of rows, or a field that others lack.
     """
     images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
@@ -284,13 +283,6 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
                 "rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing is to "
                 "be learned."
             )
-    names = set(shares[0][1])
-    if others := {name for _, share in shares for name in names.symmetric_difference(share)} | names & {*_RESERVED}:
-        raise RolloutError(
-            f"_generate_and_score_completions returned the field(s) {', '.join(sorted(others))} on some processes "
-            f"alone, or under a name of this trainer's ({', '.join(_RESERVED)}); return every field on all of them, "
-            "under another name."
-        )
     parts = [{name: _column(name, value, rows) for name, value in share.items()} for rows, share in shares]
     columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
@@ -312,9 +304,9 @@ def _column(name: str, value: Any, rows: int) -> Column | None:
 
 
 def _one_each(columns: dict[str, Column]) -> dict[str, Column]:
-    """Advantages and ratios of which each completion has one, as (B, 1).
+    """Advantages and ratios with one value for each completion, as (B, 1).
 
-    Looked at once all processes' are known: on one of them all completions may have one token.
+    Decided for all processes together: on one of them all completions may have one token.
     """
     single: dict[str, Column] = {}
     for name in ("advantages", "importance_sampling_ratio"):
@@ -327,14 +319,3 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = list(value) if value.dtype.kind not in "biuf" else torch.from_numpy(value)
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A collated batch with its tensors on the device, those in lists too."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [moved(entry) for entry in value]
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return {name: moved(value) for name, value in batch.items()}

@@ -1,6 +1,7 @@
-"""The workers of a run, built from a trainer's parts: one for the main thread, one for the thread that samples ahead.
+"""The main thread's worker, built from a trainer's parts, and what each rollout batch reads of the trainer.
 
-The only place of this room that reads a trainer; what it makes does not. Called by the trainer.
+With rollouts.build_ahead the only place of this room that reads a trainer; what it builds does not. Called by the
+trainer.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .environments import Environments
 from .images import ImageSource
-from .join import JoinRules
+from .join import Context
 from .local import Hooks, Parts, Terms
 from .overrides import OverriddenWorker
 from .rollout_func import checked_rollout, refuse_unequal_prompts, why_equal
-from .source import Context, Rollouts
+from .source import Rollouts
 from .tools import Toolbox
 from .turns import TurnLimits, context_length
 from .vllm import VllmEngine
@@ -47,7 +48,7 @@ SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
 # a user's override of these may change the rows, so each has to carry its images
 _CHANGE_ROWS = (SCORE, "_generate")
-# why a model that takes images does not run in a form: always, and where tools or environments may bring some
+# forms that a model with images cannot run in: always, and where tools or environments may show some
 _REFUSED_WITH_IMAGES: dict[Form, str] = {
     "packed": "the model takes images; where there are none, pass its tokenizer as processing_class"
 }
@@ -56,7 +57,7 @@ _RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
 
 def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
-    """What scores the completions of a run, and what makes its rollout batches."""
+    """The scorer of a run, and the source of its rollout batches."""
     with_images, prepare = isinstance(trainer.processing_class, ProcessorMixin), None
     later_images = with_images and bool(trainer.tools or trainer.environment_factories)
     if with_images:
@@ -94,7 +95,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
     profile = functools.partial(compat.profiling_context, trainer)
 
-    def begun(transcripts: list[Any]) -> None:  # for code of the user's that reads them
+    def begun(transcripts: list[Any]) -> None:  # TRL's attributes, which a user may read
         if factories is not None:
             trainer.environments = [transcript.environment for transcript in transcripts]
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
@@ -121,7 +122,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
 
 
 def context_of(trainer: Any) -> Context:
-    """For a rollout batch that is made now, on the main thread.
+    """The context of a rollout batch that the main thread joins now.
 
     Raises:
         ConfigError: `num_generations` or `num_iterations` was changed since the trainer was built.
@@ -133,25 +134,25 @@ def context_of(trainer: Any) -> Context:
                 f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
                 f"with {planned}; set it in GRPOConfig."
             )
-    mode = "train" if trainer.model.training else "eval"
-    images = trainer._rollouts.images
-    rule = AdvantageRule(trainer.args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
-    logs_images = images.prepare is not None and trainer.log_multimodal
+    images, estimator = trainer._rollouts.images, trainer.args.advantage_estimator
     return Context(
         terms=terms_of(trainer, hooks_of(trainer)),
-        rules=JoinRules(rule, trainer.reward_weights, images, logs_images),
         num_generations=trainer._group_size,
-        metrics=trainer._metrics[mode],
+        rule=AdvantageRule(estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
+        weights_F=trainer.reward_weights.cpu(),
+        images=images,
+        logs_images=images.prepare is not None and trainer.log_multimodal,
+        metrics=trainer._metrics["train" if trainer.model.training else "eval"],
         logs=trainer._logs,
     )
 
 
 def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
-    """What the local phase reads of a trainer."""
+    """The terms of a local phase that begins now."""
     args, training = trainer.args, trainer.model.training
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
-    steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # that one rollout batch is trained for
+    steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
     engine = trainer.vllm_generation if trainer.use_vllm else None
     context = context_length(trainer.model.config, trainer._rollouts.images.prepare is not None, engine)
     recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
@@ -186,8 +187,13 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
 
 
 def hooks_of(trainer: Any) -> Hooks:
-    """What the user has put in the place of a part of the local phase."""
-    reason = why_equal(trainer.args, trainer._rollouts.sharded)
+    """A user's overrides of parts of the local phase."""
+    args, reason = trainer.args, why_equal(trainer.args, trainer._rollouts.sharded)
+    needs_logps = None
+    if args.use_vllm and args.vllm_importance_sampling_correction:
+        needs_logps = (
+            "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
+        )
 
     def tokenize(prompts: list[Any], names: list[str | None]) -> list[list[int]]:
         with assigned(trainer, _batch_environments=names):  # TRL's method wants as many as there are prompts
@@ -196,7 +202,7 @@ def hooks_of(trainer: Any) -> Hooks:
     def rollout(prompts: list[Any]) -> dict[str, Any]:
         refuse_unequal_prompts(len(prompts), reason)
         # a copy: a loop of turns appends to its prompts
-        return checked_rollout(trainer.rollout_func, copy.deepcopy(prompts), trainer, why_logprobs(trainer.args))
+        return checked_rollout(trainer.rollout_func, copy.deepcopy(prompts), trainer, needs_logps)
 
     return Hooks(
         None if trainer._override_of("_tokenize_prompts") is None else tokenize,
@@ -209,30 +215,21 @@ def hooks_of(trainer: Any) -> Hooks:
 
 
 def overridden(trainer: Any, *names: str) -> str | None:
-    """The name, with that of its class, of the first of these methods that is a user's; None if none is."""
+    """The first of these methods that a user overrides, with the name of the class; None if none is overridden."""
     return next((f"{type(trainer).__name__}.{n}" for n in names if trainer._override_of(n) is not None), None)
 
 
 def own_sampling(trainer: Any) -> str | None:
-    """The name of what a user has put in the place of this trainer's sampling, or of a part of it."""
-    return (
-        "rollout_func"
-        if trainer.rollout_func is not None
-        else overridden(trainer, "_generate", "_generate_single_turn")
-    )
+    """The name of a user's override of this trainer's sampling, or of a part of it; None without one."""
+    if trainer.rollout_func is not None:
+        return "rollout_func"
+    return overridden(trainer, "_generate", "_generate_single_turn")
 
 
 def samples_by_key(trainer: Any) -> bool:
     """Whether the random number of every token follows from its key."""
     engine = trainer._rollouts.worker.parts.engine
     return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
-
-
-def why_logprobs(args: Any) -> str | None:
-    """Why a `rollout_func` has to return log-probabilities, as the rest of a sentence; None if it may not."""
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
-        return None
-    return "vllm_importance_sampling_correction=True compares them with the trainer's; return them, or set it to False"
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------
@@ -261,19 +258,18 @@ def _engine(
     settings: EngineSettings,
     profile: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> Engine:
-    if trainer.use_vllm:
-        return VllmEngine(trainer.vllm_generation, profile)
-    if trainer.use_transformers_continuous_batching:
-        return ContinuousBatching(trainer.trl_turn, lambda: trainer.accelerator.unwrap_model(trainer.model))
-
     def model() -> Any:
         return trainer.accelerator.unwrap_model(trainer.model)
 
+    if trainer.use_vllm:
+        return VllmEngine(trainer.vllm_generation, profile)
+    if trainer.use_transformers_continuous_batching:
+        return ContinuousBatching(trainer.trl_turn, model)
     return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
 
 
 def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows, Terms, int], torch.Tensor]:
-    """Log-probabilities (S,) of rows of a rollout, through the user's `_get_per_token_logps_and_entropies` if any."""
+    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
 
     def score(model: Any, rows: TokenRows, terms: Terms, num_generations: int) -> torch.Tensor:
         limits = (terms.batch_size, terms.max_tokens, num_generations)
@@ -290,9 +286,9 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
 
 
 def load_weights(trainer: Any) -> None:
-    """Give vLLM the weights as they are now, by TRL's rule: once for each step, where completions are sampled."""
+    """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
     rollouts, step = trainer._rollouts, trainer.state.global_step
-    if trainer.use_vllm and rollouts.ahead is not None:  # which holds weights of other steps
+    if trainer.use_vllm and rollouts.ahead is not None:  # the server may still sample with other weights
         rollouts.ahead.drain()
     if trainer.use_vllm and step != trainer._last_loaded_step:
         with compat.profiling_context(trainer, "sync_weights"):

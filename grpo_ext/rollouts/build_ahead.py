@@ -1,6 +1,6 @@
-"""Sampling ahead, built from a trainer's parts: its worker, on copies of the models, and when it begins.
+"""Sampling ahead, built from a trainer's parts: a worker on copies of the models, and when rollout batches begin.
 
-Reads a trainer, as rollouts.build does; what it makes does not. Called by the trainer, with `rollout_lag`.
+Reads a trainer, as rollouts.build does; what it builds does not. Called by the trainer, with `rollout_lag`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
 from ..forward.scorer import Scorer
-from ..forward.shards import ShardedSnapshot
 from ..forward.snapshot import Snapshot, Weights
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
@@ -39,100 +37,112 @@ _PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "bes
 
 
 def described(trainer: Any) -> str | None:
-    """How far a trainer samples ahead and what it holds for that, in words; None where it does not."""
+    """How far a trainer samples ahead and the memory of the weights for that, in words; None without a lag."""
     lag, reference = trainer.args.rollout_lag, trainer.ref_model
     if not lag:
         return None
     moved = reference.parameters() if reference is not None and trainer.args.sync_ref_model else ()
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
-    size = "this process's part of" if trainer._scorer.sharded else f"{mebibytes:,.0f} MiB,"
-    return f"{lag} rollout batch(es); {size} the trained weights up to {lag + 1} times"
+    return f"{lag} rollout batch(es); {mebibytes:,.0f} MiB, the trained weights up to {lag + 1} times"
 
 
 def sample_ahead(trainer: Any, only_due: bool = False) -> None:
-    """With `rollout_lag`: begin with the rollout batches that the weights as they are now have to sample.
+    """With `rollout_lag`: submit the rollout batches that the current weights sample.
 
     Args:
-        only_due: begin with that of this step alone, which may want further prompts before others have their turn.
+        only_due: submit that of this step alone, because it may want further prompts before others have their turn.
     """
     rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
     if not lag:
         return
     if rollouts.ahead is None:
-        if number := len(rollouts.waiting):
-            which = "1 rollout batch that was" if number == 1 else f"{number} rollout batches that were"
-            trainer._keeper.say(f"{which} on the way when the checkpoint was written: sampled again by its weights.")
-        rollouts.ahead, rollouts.waiting = _begin(trainer), ()
-    progress = {name: getattr(trainer.state, name) for name in _PROGRESS}
-    rollouts.ahead.begin(progress, rollouts.held, 0 if only_due else lag)
+        rollouts.ahead, rollouts.waiting = _rollouts_ahead(trainer), ()
+    due = rollouts.ahead.due(trainer.state.global_step, rollouts.held, 0 if only_due else lag)
+    if due:
+        weights = rollouts.ahead.snapshot.take({name: getattr(trainer.state, name) for name in _PROGRESS})
+        for step in due:
+            rollouts.ahead.submit(step, weights, _terms_by(trainer, weights))
 
 
-def _begin(trainer: Any) -> RolloutsAhead:
+def _terms_by(trainer: Any, weights: Weights) -> Terms:
+    """The terms of a local phase that begins now, with the progress of the weights, in objects of the thread's own."""
+    state = copy.copy(trainer.state)
+    history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
+    vars(state).update({**weights.progress, "log_history": history})
+    now = terms_of(trainer, Hooks(rewards=trainer._override_of("_calculate_rewards")))
+    config, processors = copy.deepcopy((now.generation_config, now.rewards.processing_classes))
+    rewards = dataclasses.replace(now.rewards, processing_classes=processors)
+    return dataclasses.replace(now, training=True, state=state, generation_config=config, rewards=rewards)
+
+
+def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
+    rollouts = trainer._rollouts
     device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    accelerator = accelerator_alone(trainer.accelerator, device)
-    snapshot = _snapshot(trainer, accelerator, device)
-    scorer = trainer._scorer.copy(accelerator)
-    worker = build_worker_ahead(trainer, trainer._rollouts.worker, snapshot, accelerator, scorer)
-
-    def terms(weights: Weights) -> Terms:
-        state = copy.copy(trainer.state)
-        history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
-        vars(state).update({**weights.progress, "log_history": history})
-        config = copy.deepcopy(getattr(trainer, "generation_config", None))
-        hooks = Hooks(rewards=trainer._override_of("_calculate_rewards"))
-        now = dataclasses.replace(terms_of(trainer, hooks), training=True, state=state, generation_config=config)
-        processors = copy.deepcopy(now.rewards.processing_classes)
-        return dataclasses.replace(now, rewards=dataclasses.replace(now.rewards, processing_classes=processors))
+    accelerator = _accelerator_on(trainer.accelerator, device)
+    snapshot, scorer = _snapshot(trainer, accelerator, device), trainer._scorer.copy(accelerator)
+    worker = _worker(trainer, snapshot, accelerator, scorer)
 
     def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
         snapshot.put_in_place(weights)
-        if terms.hooks.rewards:  # environments are asked for rewards by the main thread, when others are begun with
+        if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
             worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
         local = worker.sample(rows, terms)
-        models = () if scorer.sharded else (snapshot.policy, snapshot.reference)
-        forms = tuple(scorer.choice.form(model) for model in models if model is not None)
-        return SampledAhead(local, forms, worker.parts.clock.take(), idle)
+        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
+        return SampledAhead(local, tuple(map(scorer.choice.form, models)), worker.parts.clock.take(), idle)
 
-    send = _sender(trainer, snapshot) if trainer.use_vllm else None
-    steps, last, watch = trainer._rollouts.steps, trainer.state.max_steps, trainer._keeper.watch
-    thread = RolloutThread(trainer._rollouts.threads, device)
-    ahead = RolloutsAhead(steps, last, snapshot, thread, sample, terms, lambda: watch.requested, send)
+    ahead = RolloutsAhead(
+        rollouts.steps,
+        trainer.state.max_steps,
+        snapshot,
+        RolloutThread(rollouts.threads, device),
+        sample,
+        stopping=lambda: trainer._keeper.watch.requested,
+        send=_sender(trainer, snapshot) if trainer.use_vllm else None,
+    )
+    if number := len(rollouts.waiting):
+        trainer._keeper.say(f"{number} rollout batch(es) that the checkpoint names: sampled again by its weights.")
     try:
-        ahead.resume(trainer._rollouts.waiting)
+        for step, weights in rollouts.waiting:
+            ahead.submit(step, weights, _terms_by(trainer, weights))
     except BaseException:
         ahead.close()
         raise
     return ahead
 
 
-def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot | ShardedSnapshot:
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
-    if trainer._scorer.sharded:
-        return ShardedSnapshot(policy, reference, trainer.args.sync_ref_model, trainer.args.should_save)
+def _accelerator_on(accelerator: Any, device: torch.device) -> Any:
+    """A copy of the accelerator for the thread: on the device, without the models that are trained."""
+    other = copy.copy(accelerator)
+    other._models, other.state = [], copy.copy(accelerator.state)
+    other.state.device = device
+    return other
 
+
+def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot:
     def prepare(model: Any) -> Any:
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
 
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
     snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
     return snapshot
 
 
-def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], None]:
-    """What sends the weights that are in place to the vLLM server."""
+def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
+    """A function that sends the weights of the snapshot to the vLLM server."""
     generation = copy.copy(trainer.vllm_generation)
-    generation.model = snapshot.sent
+    generation.model = snapshot.policy
 
     def send() -> None:
         generation.sync_weights()
         wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
-        trainer._last_loaded_step = -1  # an evaluation sends those of its own moment
+        trainer._last_loaded_step = -1  # an evaluation sends the current weights
 
     return send
 
@@ -140,23 +150,27 @@ def _sender(trainer: Any, snapshot: Snapshot | ShardedSnapshot) -> Callable[[], 
 # ---- The worker ------------------------------------------------------------------------------------------------------
 
 
-def build_worker_ahead(
-    trainer: Any, worker: RolloutWorker, snapshot: Snapshot | ShardedSnapshot, accelerator: Any, scorer: Scorer
-) -> RolloutWorker:
-    """A second worker, for a thread: on copies of the models, with tokenizers, environments and a clock of its own."""
-    parts = worker.parts
-    chat, environments = parts.chat.copy(), parts.environments.copy()
-    images = parts.images
+def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) -> RolloutWorker:
+    """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
+    parts = trainer._rollouts.worker.parts
+    chat, environments, images = parts.chat.copy(), parts.environments.copy(), parts.images
     if images.prepare is not None:
         prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
         images = dataclasses.replace(images, prepare=prepare)
     settings = dataclasses.replace(parts.settings, device=accelerator.device)
+
+    @contextlib.contextmanager
+    def generating() -> Iterator[Any]:
+        checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
+        unwrapped = compat.unwrapped_for_generation(
+            snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs
+        )
+        with unwrapped as model, torch.no_grad():
+            yield model
+
     if trainer.use_vllm:
-        generation = trainer.vllm_generation
-        engine: Engine = VllmServer(generation, compat.client_of(generation))
+        engine: Engine = VllmServer(trainer.vllm_generation, compat.client_of(trainer.vllm_generation))
     else:
-        generating = functools.partial(_generating_alone, trainer, snapshot.policy, accelerator)
-        assert isinstance(parts.engine, TransformersEngine)
         engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, parts.memory)
     ahead = dataclasses.replace(
         parts,
@@ -173,23 +187,4 @@ def build_worker_ahead(
         clock=PhaseClock(),
         settings=settings,
     )
-    return RolloutWorker(ahead, scores=not settings.sharded)
-
-
-@contextlib.contextmanager
-def _generating_alone(trainer: Any, model: Any, accelerator: Any) -> Iterator[Any]:
-    """The contexts of generation with a copy of the model."""
-    checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
-    with (
-        compat.unwrapped_for_generation(model, accelerator, checkpointing, generation_kwargs=kwargs) as inner,
-        torch.no_grad(),
-    ):
-        yield inner
-
-
-def accelerator_alone(accelerator: Any, device: torch.device) -> Any:
-    """An accelerator for a thread that works by itself: it prepares no model of the first, on a device of its own."""
-    alone = copy.copy(accelerator)
-    alone._models, alone.state = [], copy.copy(accelerator.state)
-    alone.state.device = device
-    return alone
+    return RolloutWorker(ahead)

@@ -1,15 +1,15 @@
 """The join: the one exchange of a rollout batch's data between processes.
 
 Differs from TRL, which gathers rewards, lengths, logs and texts in some ten places of two methods, as if every process
-had as many rows. Here each process sends its share once, of any size; what follows (advantages over whole groups, log
-values, the table of completions) is computed from what all have, the same on every process.
+had as many rows. Here each process sends its share once, of any size. Advantages over whole groups, log values and the
+table of completions are computed from the shares of all, the same on every process.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,19 +27,26 @@ from .transcript import Transcript
 
 
 @dataclass(frozen=True)
-class JoinRules:
-    """How a rollout batch is put together.
+class Context:
+    """What is read of the trainer for each rollout batch, because users and callbacks may change it.
 
     Attributes:
-        rule, weights_F: from rewards to advantages.
-        images: how a completion tells of its images.
-        logs_images: they are logged (`log_multimodal`).
+        terms: of the local phase.
+        num_generations: of the mode, training or evaluation.
+        rule, weights_F: from rewards to advantages; the weights are on the CPU.
+        images: the columns that lead from a completion to its images.
+        logs_images: images are logged (`log_multimodal`).
+        metrics, logs: TRL's records of the mode.
     """
 
+    terms: Terms
+    num_generations: int
     rule: AdvantageRule
     weights_F: torch.Tensor
     images: ImageSource
     logs_images: bool = False
+    metrics: MutableMapping[str, list[float]] = field(default_factory=dict)
+    logs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Share:
     entries: list[Entry] = field(default_factory=list)
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
-    first: int = 0  # place of its first completion in the rollout batch, as its calls know it
+    first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
     failure: tuple[str, str] | None = None
 
 
@@ -91,33 +98,32 @@ class Round:
         return len(self.entries)
 
 
-def exchange(local: LocalRollout, rules: JoinRules) -> list[Share]:
+def exchange(local: LocalRollout, context: Context) -> list[Share]:
     """The shares of all processes; every process comes here once.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
     """
-    shares: list[Share] = gather_lists([_share(local, rules)])
+    shares: list[Share] = gather_lists([_share(local, context)])
     _raise_failures(local.failure, shares)
     return shares
 
 
 def join(
     shares: Sequence[Share],
-    rules: JoinRules,
+    context: Context,
     rank: int,
-    num_generations: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """A round, of the shares of all processes.
+    """Join the shares of all processes.
 
     Args:
         rank: of this process.
-        rewards_by_user: the rewards of all, and further calls of reward functions, where the user's
-            `_calculate_rewards` makes them.
+        rewards_by_user: what the user's `_calculate_rewards` returned for all completions, and the calls of reward
+            functions in it; None without one.
 
     Raises:
-        RolloutError: rewards are missing, or a group is not whole.
+        RolloutError: there are rewards for another number of completions, or a group is not whole.
     """
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     calls = [call.moved(start - share.first) for share, start in zip(shares, starts) for call in share.reward_calls]
@@ -125,13 +131,13 @@ def join(
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
-    entries, group = [entry for share in shares for entry in share.entries], num_generations
+    entries, group = [entry for share in shares for entry in share.entries], context.num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
             "completion needs its rewards, and every group has to be whole."
         )
-    advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
+    advantages = context.rule.advantages(rewards_BF, context.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
@@ -145,7 +151,7 @@ def join(
 
 
 def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
-    """Raise what failed on a process, on every process."""
+    """On every process, raise the failure of any of them."""
     if failure is not None:
         raise failure
     for rank, share in enumerate(shares):
@@ -158,29 +164,29 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
             raise ProcessError(f"process {rank} failed: {kind}: {message}")
 
 
-def _share(local: LocalRollout, rules: JoinRules) -> Share:
+def _share(local: LocalRollout, context: Context) -> Share:
     if local.failure is not None:
         return Share(failure=(type(local.failure).__name__, str(local.failure)))
     transcripts = local.counted
-    entries = [_entry(transcript, local.terms, rules) for transcript in transcripts]
-    rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
-    columns = trl_columns(local, transcripts) if transcripts else {}
+    columns: dict[str, Column] = {}
     if transcripts:
-        columns |= rules.images.columns_of(transcripts, local.terms.masked(transcripts))
+        columns = trl_columns(local, transcripts)
+        columns |= context.images.columns_of(transcripts, local.terms.masked(transcripts))
+    entries = [
+        Entry(
+            transcript.prompt,
+            transcript.completion,
+            (transcript.images or None) if context.logs_images else None,
+            len(transcript.prompt_ids),
+            sum(transcript.mask),
+            transcript.ids[-1] not in local.terms.ends,
+            transcript.tool_calls,
+            transcript.tool_failures,
+        )
+        for transcript in transcripts
+    ]
+    rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
     return Share(columns, entries, rewards_BF, local.reward_calls, local.first)
-
-
-def _entry(transcript: Transcript, terms: Terms, rules: JoinRules) -> Entry:
-    return Entry(
-        transcript.prompt,
-        transcript.completion,
-        (transcript.images or None) if rules.logs_images else None,
-        len(transcript.prompt_ids),
-        sum(transcript.mask),
-        transcript.ids[-1] not in terms.ends,
-        transcript.tool_calls,
-        transcript.tool_failures,
-    )
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
@@ -193,8 +199,7 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     terms = local.terms
     masked = terms.masked(transcripts)
     lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked)]
-    masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
-    loss_masks = masks
+    loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked)]
     columns: dict[str, Column] = {
         "prompt_ids": Ragged.of([t.prompt_ids for t in transcripts], torch.long),
         "prompt_mask": Ragged.of([torch.ones(len(t.prompt_ids), dtype=torch.long) for t in transcripts]),

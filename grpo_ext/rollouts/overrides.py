@@ -1,7 +1,7 @@
-"""A user's `_generate` and `_generate_single_turn`, and TRL's methods below them, which such an override may call.
+"""A user's overrides of `_generate` and `_generate_single_turn`, and TRL's methods, which they may call by `super()`.
 
-The override runs where TRL would call it. It may call TRL's method with other prompts or tokens than it was given, or
-several times: row i keeps the key of its place; rows beyond those, and a further call, draw other random numbers.
+An override runs where TRL would call it. It may call `super()` with other prompts or tokens, or several times: row i
+keeps the key of its place; further rows, and further calls, draw other random numbers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class OverriddenWorker(RolloutWorker):
     """The worker of the main thread, where users' overrides run.
 
     Args:
-        begun: told of the transcripts, once their environments are reset.
+        begun: called with the transcripts, once their environments are reset.
 
     Attributes:
-        active_rollout: while a user's `_generate` completes its transcripts.
-        active_chunk: the transcripts that a user's `_generate_single_turn` samples for, while it runs.
+        active_rollout: the rollout whose turns a user's `_generate` runs; None outside of it.
+        active_chunk: the transcripts that a user's `_generate_single_turn` samples for; None outside of it.
     """
 
     def __init__(self, parts: Parts, accelerator: Accelerator, begun: Callable[[list[Transcript]], None]) -> None:
@@ -42,7 +42,7 @@ class OverriddenWorker(RolloutWorker):
         self.accelerator, self.begun = accelerator, begun
         self.active_rollout: LocalRollout | None = None
         self.active_chunk: list[Transcript] | None = None
-        self._calls = 0  # of TRL's method, by the override that runs
+        self._calls = 0  # of `super()`, by the override that runs
 
     def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
         """See `RolloutWorker`."""
@@ -51,7 +51,7 @@ class OverriddenWorker(RolloutWorker):
         return transcripts
 
     def converse(self, local: LocalRollout) -> None:
-        """The turns, by the user's `_generate` if there is one."""
+        """Run the turns, by the user's `_generate` if there is one."""
         if (generate := local.terms.hooks.generate) is None:
             super().converse(local)
             return
@@ -59,7 +59,7 @@ class OverriddenWorker(RolloutWorker):
             take_generated(local, generate([transcript.prompt for transcript in local.transcripts]))
 
     def generate_for_trl(self, prompts: Sequence[Any]) -> tuple[Any, ...]:
-        """TRL's `_generate`, below a user's: the turns of any list of prompts; TRL's tuple of eight."""
+        """`super()._generate` of an override: the turns of any list of prompts; TRL's tuple of eight."""
         local = self.active_rollout
         assert local is not None
         known, terms, transcripts = local.transcripts, local.terms, []
@@ -80,7 +80,7 @@ class OverriddenWorker(RolloutWorker):
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn, chunk by chunk by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
         turn, sharded = local.terms.hooks.turn, self.parts.settings.sharded
-        if turn is None or (sharded and (local.request.empty or not transcripts)):  # others sample: join their forwards
+        if turn is None or (sharded and (local.request.empty or not transcripts)):  # joins the forwards of others
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
         sampled: dict[int, Sampled] = {}
@@ -101,14 +101,14 @@ class OverriddenWorker(RolloutWorker):
     def turn_for_trl(
         self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int
     ) -> tuple[list[list[int]], Any]:
-        """TRL's `_generate_single_turn`, below a user's: new tokens for the chunk's rows, whatever tokens they have."""
+        """`super()._generate_single_turn` of an override: new tokens for rows of the chunk, after any tokens."""
         chunk, call = self.active_chunk, self._next_call()
         assert chunk is not None
         rows = []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
-            if place >= len(chunk) or call:  # a row that the user has added, or a further call
+            if place >= len(chunk) or call:  # a row that the override has added, or a further call
                 key = int(mix(torch.tensor(key), BEYOND + place * (place >= len(chunk)) + (call << 20)))
             shown = row.images if images is None else list(images[place] or ())
             tokens: Any = {"prompt_ids": list(ids[:cut]), "ids": list(ids[cut:])}
@@ -118,6 +118,6 @@ class OverriddenWorker(RolloutWorker):
         return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
 
     def _next_call(self) -> int:
-        """How often the override that runs has called TRL's method before."""
+        """The number of the override's next call of `super()`, from 0."""
         self._calls += 1
         return self._calls - 1

@@ -1,57 +1,47 @@
-"""What is logged of a rollout batch: TRL's metrics and its table of completions, computed once from what was gathered.
+"""TRL's metrics of a rollout batch and its table of completions, from all completions that were sampled for it.
 
-Differs from TRL, which appends them in between, as means of processes' means where vLLM samples. Dynamic sampling logs
-once, at the end, of all its rounds. Shapes: B completions, F reward functions.
+Differs from TRL, which logs means of processes' means where vLLM samples. Dynamic sampling logs once, of all its
+rounds. Shapes: B completions, F reward functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..algorithms.advantages import AdvantageRule, nan_std, weighted_sum
+from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.importance import RatioRule
 from ..rewards.calls import add_columns, columns_of, metrics_of
-from .join import Round
-
-Metrics = MutableMapping[str, list[float]]  # TRL's record of training or of evaluation
+from .join import Context, Round
 
 
-def rollout_metrics(
-    rounds: Sequence[Round],
-    names: Sequence[str],
-    weights_F: torch.Tensor,
-    rule: AdvantageRule,
-    num_generations: int,
-    with_tools: bool,
-    ratios: RatioRule | None,
-) -> list[tuple[str, float]]:
-    """TRL's log values of everything that was sampled for a rollout batch, by TRL's names and in its order.
-
-    Args:
-        names: of the reward functions.
-        ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-    """
-    entries = [entry for one in rounds for entry in one.entries]
-    rewards_BF = torch.cat([one.rewards_BF for one in rounds])
-    lengths_B, truncated_B = ([getattr(e, name) for e in entries] for name in ("tokens", "truncated"))
-    values = list(_length_metrics(torch.tensor(lengths_B), torch.tensor(truncated_B)).items())
+def rollout_metrics(rounds: Sequence[Round], context: Context, with_tools: bool) -> list[tuple[str, float]]:
+    """TRL's log values of a rollout batch, by TRL's names and in its order."""
+    terms, weights_F = context.terms, context.weights_F
+    entries = [entry for part in rounds for entry in part.entries]
+    rewards_BF = torch.cat([part.rewards_BF for part in rounds])
+    lengths_B = torch.tensor([entry.tokens for entry in entries])
+    truncated_B = torch.tensor([entry.truncated for entry in entries])
+    values = list(_length_metrics(lengths_B, truncated_B).items())
     if with_tools:
         calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
-    for name, rewards in zip(names, rewards_BF.unbind(1)):  # several may have one name
+    for name, rewards in zip(terms.rewards.names, rewards_BF.unbind(1)):  # several may have one name
         values.append((f"rewards/{name}/mean", torch.nanmean(rewards).item()))
         values.append((f"rewards/{name}/std", nan_std(rewards).item()))
     total = weighted_sum(rewards_BF, weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
-    values.append(("frac_reward_zero_std", rule.zero_std_fraction(rewards_BF, weights_F, num_generations)))
-    logged = metrics_of([call for one in rounds for call in one.reward_calls])
+    fraction = context.rule.zero_std_fraction(rewards_BF, weights_F, context.num_generations)
+    values.append(("frac_reward_zero_std", fraction))
+    logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
-    return values + (list(_sampling_metrics(rounds, ratios).items()) if ratios is not None else [])
+    if terms.ratios is not None:
+        values += _sampling_metrics(rounds, terms.ratios).items()
+    return values
 
 
 def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[str, float]:
@@ -66,13 +56,13 @@ def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[
 
 
 def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, float]:
-    """How far vLLM's log-probabilities are from the policy's, over all completions.
+    """Differences between vLLM's log-probabilities and the policy's, over all completions.
 
-    Tokens that carry no loss, and differences that vLLM could not tell (NaN), do not count. A value is 0 where nothing
-    counts, as in TRL.
+    Tokens without loss, and tokens for which vLLM reports no log-probability (NaN), do not count. A value is 0 where
+    nothing counts, as in TRL.
     """
     deltas, ratios = [], []
-    for batch in (one.batch for one in rounds):
+    for batch in (part.batch for part in rounds):
         assert batch.old_per_token_logps is not None
         assert batch.sampling_per_token_logps is not None
         assert batch.importance_sampling_ratio is not None
@@ -93,19 +83,16 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(logs: dict[str, Any], one: Round, names: Sequence[str]) -> None:
-    """Add a round to TRL's record of completions.
-
-    Args:
-        logs: TRL's record, with bounded columns.
-    """
-    logs["prompt"].extend(entry.prompt for entry in one.entries)
-    logs["completion"].extend(entry.completion for entry in one.entries)
-    for name, rewards in zip(names, one.rewards_BF.unbind(1)):
+def add_to_table(part: Round, context: Context) -> None:
+    """Add a round to TRL's record of completions."""
+    logs: dict[str, Any] = context.logs
+    logs["prompt"].extend(entry.prompt for entry in part.entries)
+    logs["completion"].extend(entry.completion for entry in part.entries)
+    for name, rewards in zip(context.terms.rewards.names, part.rewards_BF.unbind(1)):
         logs["rewards"][name].extend(rewards.tolist())
-    logs["advantages"].extend(one.advantages_B.tolist())
-    columns = columns_of(one.reward_calls, len(one))
-    add_columns(logs["extra"], columns, len(one), len(logs["prompt"]))
-    images = [entry.images for entry in one.entries]
+    logs["advantages"].extend(part.advantages_B.tolist())
+    columns = columns_of(part.reward_calls, len(part))
+    add_columns(logs["extra"], columns, len(part), len(logs["prompt"]))
+    images = [entry.images for entry in part.entries]
     if any(images) or logs["images"]:
         logs["images"].extend(images)

@@ -1,17 +1,17 @@
-"""The rollout batches of a run: where a step's completions come from, and which rollout batch is held.
+"""The rollout batches of a run: where the completions of a step come from.
 
-    step -> (held?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
+    step -> (new rollout batch?) -> local phase, here or ahead on a thread -> join -> log -> completions of the step
 
-Differs from TRL, which keeps padded slices of its own process. What users override of TRL's scoring is called here,
-with TRL's arguments; where nothing is overridden no dictionary of TRL's is made. Called by the trainer.
+Differs from TRL, which keeps padded slices of its own process. Users' overrides of TRL's scoring are called here, with
+TRL's arguments; without one no dictionary of TRL's is made. Called by the trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 
 from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
-from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepRows
+from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError
@@ -30,9 +30,9 @@ from ..runtime.collectives import gather_lists, uneven_gathers
 from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
-from .join import JoinRules, Round, exchange, join
+from .join import Context, Round, exchange, join
 from .keyed import BEYOND
-from .local import LocalRollout, Terms
+from .local import LocalRollout
 from .overrides import OverriddenWorker
 from .records import add_to_table, rollout_metrics
 from .rollout_func import why_equal
@@ -42,39 +42,21 @@ from .worker import logged_elsewhere, reward_columns
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Context:
-    """What is read of the trainer when a rollout batch is made, because users and callbacks may change it.
-
-    Attributes:
-        terms: of the local phase; rules: of the join.
-        num_generations: of the mode.
-        metrics, logs: TRL's records, of this mode.
-    """
-
-    terms: Terms
-    rules: JoinRules
-    num_generations: int
-    metrics: MutableMapping[str, list[float]]
-    logs: dict[str, Any]
-
-
 class Rollouts:
     """Makes rollout batches and holds the one that is trained on.
 
     Args:
-        worker: makes this process's part.
-        load: gives vLLM the weights as they are now.
+        worker: samples this process's part.
+        load: sends the current weights to vLLM.
 
     Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF: of the completions that were sampled last, training's or an evaluation's.
-        ahead: with `rollout_lag`, while it trains.
-        sampled_at: optimizer steps made before the weights that sampled the rollout batch.
-        waiting: what a checkpoint found on its way: first steps of rollout batches, and the weights that sample them.
-        threads: that sampling ahead computes with on a CPU; None: as many as torch has.
-        steps, further: the loader's data set of steps, and prompts for dynamic sampling, once the training loader is
-            made.
+        ahead: with `rollout_lag`, during training.
+        sampled_at: optimizer steps before the weights that sampled the rollout batch.
+        waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
+        threads: CPU threads of sampling ahead; None: as many as torch has.
+        steps: the training loader's data set of steps.
     """
 
     def __init__(
@@ -94,16 +76,14 @@ class Rollouts:
         self.threads: int | None = None
         self.sampled_at = 0
         self.steps: Any = None
-        self.further: StepDataset | None = None
-        # while a user's `_generate_and_score_completions` runs: the request, and the rounds by calls of TRL's method
+        # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
         self._scored: tuple[RolloutRequest, list[Round]] | None = None
         self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
-        self._free_calls = 0
-        self._fetch: Callable[[RolloutRequest], StepRows] | None = None
+        self._free_requests = itertools.count(1)
         self._warned_of_own_scoring = False
 
     def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
-        """Train on a rollout batch, by its epoch and its index in the epoch."""
+        """Train on a rollout batch, named by its epoch and its index in the epoch."""
         self.batch, self.held = batch, name
 
     def forget_rollout(self) -> None:
@@ -116,14 +96,14 @@ class Rollouts:
             workers.kill()
 
     def slices(self, num_generations: int) -> ProcessSlices:
-        """How a rollout batch is cut for the processes to sample."""
+        """How rollout batches are divided over the processes for sampling."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # an inference server batches by itself, and needs as many from every process: there a chunk is one group
+        # vLLM batches by itself, and a server needs as many rows from every process: there a chunk is one group
         chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
 
     def divide_threads(self) -> int | None:
-        """With a lag, the CPU threads of training where sampling takes some of them; None: as many as torch has."""
+        """CPU threads of training, where sampling ahead takes some; None: as many as torch has."""
         args, training = self.args, None
         if args.rollout_lag and args.bitwise_invariant:
             self.threads = args.rollout_threads or args.bitwise_threads
@@ -132,21 +112,18 @@ class Rollouts:
         return training
 
     def waits(self, step: int) -> dict[str, float]:
-        """How far sampling was ahead in an optimizer step, and how long it was waited for, under the log's names."""
+        """Log values of sampling ahead in an optimizer step: the age of its weights, and who waited."""
         return {} if self.ahead is None else {"sampling/staleness": step - self.sampled_at, **self.ahead.take_waits()}
 
     def close(self) -> None:
-        """End what is sampled ahead."""
+        """Stop sampling ahead."""
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
 
     def read_from(self, steps: Any) -> None:
-        """The training loader's data set of steps."""
+        """Take prompts from the training loader's data set of steps."""
         self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
-        if self.args.dynamic_sampling:
-            self.further = steps
-        self._fetch = None if self.args.rollout_lag else getattr(steps, "rows", None)
 
     def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
@@ -159,21 +136,21 @@ class Rollouts:
             return self.make(rows, context)
         name = (request.epoch, request.layout.rollout)
         if self.batch is None or self.held != name:
-            if not rows and self._fetch is not None:  # a run that was resumed without its rollout batch
-                rows = self._fetch(request)
+            if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
+                rows = self.steps.rows(request)
             self.hold(self.make(rows, context), name)
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 
     def make(self, rows: StepRows, context: Context) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them."""
-        if self.further is not None and context.terms.training:
+        if self.args.dynamic_sampling and context.terms.training:
             return self._in_rounds(rows, context)
-        one = self._round(rows, context)
+        completed = self._round(rows, context)
         if context.terms.hooks.score is None:
-            self._log([one], context)
-        self._take_rewards(one.rewards_BF if one.entries else None, context)
-        return one.batch
+            self._log([completed], context)
+        self._take_rewards(completed.rewards_BF if completed.entries else None, context)
+        return completed.batch
 
     def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
         self.rewards_BF = rewards_BF
@@ -192,15 +169,12 @@ class Rollouts:
         return self._joined(self._local(rows, context), context)
 
     def _local(self, rows: StepRows, context: Context) -> LocalRollout:
-        """This process's part, made here and now or ahead."""
+        """This process's part, sampled now or ahead."""
         if self.ahead is not None and context.terms.training:
             sampled = self.ahead.part_of(rows)
             self.sampled_at = self.ahead.sampled_at
             self.worker.begun(sampled.local.transcripts)
             self.worker.parts.clock.add(sampled.seconds)
-            if self.sharded:  # a forward is a collective, which the thread cannot run
-                with self.ahead.weights_of_due():
-                    self.worker.add_logprobs(sampled.local)
             return sampled.local
         if self.sharded:
             self.images.refuse_mixed(rows, self.accelerator.device)
@@ -210,40 +184,34 @@ class Rollouts:
         self.load()
         request, hooks = rows.request, context.terms.hooks
         try:
-            with self._uneven(request, context):
+            # code of a user gathers, and processes have different numbers of rows
+            uneven = uneven_gathers(self.accelerator, request.empty) if hooks.any else contextlib.nullcontext()
+            with uneven:
                 return self.worker.sample(rows, context.terms, call)
         except Exception as error:
-            # the others may be inside a collective with this process: a forward, vLLM's, one of a hook of the user's
+            # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
             waited_for = why_equal(self.args, self.sharded) or hooks.tokenize or hooks.generate or hooks.turn
             if waited_for or self.accelerator.num_processes == 1:
                 raise
             return LocalRollout(request, context.terms, failure=error)
 
-    def _uneven(self, request: RolloutRequest, context: Context) -> contextlib.AbstractContextManager[None]:
-        """Where code of the user's runs, `accelerator.gather` takes a different number of rows from every process."""
-        if context.terms.hooks.any:
-            return uneven_gathers(self.accelerator, request.empty)
-        return contextlib.nullcontext()
-
     def _joined(self, local: LocalRollout, context: Context) -> Round:
-        """A round of what all processes made; every process comes here once."""
-        shares = exchange(local, context.rules)
+        """Join the parts of all processes; every process comes here once."""
+        shares = exchange(local, context)
         calculate, rewards = context.terms.hooks.rewards, None
         if calculate is not None:
             local.reward_calls = []
-            uneven, phase = self._uneven(local.request, context), self.worker.parts.clock.phase("rewards")
-            with assigned(self, _rewarded=local), uneven, phase:
+            uneven = uneven_gathers(self.accelerator, local.request.empty)
+            with assigned(self, _rewarded=local), uneven, self.worker.parts.clock.phase("rewards"):
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-        rank, group = self.accelerator.process_index, local.request.num_generations
-        return join(shares, context.rules, rank, group, rewards)
+        return join(shares, context, self.accelerator.process_index, rewards)
 
     # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
 
     def _in_rounds(self, rows: StepRows, context: Context) -> RolloutBatch:
-        """Groups without variance give their place to those of further prompts; logged as one rollout batch."""
-        assert self.further is not None
-        request, group, rules = rows.request, rows.request.num_generations, context.rules
+        """Groups of further prompts replace groups without variance; logged as one rollout batch."""
+        request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.weights_F
         rounds: list[Round] = []
         teaches: list[list[bool]] = []
         places: list[tuple[int, int]] = []
@@ -251,12 +219,11 @@ class Rollouts:
         free = taken = 0
         while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             rounds.append(self._round(more, context))
-            rewards_BF = rounds[-1].rewards_BF
-            dull = groups_without_variance(rewards_BF, rules.weights_F.cpu(), group, rules.rule.aggregation)
-            teaches.append([not value for value in dull.tolist()])
-            taken += len(dull) if len(rounds) > 1 else 0
+            constant = groups_without_variance(rounds[-1].rewards_BF, weights_F, group, rule.aggregation)
+            teaches.append([not value for value in constant.tolist()])
+            taken += len(constant) if len(rounds) > 1 else 0
             places, free = fill_places(teaches)
-            more = self.further.further_rows(request, taken, free) if free else None
+            more = self.steps.further_rows(request, taken, free) if free else None
         self._log(rounds, context)
         groups = sum(map(len, rounds)) // group
         values = {
@@ -269,47 +236,44 @@ class Rollouts:
             context.metrics[f"dynamic_sampling/{name}"].append(value)
         starts = [sum(map(len, rounds[:number])) for number in range(len(rounds))]
         chosen = [starts[number] + place * group + i for number, place in places for i in range(group)]
-        rewards_BF = torch.cat([one.rewards_BF for one in rounds])[chosen]
-        batch = RolloutBatch.joined([one.batch for one in rounds], group).select(chosen)
+        rewards_BF = torch.cat([part.rewards_BF for part in rounds])[chosen]
+        batch = RolloutBatch.joined([part.batch for part in rounds], group).select(chosen)
         batch.groups = rounds[0].batch.groups
-        if len(rounds) > 1 and rules.rule.depends_on_the_batch:
-            batch.advantages = rules.rule.advantages(rewards_BF, rules.weights_F.cpu(), group)
+        if len(rounds) > 1 and rule.depends_on_the_batch:
+            batch.advantages = rule.advantages(rewards_BF, weights_F, group)
         self._take_rewards(rewards_BF, context)
         return batch
 
     def _log(self, rounds: Sequence[Round], context: Context) -> None:
-        """TRL's metrics and table of everything that was sampled."""
-        rules, group, terms = context.rules, context.num_generations, context.terms
-        if terms.training:
-            entries = [entry for one in rounds for entry in one.entries]
-            terms.state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
-        context.metrics["num_tokens"] = [terms.state.num_input_tokens_seen]
-        with_tools, weights_F = bool(self.worker.parts.chat.tools), rules.weights_F.cpu()
-        names = terms.rewards.names
-        values = rollout_metrics(rounds, names, weights_F, rules.rule, group, with_tools, terms.ratios)
-        for name, value in values:
+        """TRL's metrics and table of all completions that were sampled."""
+        state = context.terms.state
+        if context.terms.training:
+            entries = [entry for part in rounds for entry in part.entries]
+            state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
+        context.metrics["num_tokens"] = [state.num_input_tokens_seen]
+        for name, value in rollout_metrics(rounds, context, with_tools=bool(self.worker.parts.chat.tools)):
             context.metrics[name].append(value)
-        for one in rounds:
-            add_to_table(context.logs, one, names)
+        for part in rounds:
+            add_to_table(part, context)
 
     # ---- What users override --------------------------------------------------------------------------------------
 
     def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[..., dict[str, Any]]) -> Round:
-        """A round by the user's `_generate_and_score_completions`: what it returns is the rollout."""
+        """A round by the user's `_generate_and_score_completions`, which returns the rollout."""
         request = rows.request
         rounds: list[Round] = []
-        with assigned(self, _scored=(request, rounds)), self._uneven(request, context):
+        with assigned(self, _scored=(request, rounds)), uneven_gathers(self.accelerator, request.empty):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
-        if self.further is not None and context.terms.training and not whole:
+        if self.args.dynamic_sampling and context.terms.training and not whole:
             raise RolloutError(
                 f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
                 f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
                 "it returns. Call super() once, for the rows that are returned, or set it to False."
             )
-        if not rounds:  # it made everything by itself
-            self._refuse_or_warn_of_own_scoring(rows)
+        if not rounds:  # it did not call TRL's method
+            self._check_scoring_without_super(rows)
             unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
             return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
         last = rounds[-1]
@@ -323,11 +287,12 @@ class Rollouts:
             batch.row_images = last.batch.row_images
         return dataclasses.replace(last, batch=batch)
 
-    def _refuse_or_warn_of_own_scoring(self, rows: StepRows) -> None:
-        """An override without `super()` samples as it likes, and cuts what it gathers as if shares were equal.
+    def _check_scoring_without_super(self, rows: StepRows) -> None:
+        """Warn that an override without `super()` samples in its own way.
 
         Raises:
-            ConfigError, RolloutError: on every process, in bitwise mode and where the shares are not equal.
+            ConfigError: in bitwise mode.
+            RolloutError: the processes have different numbers of rows, which a copy of TRL's method takes for equal.
         """
         what = "_generate_and_score_completions does not call super()"
         if self.args.bitwise_invariant:
@@ -346,40 +311,38 @@ class Rollouts:
             )
 
     def score(self, inputs: Sequence[dict[str, Any]], context: Context) -> dict[str, Any]:
-        """TRL's `_generate_and_score_completions`: any list of rows, sampled and scored; TRL's padded dictionary.
+        """TRL's `_generate_and_score_completions`: samples and scores any rows; returns TRL's padded dictionary.
 
-        Which random numbers they draw: see rollouts.overrides.
+        Their random numbers: see rollouts.overrides.
         """
         rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
         request = self._request(len(rows), context.num_generations)
         local = self._sampled(StepRows(rows, request), context, call=len(rounds))
-        one = self._joined(local, context)
-        rounds.append(one)
-        if self._scored is None or self.further is None or not context.terms.training:
-            self._log([one], context)
-        return trl_dictionary(local, one, self.worker.parts)
+        rounds.append(self._joined(local, context))
+        if self._scored is None or not (self.args.dynamic_sampling and context.terms.training):
+            self._log(rounds[-1:], context)
+        return trl_dictionary(local, rounds[-1], self.worker.parts)
 
     def _request(self, rows: int, group: int) -> RolloutRequest:
-        """The request that a user's override was given; a new one for rows that no loader has asked for."""
+        """The request of a user's override that runs; outside of one, a new request for these rows."""
         if self._scored is not None:
             return self._scored[0]
-        self._free_calls += 1
         prompts, rank = ceil_div(rows, group), self.accelerator.process_index
-        layout = StepLayout(BEYOND + self._free_calls, 0, 0, range(prompts), range(rows))
+        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
 
     def rewards(self, columns: tuple[Any, ...], context: Context) -> torch.Tensor:
-        """TRL's `_calculate_rewards`: of the rows it is given, the rewards (B, F) of all processes, in global order.
+        """TRL's `_calculate_rewards`: the rewards (B, F) of all processes, in global order.
 
         Args:
-            columns: rows, prompts, completions, token ids.
+            columns: of this process: rows, prompts, completions, token ids.
         """
         local = self._rewarded or LocalRollout(self._request(len(columns[1]), context.num_generations), context.terms)
         if local.request.empty:
             columns = ([], [], [], [])
         rewards_BF, calls = self.worker.score_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
-        if self._rewarded is None:  # a call of the user's own, which logs where TRL's methods do
+        if self._rewarded is None:  # called by other code of the user, which logs where TRL's methods do
             metrics, extra = context.terms.pending
             for call in calls:
                 for name, value in call.metrics:

@@ -1,6 +1,6 @@
-"""TRL's shapes, for what users override: its padded dictionary, its tuple of eight, the output of a `rollout_func`.
+"""TRL's shapes, for users' overrides: its padded dictionary, its tuple of eight, the output of a `rollout_func`.
 
-Made and read only where a hook of the user's stands in between; on the default path nothing is padded here.
+Used only where a user's hook takes or returns them; without hooks nothing is padded here.
 """
 
 from __future__ import annotations
@@ -9,30 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from ..errors import RolloutError
-from .batch import RolloutBatch, to_device
+from .batch import RolloutBatch
 from .join import Round, trl_columns
 from .local import LocalRollout, Parts
 
 _GENERATED = 8
 
 
-def trl_dictionary(local: LocalRollout, one: Round, parts: Parts) -> dict[str, Any]:
+def trl_dictionary(local: LocalRollout, joined: Round, parts: Parts) -> dict[str, Any]:
     """TRL's padded dictionary of this process's rows, with their part of the advantages of the whole rollout batch.
 
-    A process without prompts gets that of its stand-ins, with advantages of zero.
+    On a process without prompts it holds the stand-ins, with advantages of zero.
     """
     transcripts, settings = local.transcripts, parts.settings
     columns = trl_columns(local, transcripts, whole=True)
-    advantages = one.advantages_B[one.local_rows.start : one.local_rows.stop]
+    advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
     columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
     if "tool_mask" in dictionary:  # as in TRL, on the padding too
         dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
-    dictionary["num_items_in_batch"] = one.batch.loss_masks.values.sum()
-    dictionary = to_device(dictionary, settings.device)
+    dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
+    dictionary = send_to_device(dictionary, settings.device)
     if (images := parts.images.of_transcripts(transcripts)) is not None:
         ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
         prompts_B = [len(transcript.prompt_ids) for transcript in transcripts]
@@ -60,7 +61,7 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
 
 
 def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    """Take over what a user's `_generate` returned.
+    """Read the tuple that a user's `_generate` returned.
 
     Raises:
         RolloutError: it is no tuple of eight with one entry for each prompt.
@@ -82,7 +83,7 @@ def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
 
 
 def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
-    """Take over what a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
+    """Read the dictionary that a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks = fields.pop("env_mask", None)
     _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
@@ -90,8 +91,7 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
 
 
 def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any, fields: Mapping[str, Any]) -> None:
-    """Tokens of each transcript, and further fields of the rows that reward functions get: a list by row, else one
-    for all."""
+    """Set the tokens of each transcript, and the fields of its row: its entry of a list, or a value as it is."""
     for place, transcript in enumerate(local.transcripts):
         transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
         transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])

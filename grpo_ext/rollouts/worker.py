@@ -40,11 +40,10 @@ class RolloutWorker:
 
     Args:
         parts: see there.
-        scores: log-probabilities are taken here; else where `join` is (see `add_logprobs`).
     """
 
-    def __init__(self, parts: Parts, scores: bool = True) -> None:
-        self.parts, self.scores = parts, scores
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
 
     def sample(self, rows: StepRows, terms: Terms, call: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
@@ -59,12 +58,11 @@ class RolloutWorker:
                 local.transcripts = self.begin(rows, terms, call)
             self.converse(local)
         except Exception:
-            if self.scores and not self.parts.settings.sharded:  # the others compare their forwards with this process
+            if not self.parts.settings.sharded:  # the others compare their forwards with this process
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
-        if self.scores:
-            self.add_logprobs(local)
+        self.add_logprobs(local)
         self.add_rewards(local)
         return local
 

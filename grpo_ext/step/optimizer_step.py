@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from accelerate.logging import get_logger
 
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
@@ -24,7 +25,7 @@ from ..errors import MemoryShortageError, PrecisionError
 from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
 from ..forward.scorer import Scorer
 from ..precision.non_finite import FirstModule, bad_weight, explanation
-from ..rollouts.batch import RolloutBatch, to_device
+from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import first_of_all_processes, max_over_processes
@@ -82,7 +83,7 @@ class StepParts:
     def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool = True) -> tuple[Inputs, TokenRows]:
         """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
         some = rollout.select(rows)
-        batch = to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        batch = send_to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return batch, self.token_rows(some, training)
 

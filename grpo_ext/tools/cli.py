@@ -114,7 +114,7 @@ def plan(
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
-    check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
+    check_lag(lag, engine != "ddp")
     prompts = None
     if settings.keys() & {"model_name_or_path", "dataset_name"}:
         from .plan.prompts import known_prompts

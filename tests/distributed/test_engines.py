@@ -75,10 +75,6 @@ MODELS = {
 TOOLS = {**FEW_ROWS, "global_batch_size": 8, "rollout_batch_size": 8, "rollout_chunk_size": 4}
 TOOLS |= {"max_completion_length": 45, "max_tool_calling_iterations": 3, "max_steps": 3}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, "save_strategy": "steps", "save_steps": 1}
-# sampled by a server, of which every process asks as much
-SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 1e-2, "max_steps": 5}
-SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
-AHEAD = {**SERVER, "rollout_lag": 2, "save_strategy": "steps", "save_steps": 1}
 JOBS = [
     Job("saved", {"save_strategy": "steps", "save_steps": 1}),
     Job("large", {"per_device_train_batch_size": 16}),
@@ -94,15 +90,6 @@ JOBS = [
     Job("images_tiled", {"micro_batch_tokens": 80, "max_steps": 2}, prompts=8, model="idefics3"),
     Job("kl_nameless", {"beta": 0.1}, nameless=True),
     Job("tools", TOOLS, tools=True),
-    Job("ahead_saved", AHEAD, prompts=24),
-    Job("ahead_resumed", AHEAD, prompts=24, resume="ahead_saved/checkpoint-2"),
-    Job("ahead_lora", {**SERVER, "rollout_lag": 1, "beta": 0.1}, prompts=24, lora=True),
-    Job(
-        "ahead_kl",
-        {**SERVER, "rollout_lag": 1, "beta": 0.1, "num_iterations": 2, "max_steps": 8}
-        | {"sync_ref_model": True, "ref_model_sync_steps": 1},
-        prompts=24,
-    ),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("resumed", {"save_strategy": "steps", "save_steps": 1}, resume="saved/checkpoint-1"),
     Job("lora_saved", {"save_strategy": "steps", "save_steps": 1}, lora=True),
@@ -116,8 +103,6 @@ FEW = [
     for job in JOBS
     if job.name
     in (
-        "ahead_saved",
-        "ahead_resumed",
         "saved",
         "kl",
         "hybrid",
@@ -281,27 +266,12 @@ def test_the_log_is_that_of_one_process(launches, engine, processes):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
 def test_a_run_is_resumed_where_it_was(launches, engine, processes):
     several = launches(engine, processes)
-    models = {"": "model", "lora_": "model", "images_": "llava", "ahead_": "model"}
+    models = {"": "model", "lora_": "model", "images_": "llava"}
     for name in [name for name in models if f"{name}saved" in several]:
         saved, resumed = several[f"{name}saved"], several[f"{name}resumed"]
         assert gap(saved, resumed, models[name]) <= 1e-6, name  # but the first step or two are trained again
         assert resumed.log[-2]["step"] == saved.log[-2]["step"] >= 3
         assert resumed.log[-2]["loss"] == pytest.approx(saved.log[-2]["loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize(("engine", "processes"), ENGINES)
-def test_what_a_server_sampled_ahead_is_scored_by_the_weights_that_sampled(launches, engine, processes):
-    several = launches(engine, processes)
-    for name in [name for name in several if name.startswith("ahead_")]:
-        lines = [line for line in several[name].log if "sampling/ratio_max" in line]
-        ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
-        found = [
-            line[end] for line in lines for end in ends if end in line
-        ]  # the trainer's probabilities to the server's
-        assert len(found) >= 8, name
-        assert found == pytest.approx([1.0] * len(found), abs=1e-4), name
-        assert max(line["sampling/ratio_max"] for line in lines) > 1.1, name
-        assert max(line["sampling/staleness"] for line in lines) >= 1
 
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
@@ -369,6 +339,36 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, folder, engi
     assert all(bool(torch.isfinite(value).all()) for value in found.state.values())
     initial = dict(tiny_model().named_parameters())
     assert any(not torch.equal(value, initial[name]) for name, value in found.state.items() if name in initial)
+
+
+# sampled ahead by a server, of which every process asks as much
+SERVER = {"use_vllm": True, "vllm_mode": "server", "top_k": 0, "learning_rate": 1e-2, "max_steps": 5}
+SERVER |= {"global_batch_size": 24, "rollout_batch_size": 24}
+SYNCED = {"beta": 0.1, "num_iterations": 2, "max_steps": 8, "sync_ref_model": True, "ref_model_sync_steps": 1}
+AHEAD = [
+    Job("lag", {**SERVER, "rollout_lag": 2, "save_strategy": "steps", "save_steps": 1}, prompts=24),
+    Job("resumed", {**SERVER, "rollout_lag": 2}, prompts=24, resume="lag/checkpoint-2"),
+    Job("synced", {**SERVER, **SYNCED, "rollout_lag": 1}, prompts=24),
+]
+
+
+def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
+    """Old log-probabilities are those of the weights that the server had."""
+    one, two = (
+        launch(folder / f"ahead_{engine}", folder / "model", engine, processes, AHEAD)
+        for engine, processes in (("single", 1), ("ddp", 2))
+    )
+    assert gap(two["lag"], two["resumed"]) <= 1e-6
+    assert gap(one["lag"], two["synced"]) > DIFFERENT
+    ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
+    for job in AHEAD:
+        assert gap(one[job.name], two[job.name]) <= UPDATE, job.name
+        lines = [line for line in two[job.name].log if "sampling/ratio_max" in line]
+        ratios = [line[end] for line in lines for end in ends if end in line]  # of the trainer to the server
+        assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4), job.name
+        assert len(ratios) >= 6
+        assert max(line["sampling/ratio_max"] for line in lines) > 1.1, job.name
+        assert max(line["sampling/staleness"] for line in lines) >= 1
 
 
 @pytest.mark.full

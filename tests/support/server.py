@@ -80,16 +80,15 @@ class StandIn:
         return ids, found
 
 
-def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr, model: Any = None) -> StandIn:
+def stand_in(folder: Path, put: Callable[[Any, str, Any], None] = setattr) -> StandIn:
     """Let trainers of this process ask a stand-in.
 
     Args:
         folder: shared by the processes of a run, and of no other run.
         put: sets an attribute (`monkeypatch.setattr`).
-        model: that samples (ZeRO-3 cuts one that is made while it is on); the tiny one by default.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    client = StandIn(folder, tiny_model() if model is None else model)
+    client = StandIn(folder, tiny_model())
 
     class Generation(vllm_generation.VLLMGeneration):
         def _init_vllm(self) -> None:

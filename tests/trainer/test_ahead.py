@@ -17,11 +17,10 @@ from datasets import IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from grpo_ext import GRPOConfig, checks
+from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.ahead import RolloutThread
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
@@ -119,20 +118,6 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
 
 
-def test_a_reward_that_hangs_ends_the_run_in_time(tmp_path):
-    release = threading.Event()
-
-    def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        release.wait(60)
-        return [0.0] * len(completions)
-
-    start = time.perf_counter()
-    with pytest.raises(RewardError, match="no answer within reward_timeout"):
-        make(tmp_path, reward=hangs, rollout_lag=1, reward_timeout=0.5).train()
-    assert time.perf_counter() - start < 30
-    release.set()
-
-
 def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypatch):
     whole = make(tmp_path / "whole", rollout_lag=1)
     whole.train()
@@ -181,11 +166,10 @@ def test_a_run_that_waits_stops_at_once_and_goes_on_as_it_was(tmp_path, after):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
+def test_copies_compute_in_the_precision_of_training(tmp_path):
     """Copies lose what Accelerate has put around the forward of the model, and get it back."""
     kinds: dict[str, set[torch.dtype]] = {"training": set(), "sampling": set()}
-    trainer = make(tmp_path, rollout_lag=1, bf16=bf16)
+    trainer = make(tmp_path, rollout_lag=1, bf16=True)
 
     def note(module: Any, args: Any, output: torch.Tensor) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -201,9 +185,8 @@ def test_what_samples_computes_in_the_precision_of_training(tmp_path, bf16):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "sample_chunk", sampled)
         trainer.train()
-    expected = {torch.bfloat16} if bf16 else {torch.float32}
-    assert kinds == {"training": expected, "sampling": expected}
-    assert formed == {bf16}
+    assert kinds == {"training": {torch.bfloat16}, "sampling": {torch.bfloat16}}
+    assert formed == {True}
 
 
 def dull_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -265,7 +248,6 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
         assert not copied.requires_grad
     weights = snapshot.take({"global_step": 0})
     assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
-    assert weights.nbytes < 0.2 * sum(p.nbytes for p in live.parameters())
     snapshot.put_in_place(weights)
     for (name, own), (_, copied) in zip(live.named_parameters(), snapshot.policy.named_parameters()):
         assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad), name
@@ -320,20 +302,6 @@ def test_a_run_with_a_server_goes_on_as_it_was(tmp_path, server):
 # ---- Its parts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_keeps_its_weights_while_the_model_moves():
-    model = tiny_model()
-    snapshot = Snapshot(model, None, False, "cpu", lambda twin: twin)
-    first = snapshot.take({"global_step": 0})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    ids = torch.tensor([[3, 4, 5]])
-    snapshot.put_in_place(first)
-    assert torch.equal(snapshot.policy(ids).logits, tiny_model()(ids).logits)
-    snapshot.put_in_place(snapshot.take({"global_step": 1}))
-    assert torch.equal(snapshot.policy(ids).logits, model(ids).logits)
-
-
 def test_a_forward_that_was_replaced_is_refused():
     model = tiny_model()
     inner = model.lm_head.forward
@@ -363,34 +331,7 @@ def test_weights_of_another_model_are_refused():
         snapshot.put_in_place(weights)
 
 
-def test_a_worker_does_one_thing_after_the_other_and_tells_what_failed():
-    worker, order = RolloutThread(None, torch.device("cpu")), []
-
-    def work(number: int) -> Any:
-        def run(idle: float) -> int:
-            order.append(number)
-            if number == 1:
-                raise ValueError("one")
-            return number
-
-        return run
-
-    futures = [worker.submit(work(number)) for number in range(3)]
-    assert futures[2].result(10) == 2
-    assert str(futures[1].exception(10)) == "one"
-    assert order == [0, 1, 2]
-    worker.close(10)
-
-
-def test_a_thread_has_threads_of_its_own():
-    before = torch.get_num_threads()
-    worker = RolloutThread(before + 1, torch.device("cpu"))
-    assert worker.submit(lambda idle: torch.get_num_threads()).result(10) == before + 1
-    assert torch.get_num_threads() == before
-    worker.close(10)
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, (2, 2)), (1, (3, 1)), (4, (1, 4))])
+@pytest.mark.parametrize(("given", "expected"), [(None, (2, 2)), (4, (1, 4))])
 def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
     seen: set[tuple[str, int]] = set()
 
@@ -433,15 +374,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):
         GRPOConfig(**config_kwargs(tmp_path, **settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"rollout_lag": 1, "generation_kwargs": {"do_sample": False}}, "needs this trainer's own sampling"),
-    ],
-)
-def test_runs_that_cannot_be_are_refused_before_training(tmp_path, settings, said):
-    with pytest.raises(ConfigError, match=said):
-        make(tmp_path, **settings)
+def test_sampling_without_keys_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="needs this trainer's own sampling"):
+        make(tmp_path, rollout_lag=1, generation_kwargs={"do_sample": False})
 
 
 def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
@@ -455,26 +390,13 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path):
     make(tmp_path / "three", kind=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
 
 
-def test_fsdp_and_deepspeed_need_a_server(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="with FSDP or DeepSpeed needs a vLLM server"):
-        GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1))
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_engines_that_shard_are_refused(tmp_path, monkeypatch, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     server = {"use_vllm": True, "vllm_mode": "server"}
-    assert GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, **server)).rollout_lag == 1
-
-
-def test_what_shares_weights_in_other_ways_is_refused(tmp_path, monkeypatch):
-    trainer = make(tmp_path)
-    config = copy.copy(trainer.args)
-    config.rollout_lag = 1
-    trainer._scorer.sharded = trainer.is_fsdp_enabled = True
-    with pytest.raises(ConfigError, match="use FSDP 2"):
-        checks.ahead.check_ahead(trainer, config)
-    trainer.is_fsdp_enabled = False
-    trainer.reward_funcs = [tiny_model()]
-    monkeypatch.setattr(checks.ahead, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ConfigError, match="a reward model under ZeRO-3"):
-        checks.ahead.check_ahead(trainer, config)
+    for settings in ({}, server):
+        with pytest.raises(ConfigError, match=r"with FSDP or DeepSpeed: .* Use rollout_lag=0, or DDP"):
+            GRPOConfig(**config_kwargs(tmp_path, rollout_lag=1, **settings))
 
 
 def test_a_stream_is_refused(tmp_path):

@@ -112,7 +112,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         # float32 values and what becomes of them; in half precision the products too
         "logits": tile * (2 * 4 + (model.compute_bytes if model.compute_bytes < 4 else 0)),
         # of those that are due later, and of the one that is late
-        "weights that sample": copies / (layout.processes if shards_weights else 1),
+        "weights that sample": copies,
         "key-value cache": model.cache_bytes * layout.sampled_rows * layout.sampled_tokens,
     }
     held = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))

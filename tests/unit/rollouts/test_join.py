@@ -16,12 +16,13 @@ from grpo_ext.batching.sizes import StepLayout
 from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
-from grpo_ext.rollouts.join import JoinRules, exchange, join
+from grpo_ext.rollouts.join import Context, exchange, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
-RULES = JoinRules(AdvantageRule(), torch.ones(1), ImageSource())
+TERMS: Any = SimpleNamespace()  # those of a part count
+CONTEXT = Context(TERMS, 2, AdvantageRule(), torch.ones(1), ImageSource())
 
 
 def part(
@@ -49,9 +50,9 @@ def part(
 
 def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> Any:
     """As the process `rank` of several sees it."""
-    shares = [module._share(local, RULES) for local in parts]
+    shares = [module._share(local, CONTEXT) for local in parts]
     monkeypatch.setattr(module, "gather_lists", lambda own: shares)
-    return join(exchange(parts[rank], RULES), RULES, rank, num_generations=2)
+    return join(exchange(parts[rank], CONTEXT), CONTEXT, rank)
 
 
 def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):

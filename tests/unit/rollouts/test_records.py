@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.rewards.calls import RewardCall
-from grpo_ext.rollouts.join import Entry, Round
+from grpo_ext.rollouts.images import ImageSource
+from grpo_ext.rollouts.join import Context, Entry, Round
 from grpo_ext.rollouts.records import rollout_metrics
 from tests.support.batches import batch_of_rows
 
@@ -27,7 +30,9 @@ def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], call
 
 def logged(rounds: list[Round]) -> dict[str, float]:
     values = defaultdict(list)
-    for name, value in rollout_metrics(rounds, ["f"], torch.ones(1), AdvantageRule(), 2, True, None):
+    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["f"]), ratios=None)
+    context = Context(terms, 2, AdvantageRule(), torch.ones(1), ImageSource())
+    for name, value in rollout_metrics(rounds, context, with_tools=True):
         values[name].append(value)
     assert all(len(entries) == 1 for entries in values.values())
     return {name: value for name, (value,) in values.items()}

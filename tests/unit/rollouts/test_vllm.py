@@ -19,7 +19,8 @@ from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.join import Entry, Round
+from grpo_ext.rollouts.images import ImageSource
+from grpo_ext.rollouts.join import Context, Entry, Round
 from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
 from grpo_ext.rollouts.transcript import Transcript
@@ -215,12 +216,14 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
 def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:
     """What is logged of how vLLM sampled these rounds."""
     ratios = None if level is None else RatioRule(level, None, None)
+    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["r"]), ratios=ratios)
+    context = Context(terms, 1, AdvantageRule(), torch.ones(1), ImageSource())
     rounds = []
     for part in parts:
         entries = [Entry("", "", None, 1, 1, False)] * len(part)
         rewards_BF, advantages = torch.zeros(len(part), 1), torch.zeros(len(part))
         rounds.append(Round(part, rewards_BF, advantages, entries, [], range(len(part))))
-    found = rollout_metrics(rounds, ["r"], torch.ones(1), AdvantageRule(), 1, False, ratios)
+    found = rollout_metrics(rounds, context, with_tools=False)
     return {name: value for name, value in found if name.startswith("sampling/")}
 
 
