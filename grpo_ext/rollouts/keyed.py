@@ -77,21 +77,19 @@ def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorLis
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
-    return LogitsProcessorList(map(_deterministic, filters))
+    if torch.are_deterministic_algorithms_enabled():
+        filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]
+    return LogitsProcessorList(filters)
 
 
 class _OnCpu(LogitsProcessor):
-    """A filter that adds up probabilities, which CUDA does not do deterministically; run on the CPU."""
+    """Runs a filter on the CPU, because CUDA has no deterministic running sum of floats."""
 
     def __init__(self, filter: LogitsProcessor) -> None:
         self.filter = filter
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.filter(input_ids.cpu(), scores.cpu()).to(scores.device)
-
-
-def _deterministic(filter: LogitsProcessor) -> LogitsProcessor:
-    return _OnCpu(filter) if torch.are_deterministic_algorithms_enabled() and isinstance(filter, _ADD_UP) else filter
 
 
 def greedy_config(config: GenerationConfig) -> GenerationConfig:
@@ -158,7 +156,7 @@ def sample_chunk(
     firsts: Sequence[int] = range(len(prompts))
     if compact:
         pictures = [None] * len(prompts) if images is None else images.numbers_B
-        firsts, numbers = unique(zip(map(tuple, prompts), pictures))
+        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
     inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
     width, keyed = inputs["input_ids"].size(1), None
     if keys_B is not None:

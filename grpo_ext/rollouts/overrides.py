@@ -84,7 +84,7 @@ class OverriddenWorker(RolloutWorker):
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
         sampled: dict[int, Sampled] = {}
-        for chunk in [transcripts] if sharded else self.parts.engine.chunks(transcripts, group):
+        for chunk in [transcripts] if sharded else self.parts.settings.chunks(transcripts, group):
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}

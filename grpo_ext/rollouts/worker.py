@@ -86,7 +86,7 @@ class RolloutWorker:
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
         """Token ids of the prompts; each different prompt is tokenised once."""
         tokenize = terms.hooks.tokenize or self.parts.chat.tokenize
-        firsts, numbers = unique(map(_prompt_name, transcripts))
+        firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):

@@ -20,7 +20,7 @@ from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, chunks_of
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine
 from grpo_ext.rollouts.keyed import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
@@ -125,6 +125,7 @@ def test_a_filter_that_is_not_known_is_not_silently_ignored(model):
         ({"do_sample": False}, False),
         ({"num_beams": 2}, False),
         ({"num_return_sequences": 2}, False),
+        ({"guidance_scale": 1.5}, False),
     ],
 )
 def test_only_plain_sampling_is_keyed(options, plain):
@@ -348,7 +349,8 @@ def transcripts(places) -> list[Transcript]:
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    parts = [[t.place for t in part] for part in chunks_of(transcripts(places), size)]
+    settings = EngineSettings(CPU, chunk_size=size, eos_token_ids=[EOS], filler=EOS, pad=EOS)
+    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
@@ -382,11 +384,6 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
     assert found == sample(model, histories, keys_B, config, offsets)
     assert found != sample(model, histories, keys_B, config, offsets - 1)
     assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
-
-
-@pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])
-def test_more_than_plain_sampling_is_not_keyed(option):
-    assert not can_sample_by_key(sampling(**option))
 
 
 @pytest.mark.parametrize("calls", [2, 5])
