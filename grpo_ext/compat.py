@@ -152,44 +152,6 @@ def generating(trainer: Any) -> Iterator[Any]:
         yield model
 
 
-class View:
-    """An object seen with some attributes replaced. What is set is set on the object, what is replaced on the view.
-
-    TRL's `VLLMGeneration.generate` reads `self.llm`: it is run on a view that has another engine (`on_view`), because
-    setting it on the object, and back, would show to everything else that reads it meanwhile.
-    """
-
-    def __init__(self, target: Any, instead: dict[str, Any]) -> None:
-        vars(self)["_target"], vars(self)["_instead"] = target, instead
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `super()` in the methods that run on it
-        return type(self._target)
-
-    def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
-        seen = vars(self)
-        if "_target" not in seen or (name.startswith("__") and name.endswith("__")):  # while it is copied or pickled
-            raise AttributeError(name)
-        return seen["_instead"][name] if name in seen["_instead"] else getattr(seen["_target"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self)["_instead"]:
-            vars(self)["_instead"][name] = value
-        else:
-            setattr(vars(self)["_target"], name, value)
-
-
-def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a bound method on a view of its object; what it calls in turn sees the object itself.
-
-    Raises:
-        ContractError: the method has been replaced by something that is bound to no object.
-    """
-    if not hasattr(method, "__func__"):
-        raise ContractError(f"{method!r} was put in the place of a method that grpo_ext calls on a view of its object.")
-    return method.__func__(View(method.__self__, instead), *args, **kwargs)
-
-
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
     """Inside, a model with adapters is its own reference: without them, or with a copy of the loaded one."""

@@ -81,7 +81,8 @@ def test_colocated_engines_get_one_parameter_set_for_each_row():
     llm = SimpleNamespace(generate=lambda prompts, sampling_params, use_tqdm: asked.append(sampling_params))
     generation = Generation(mode="colocate", tensor_parallel_size=1, llm=llm)
     shared = Params(0.7)
-    seeded(generation, [5, 6], 2).generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+    with seeded(generation, [5, 6], 2):
+        generation.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
     assert [(p.temperature, p.seed) for p in asked[0]] == [(0.7, 5), (0.7, 6)]
     assert shared.seed is None
     generation.generate(["a"], sampling_params=shared, use_tqdm=False)
@@ -109,9 +110,8 @@ def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
 def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
     generation, asked = server()
     found = seeds(range(3), 2)
-    answer = seeded(generation, found, 2).generate(
-        prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1}
-    )
+    with seeded(generation, found, 2):
+        answer = generation.generate(prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1})
     assert answer["prompt_ids"] == [[1], [2], [3]]
     assert answer["completion_ids"] == [[seed] for seed in found]  # what colocate mode would sample
     assert len(answer["logprobs"]) == 6
@@ -122,7 +122,8 @@ def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
 
 def test_images_go_with_their_prompt():
     generation, asked = server()
-    seeded(generation, [1, 2], 1).generate(prompts=[[1], [2]], features=["x", "y"], n=1)
+    with seeded(generation, [1, 2], 1):
+        generation.generate(prompts=[[1], [2]], features=["x", "y"], n=1)
     assert {question["prompts"][0][0]: question["features"] for question in asked} == {1: ["x"], 2: ["y"]}
 
 
@@ -133,8 +134,8 @@ def test_a_failing_request_is_an_error():
         raise ConnectionError("the server is gone")
 
     generation.vllm_client.generate = broken
-    with pytest.raises(ConnectionError):
-        seeded(generation, [1], 1).generate(prompts=[[1]], n=1)
+    with pytest.raises(ConnectionError), seeded(generation, [1], 1):
+        generation.generate(prompts=[[1]], n=1)
 
 
 # ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
