@@ -17,13 +17,12 @@ from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat, images_in
-from .environments import Environments, check_schema
+from .environments import Environments
 from .transcript import Messages, Transcript
 from .turns import TurnLimits
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
-_TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
 
 
 class Toolbox:
@@ -135,11 +134,8 @@ class Toolbox:
         task.cancel()
         self._warn(name, seconds, "it is cancelled")
         await asyncio.wait([task], timeout=min(seconds, 1.0))  # it may take its time to end, or never do
-        if not task.done():
-            _TASKS.add(task)
-            task.add_done_callback(_TASKS.discard)
-            if owner is not None:
-                self.environments.retire(owner)
+        if not task.done() and owner is not None:
+            self.environments.retire(owner)
         raise CallTimeout(seconds, "tool_timeout")
 
     def _warn(self, name: str, seconds: float, what: str) -> None:
@@ -147,7 +143,8 @@ class Toolbox:
             self._warned.add(name)
             logger.warning(
                 f"tool '{name}' gave no answer within tool_timeout={seconds} seconds: {what}, and the model is told "
-                "that the call failed. Said once for each tool; tools/failure_frequency counts every call."
+                "that the call failed. An environment that goes on after its call has no reward (None), and the next "
+                "rollout has another. Shown once for each tool; tools/failure_frequency counts every call."
             )
 
 
@@ -160,15 +157,15 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
-def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse tools that cannot be shown to the model, and prompts that no tool can be shown with.
+def check_tools(processing_class: Any, first_rows: Sequence[Any]) -> None:
+    """Refuse templates and prompts that no tool can be shown with.
 
     Args:
         processing_class: the tokenizer or processor.
         first_rows: of every data set.
 
     Raises:
-        ConfigError, DataError: names the tool or the prompt.
+        ConfigError, DataError: names the prompt.
     """
     if not supports_tool_calling(processing_class):
         has = "has no chat template" if processing_class.chat_template is None else "has one that leaves them out"
@@ -176,17 +173,8 @@ def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequenc
             f"tools and environments need a chat template that renders tool calls and answers, and this "
             f"tokenizer {has}; take a model that was trained to call tools, or set a template."
         )
-    names = [getattr(tool, "__name__", None) for tool in tools]
-    for tool, name in zip(tools, names):
-        if name is None or names.count(name) > 1:
-            what = "has no __name__" if name is None else f"is not the only one named {name!r}"
-            raise ConfigError(
-                f"tool {tool!r} {what}, and the model calls tools by name; give a function of its own name."
-            )
-        check_schema(tool, f"tool {name!r}")
     for row in first_rows:
-        prompt = row.get("prompt")
-        if isinstance(prompt, str):
+        if isinstance(prompt := row.get("prompt"), str):
             raise DataError(
                 f"tools and environments need prompts that are lists of messages, and the first one is the text "
                 f"{prompt[:40]!r}; write [{{'role': 'user', 'content': ...}}]."

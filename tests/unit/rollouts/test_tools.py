@@ -144,16 +144,14 @@ def begun(kind: Any, rows: int) -> tuple[Environments, list[Transcript]]:
     return environments, transcripts
 
 
-def test_no_later_call_reaches_an_environment_that_hangs(chat, caplog):
+def test_no_later_call_reaches_an_environment_that_hangs(chat):
     environments, transcripts = begun(Stuck, 2)
     stuck, other = (t.environment for t in transcripts)
     toolbox = Toolbox([free], environments)
-    with caplog.at_level(logging.WARNING):
-        assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
+    assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
     assert answers(toolbox, chat, ["count"], other) == ["1"]
     assert environments.pools == {None: [other]}
     assert (stuck.get_reward(), other.get_reward()) == (None, 0.5)
-    assert caplog.text.count("whose call hung has no reward") == 1
     environments.begin(transcripts)
     assert transcripts[0].environment is other
     assert transcripts[1].environment not in (stuck, other)
