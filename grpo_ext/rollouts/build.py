@@ -39,8 +39,7 @@ from .local import Hooks, Parts, Terms
 from .overrides import OverriddenWorker
 from .rollout_func import checked_rollout, refuse_unequal_prompts, why_equal
 from .source import Context, Rollouts
-from .tools import Toolbox
-from .turns import TurnLimits, context_length
+from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine
 
 SCORE = "_generate_and_score_completions"
@@ -195,8 +194,8 @@ def hooks_of(trainer: Any) -> Hooks:
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
         refuse_unequal_prompts(len(prompts), reason)
-        # a copy: a loop of turns appends to its prompts
-        return checked_rollout(trainer.rollout_func, copy.deepcopy(prompts), trainer, why_logprobs(trainer.args))
+        output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
+        return checked_rollout(output, len(prompts), why_logprobs(trainer.args))
 
     return Hooks(
         None if trainer._override_of("_tokenize_prompts") is None else tokenize,

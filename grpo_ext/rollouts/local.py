@@ -24,9 +24,8 @@ from .chat import Chat
 from .engine import Engine, EngineSettings
 from .environments import Environments
 from .images import ImageSource
-from .tools import Toolbox
+from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
-from .turns import TurnLimits
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
-"""Tools that answer: what a transcript may call, in which order calls run, what the model is told, and time limits.
+"""Turns after the first: tools answer the calls of a transcript, and the model goes on.
 
-Differs from TRL, where a tool that hangs stops the run, on every process: here the model is told of it as of any
-failure. An answer is added where it fits, so nothing is rolled back. Called between the turns of a rollout.
+Written as TRL's tool loop has it, but transcript by transcript. Differs from TRL, where a tool that hangs stops the run
+on every process: here the model is told of it as of any failure. An answer is added where it fits, so nothing is rolled
+back. Called by the worker, which samples a turn between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -19,10 +22,31 @@ from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat, images_in
 from .environments import Environments
 from .transcript import Messages, Transcript
-from .turns import TurnLimits
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """How far a transcript may go.
+
+    Attributes:
+        max_completion_length: tokens of a completion, those of tools and environments among them.
+        context: tokens that the model can read, prompt and completion.
+        max_turns: how often tools answer.
+        seconds: that a call of a tool, or of an environment's `reset`, may take; None: any.
+    """
+
+    max_completion_length: int
+    context: int = sys.maxsize
+    max_turns: int = sys.maxsize
+    seconds: float | None = None
+
+    def has_room(self, transcript: Transcript, answer: int) -> bool:
+        """Whether an answer of so many tokens fits, and in the context a token of the model after it."""
+        completion = len(transcript.ids) + answer
+        return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
 
 class Toolbox:
@@ -41,7 +65,7 @@ class Toolbox:
         self._warned: set[str] = set()
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
-        """The tools that a transcript may call, by name; of two of one name, the synchronous and then the last."""
+        """The tools that a transcript may call, by name; of two of one name the synchronous one, or the last."""
         methods = []
         if (environment := transcript.environment) is not None:
             names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
@@ -55,8 +79,10 @@ class Toolbox:
 
         A transcript ends where it calls nothing, has had all its turns, or has no room for the answer.
         """
-        going_on = []
-        for t in limits.waiting(transcripts):
+        active = []
+        for t in transcripts:
+            if not t.calls or t.turns >= limits.max_turns:
+                continue
             answers = self._answers(t, limits.seconds)
             ids = chat.suffix_ids(answers)
             t.calls = []
@@ -65,8 +91,8 @@ class Toolbox:
                 t.completion = [*t.completion, *answers]
                 t.images = [*t.images, *images_in(answers)]
                 t.add_answer(ids)
-                going_on.append(t)
-        return going_on
+                active.append(t)
+        return active
 
     def _answers(self, transcript: Transcript, seconds: float | None) -> Messages:
         """Messages that answer all calls: of synchronous tools in order, then of asynchronous ones, run together."""
@@ -152,6 +178,42 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
     """What the model is told of a call that failed, as TRL words it."""
     transcript.tool_failures += 1
     return {"error": str(error)}
+
+
+def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
+    """Tokens that sampling can read: the limit of an engine in this process, else the model's.
+
+    Args:
+        config: the model's; its text configuration counts where the model takes images.
+        engine: TRL's `VLLMGeneration`; None without vLLM.
+    """
+    if engine is not None and engine.mode == "colocate":
+        return engine.llm.llm_engine.model_config.max_model_len
+    return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
+
+
+def continue_with(
+    transcript: Transcript, ids: list[int], logps: list[float | None] | None, chat: Chat, limits: TurnLimits
+) -> None:
+    """Add a turn of the model after an answer, cut to the length that a completion may have.
+
+    A turn without room adds no message.
+
+    Args:
+        ids: token ids of the turn; logps: their log-probabilities; None where the engine returns none.
+    """
+    room = limits.max_completion_length - len(transcript.ids)
+    ids, prefix = ids[:room], transcript.prompt_ids + transcript.ids
+    if transcript.logps is None:
+        logps = None
+    elif logps is None:
+        logps = [None] * len(ids)
+    transcript.add_sampled(ids, None if logps is None else logps[:room])
+    transcript.calls = []
+    if ids:
+        message = chat.parse(ids, prefix, transcript.environment_name)
+        transcript.completion = [*transcript.completion, message]
+        transcript.calls = chat.calls_of(message)
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from .decoding import unique
 from .engine import Sampled
 from .keyed import request_keys
 from .local import LocalRollout, Parts, Terms
+from .tools import continue_with
 from .transcript import Transcript
 from .trl_shapes import take_rollout
-from .turns import continue_with
 
 
 class RolloutWorker:

@@ -13,13 +13,12 @@ import pytest
 
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox
+from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.turns import TurnLimits
 from tests.support.tool_runs import Game, Shop, count, sampled
 
 SECONDS = 0.1
-LIMITS = TurnLimits(10**5, None, seconds=SECONDS)
+LIMITS = TurnLimits(10**5, seconds=SECONDS)
 NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
 HANGS = str({"error": "an earlier call has not come back"})
 
