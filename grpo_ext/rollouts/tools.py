@@ -8,6 +8,7 @@ back. Called by the worker, which samples a turn between `Toolbox.answer` and `c
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -110,68 +111,65 @@ class Toolbox:
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
-                begun = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
+                result = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
             except Exception as error:
                 results.append((name, _failure(transcript, error)))
             else:
-                (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, begun))
-        results += self._awaited(transcript, later)
+                (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, result))
+        results += self._awaited(transcript, tools, later, seconds) if later else []
         contents = [(name, result if isinstance(result, list) else str(result)) for name, result in results]
         return [{"role": "tool", "name": name, "content": content} for name, content in contents]
 
-    def _awaited(
-        self, transcript: Transcript, later: list[tuple[str, Coroutine[Any, Any, Any]]]
-    ) -> list[tuple[str, Any]]:
-        if not later:
-            return []
-        assert self.loop is not None
-
-        async def together() -> list[Any]:
-            return await asyncio.gather(*(coroutine for _, coroutine in later), return_exceptions=True)
-
-        results = asyncio.run_coroutine_threadsafe(together(), self.loop).result()
-        failed = [_failure(transcript, result) if isinstance(result, Exception) else result for result in results]
-        return [(name, result) for (name, _), result in zip(later, failed, strict=True)]
-
-    # ---- Within a time --------------------------------------------------------------------------------------------
-
     def _begin(self, tool: Tool, arguments: Any, environment: Any, seconds: float | None) -> Any:
-        """What a synchronous tool returns; what is to be awaited of an asynchronous one."""
-        owner = environment if getattr(tool, "__self__", None) is environment else None
-        if seconds is None:
-            return tool(**arguments)
-        if owner is not None and not self.environments.uses(owner):
+        """What a synchronous tool returns; the coroutine of an asynchronous one."""
+        if _is_method_of(environment, tool) and not self.environments.uses(environment):
             raise TimeoutError("an earlier call has not come back")
         if inspect.iscoroutinefunction(tool):
-            return self._in_time_later(tool.__name__, tool(**arguments), owner, seconds)
+            return tool(**arguments)
         try:
             return in_time(lambda: tool(**arguments), seconds, "tool_timeout")
         except CallTimeout:
-            self._warn(tool.__name__, seconds, "its thread is left behind, as none can be stopped")
-            if owner is not None:
-                self.environments.retire(owner)
+            self._give_up(tool, environment, seconds, "its thread is left behind, as none can be stopped")
             raise
 
-    async def _in_time_later(self, name: str, call: Coroutine[Any, Any, Any], owner: Any, seconds: float) -> Any:
-        task = asyncio.ensure_future(call)
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            return task.result()
-        task.cancel()
-        self._warn(name, seconds, "it is cancelled")
-        await asyncio.wait([task], timeout=min(seconds, 1.0))  # it may take its time to end, or never do
-        if not task.done() and owner is not None:
-            self.environments.retire(owner)
-        raise CallTimeout(seconds, "tool_timeout")
+    def _awaited(
+        self,
+        transcript: Transcript,
+        tools: Mapping[str, Tool],
+        later: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+        seconds: float | None,
+    ) -> list[tuple[str, Any]]:
+        """What asynchronous tools return, by their names."""
+        assert self.loop is not None
+        futures = [asyncio.run_coroutine_threadsafe(coroutine, self.loop) for _, coroutine in later]
+        concurrent.futures.wait(futures, timeout=seconds)
+        results = []
+        for (name, _), future in zip(later, futures):
+            try:
+                if not future.done():
+                    future.cancel()
+                    self._give_up(tools[name], transcript.environment, seconds, "it is cancelled")
+                    raise CallTimeout(seconds, "tool_timeout")
+                results.append((name, future.result()))
+            except Exception as error:
+                results.append((name, _failure(transcript, error)))
+        return results
 
-    def _warn(self, name: str, seconds: float, what: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+    def _give_up(self, tool: Tool, environment: Any, seconds: float | None, action: str) -> None:
+        """Warn of a call that hangs, and use its environment no more."""
+        if _is_method_of(environment, tool):
+            self.environments.retire(environment)
+        if tool.__name__ not in self._warned:
+            self._warned.add(tool.__name__)
             logger.warning(
-                f"tool '{name}' gave no answer within tool_timeout={seconds} seconds: {what}, and the model is told "
-                "that the call failed. An environment that goes on after its call has no reward (None), and the next "
+                f"tool '{tool.__name__}' gave no answer within tool_timeout={seconds} seconds: {action}, and the model "
+                "is told that the call failed. An environment whose method hangs has no reward (None), and the next "
                 "rollout has another. Shown once for each tool; tools/failure_frequency counts every call."
             )
+
+
+def _is_method_of(environment: Any, tool: Tool) -> bool:
+    return environment is not None and getattr(tool, "__self__", None) is environment
 
 
 def _failure(transcript: Transcript, error: object) -> dict[str, str]:
