@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.advantages import AdvantageRule
@@ -24,8 +23,7 @@ from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmEngine, seeded, seeds_of
-from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
-from tests.tolerances import METRIC
+from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -140,8 +138,6 @@ def test_a_failing_request_is_an_error():
 
 # ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
 
-MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
 
 class Engine:
     """Stands in for TRL's `VLLMGeneration`: completions and log-probabilities that follow from the prompt alone."""
@@ -167,31 +163,11 @@ class Engine:
 
 def sampling_log(trainer: Any) -> list[dict[str, float]]:
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
-    if isinstance(trainer, GRPOTrainer):
-        worker, profile = trainer._rollouts.worker, lambda name: nullcontext()
-        worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile))
+    worker, profile = trainer._rollouts.worker, lambda name: nullcontext()
+    worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile))
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
-
-
-@stock_scores
-@pytest.mark.parametrize("mode", MODES)
-def test_on_one_process_the_statistics_are_those_of_stock_trl(tmp_path, mode):
-    settings = {"vllm_importance_sampling_mode": mode, "shuffle_dataset": False, "per_device_train_batch_size": 16}
-    settings |= {"mask_truncated_completions": True, "learning_rate": 0.0}
-    kwargs = config_kwargs(tmp_path, **settings)
-    ours = GRPOTrainer(tiny_model(), letter_reward, GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer())
-    for name in ("global_batch_size", "rollout_chunk_size"):
-        del kwargs[name]
-    stock = trl.GRPOTrainer(
-        tiny_model(), letter_reward, trl.GRPOConfig(**kwargs), prompts(8), processing_class=tiny_tokenizer()
-    )
-    found, expected = sampling_log(ours), sampling_log(stock)
-    assert len(found) == len(expected) == 2
-    assert len(found[0]) == 5
-    for line, other in zip(found, expected):
-        assert line == pytest.approx(other, rel=METRIC)
 
 
 def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
@@ -265,9 +241,3 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
     masks = [mask.bool() for mask in whole.loss_masks]
     ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole.importance_sampling_ratio, masks)])
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
-
-
-def test_without_a_correction_there_are_no_statistics():
-    part = share(range(4), False)
-    part.importance_sampling_ratio = None
-    assert sampling_metrics([part], None) == {}
