@@ -83,11 +83,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (settings.sharded or args.bitwise_invariant))
     factories = trainer.environment_factories
-    environments = Environments(
-        factories,
-        isinstance(factories, dict) and None not in factories,
-        None if factories is None else trainer._environment_pool,
-    )
+    environments = Environments(factories, None if factories is None else trainer._environment_pool)
     loop = getattr(trainer, "async_loop", None)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None

@@ -23,20 +23,19 @@ class Environments:
     """The environments of a run.
 
     Args:
-        factories: by name, the name None where there is one; None: a run without environments.
-        multi: rows choose theirs by a column `environment`, which `reset` does not get.
+        factories: by name, the name None where there is one; None: a run without environments. Where there are
+            several, rows choose by a column `environment`, which `reset` does not get.
         pools: instances that are used again, by name; None for empty ones.
     """
 
-    def __init__(
-        self, factories: Mapping[str | None, Factory] | None = None, multi: bool = False, pools: Pools | None = None
-    ) -> None:
-        self.factories, self.multi = dict(factories or {}), multi
+    def __init__(self, factories: Mapping[str | None, Factory] | None = None, pools: Pools | None = None) -> None:
+        self.factories = dict(factories or {})
+        self.several = None not in self.factories
         self.pools: Pools = {name: [] for name in self.factories} if pools is None else pools
 
     def copy(self) -> Environments:
-        """One that makes instances of its own, as a thread needs."""
-        return Environments(self.factories, self.multi)
+        """A copy with instances of its own, as a thread needs."""
+        return Environments(self.factories)
 
     def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
         """Give each transcript its environment, reset, and its prompt, with what the environment adds to it.
@@ -57,7 +56,7 @@ class Environments:
         in_use: Counter[str | None] = Counter()
         for t in transcripts:
             t.prompt = t.row.get("prompt", [{"role": "user", "content": ""}])
-            t.environment_name = t.row.get("environment") if self.multi else None
+            t.environment_name = t.row.get("environment") if self.several else None
             _check_name(t.environment_name, self.factories)
             pool = self.pools[t.environment_name]
             if in_use[t.environment_name] == len(pool):
@@ -65,7 +64,7 @@ class Environments:
             t.environment = pool[in_use[t.environment_name]]
             in_use[t.environment_name] += 1
         for t in transcripts:
-            columns = {name: value for name, value in t.row.items() if not (self.multi and name == "environment")}
+            columns = {name: value for name, value in t.row.items() if not (self.several and name == "environment")}
             t.prompt = _with_observation(t.prompt, _reset(t.environment, columns, seconds))
 
     def uses(self, environment: Any) -> bool:
@@ -112,7 +111,7 @@ async def _no_reward_later() -> None:
 
 
 def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
-    """The prompt with an observation at the end of its last message; a new list, as the row's is left alone."""
+    """A new prompt, with the observation at the end of its last message."""
     if observation is None:
         return prompt
     content = prompt[-1]["content"]

@@ -106,22 +106,12 @@ class VllmServer:
         if any(transcript.images for transcript in firsts):
             parts = self.client.image_features([transcript.images or None for transcript in firsts])
             features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts)]
-        answer = _one_request_per_prompt(
-            self.client,
-            seeds_of(transcripts, num_generations)[::copies],
-            prompts,
-            features,
-            n=copies,
-            repetition_penalty=settings.repetition_penalty,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_p=0.0 if settings.min_p is None else settings.min_p,
-            max_tokens=settings.max_completion_length,
-            logprobs=settings.logprobs,
-            structured_outputs_regex=settings.structured_outputs_regex,
-            generation_kwargs=settings.generation_kwargs,
-        )
+        names = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+        options = {name: getattr(settings, name) for name in (*names, "generation_kwargs")}
+        options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
+        options["max_tokens"] = settings.max_completion_length
+        seeds = seeds_of(transcripts, num_generations)[::copies]
+        answer = _one_request_per_prompt(self.client, seeds, prompts, features, **options)
         return with_first_logps(answer["completion_ids"], answer["logprobs"])
 
 

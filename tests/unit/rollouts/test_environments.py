@@ -50,7 +50,7 @@ def test_rows_choose_among_several_environments_and_reset_is_not_told_which():
             told.append(sorted(row))
             return super().reset(**row)
 
-    environments = Environments({"game": Game, "shop": Told}, multi=True)
+    environments = Environments({"game": Game, "shop": Told})
     batch = transcripts({**ROW, "environment": "shop", "size": 2}, {"environment": "game", "size": 3})
     before = copy.deepcopy([t.row for t in batch])
     environments.begin(batch)
@@ -63,7 +63,7 @@ def test_rows_choose_among_several_environments_and_reset_is_not_told_which():
 
 def test_a_row_of_an_unknown_environment_is_refused():
     with pytest.raises(DataError, match=r"a row has environment='shp', .* did you mean 'shop'"):
-        Environments({"shop": Shop}, multi=True).begin(transcripts({**ROW, "environment": "shp"}))
+        Environments({"shop": Shop}).begin(transcripts({**ROW, "environment": "shp"}))
 
 
 @pytest.mark.parametrize(
