@@ -37,6 +37,8 @@ class GrowingLayer(DynamicLayer):
         """Append states (B, heads, tokens, dim); returns all states so far."""
         if (length := self.get_seq_length()) == 0:  # prompts, whose rows are about to be repeated
             return super().update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         total = length + key_states.size(2)
         if self._room is None or self._room[0].size(2) < total:
             added = total + max(_HEADROOM, total // 4) - length

@@ -73,12 +73,12 @@ class EngineSettings:
         return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
 
     def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts of each chunk; later turns keep the chunks of the first."""
+        """The transcripts of each chunk, in order; later turns keep the chunks of the first."""
         size = self.groups_of(num_generations)
         chunks: dict[int, list[Transcript]] = {}
         for transcript in transcripts:
             chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
-        return [chunks[key] for key in sorted(chunks)]
+        return list(chunks.values())
 
 
 class TransformersEngine:
@@ -118,14 +118,14 @@ class TransformersEngine:
         chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
-        ids_of: dict[int, list[int]] = {}
+        sampled: list[Sampled] = []
         with without_router_logits(self.model().config), self.generating() as model:
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
                 if number < len(chunks):
-                    ids_of |= zip(map(id, chunk), (ids for piece in pieces for ids in piece))
-        return [(ids_of[id(transcript)], None) for transcript in transcripts]
+                    sampled += [(ids, None) for piece in pieces for ids in piece]
+        return sampled
 
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
