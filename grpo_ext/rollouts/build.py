@@ -37,7 +37,7 @@ from .images import ImageSource
 from .join import JoinRules
 from .local import Hooks, Parts, Terms
 from .overrides import OverriddenWorker
-from .rollout_func import checked_rollout, refuse_unequal_prompts, why_equal
+from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Context, Rollouts
 from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine
@@ -189,7 +189,8 @@ def hooks_of(trainer: Any) -> Hooks:
             return trainer._tokenize_prompts(prompts)[0]
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
-        refuse_unequal_prompts(len(prompts), reason)
+        if reason is not None:
+            refuse_unequal_shares("rollout_func", len(prompts), reason)
         output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
         return checked_rollout(output, len(prompts), why_logprobs(trainer.args))
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
 
+TOGETHER = "vLLM cuts what several processes sampled together as if all had as many"
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -66,24 +67,22 @@ def why_equal(args: Any, sharded: bool) -> str | None:
     if sharded:
         return "a forward of a sharded model is a collective"
     if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
-        return "vLLM cuts what several processes sampled together as if all had as many"
+        return TOGETHER
     return None
 
 
-def refuse_unequal_prompts(prompts: int, reason: str | None) -> None:
-    """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.
+def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
+    """Refuse a number of rows that `caller` cannot sample for together with the other processes; a collective.
 
     Args:
-        reason: why they need as many (`why_equal`).
+        reason: why processes need as many (`why_equal`).
 
     Raises:
         RolloutError: on every process.
     """
-    if reason is None:
-        return
-    counts = gather_lists([prompts])
+    counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(
-            f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+            f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
             f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
         )

@@ -18,10 +18,10 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
-from ..errors import ConfigError
 from ..runtime.attributes import assigned
-from ..runtime.collectives import any_process, gather_in_group, gather_lists, max_over_processes
+from ..runtime.collectives import any_process, gather_in_group, gather_lists
 from .engine import Sampled
+from .rollout_func import TOGETHER, refuse_unequal_shares
 from .transcript import Transcript
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
@@ -44,26 +44,16 @@ class VllmEngine:
         """Whether processes sample in one call, whose completions TRL divides among them in equal shares."""
         return self.generation.mode == "server" or self.generation.tensor_parallel_size > 1
 
-    def _refuse_unequal_shares(self, rows: int) -> None:
-        accelerator = self.generation.accelerator
-        most, fewest = max_over_processes(rows, accelerator.device), -max_over_processes(-rows, accelerator.device)
-        if most != fewest:
-            raise ConfigError(
-                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
-                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
-                f"{accelerator.num_processes} processes share evenly."
-            )
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
         """See `Engine`.
 
         Raises:
-            ConfigError: on every process, where processes sample together and have different numbers of rows.
+            RolloutError: on every process, where processes sample together and have different numbers of rows.
         """
         if self.together and not any(transcript.turns for transcript in transcripts):
-            self._refuse_unequal_shares(len(transcripts))
+            refuse_unequal_shares("vLLM", len(transcripts), TOGETHER)
         if not transcripts:
             return []
         seeds = seeds_of(transcripts, num_generations)

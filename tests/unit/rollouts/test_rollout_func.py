@@ -12,7 +12,7 @@ import torch
 
 from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts import rollout_func as module
-from grpo_ext.rollouts.rollout_func import checked_rollout
+from grpo_ext.rollouts.rollout_func import checked_rollout, why_equal
 
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 
@@ -65,15 +65,16 @@ def test_log_probabilities_may_be_needed():
         call(GOOD, needs="the correction wants them")
 
 
-def test_where_generation_is_a_collective_processes_need_as_many_prompts(monkeypatch):
+def test_where_generation_is_a_collective_processes_need_as_many_prompts():
     args = SimpleNamespace(use_vllm=True, vllm_mode="server")
-
-    def check(prompts: int) -> None:
-        module.refuse_unequal_prompts(prompts, module.why_equal(args, sharded=False))
-
-    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1])
-    with pytest.raises(RolloutError, match="would get 1 to 2 prompts on this number of processes, and vLLM cuts"):
-        check(2)
-    check(1)
+    assert str(why_equal(args, sharded=False)).startswith("vLLM cuts")
     args.use_vllm = False
-    check(2)
+    assert why_equal(args, sharded=False) is None
+    assert why_equal(args, sharded=True) is not None
+
+
+def test_processes_with_different_numbers_of_prompts_are_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(module, "gather_lists", lambda own: [*own, 1])
+    with pytest.raises(RolloutError, match=r"rollout_func would sample 1 to 2 completions .*, and it is a test"):
+        module.refuse_unequal_shares("rollout_func", 2, "it is a test")
+    module.refuse_unequal_shares("rollout_func", 1, "it is a test")
