@@ -65,8 +65,6 @@ def growing_cache(model: Any) -> DynamicCache:
     """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = GrowingLayer
     return cache
 
 

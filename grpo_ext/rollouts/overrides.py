@@ -44,9 +44,9 @@ class OverriddenWorker(RolloutWorker):
         self.active_chunk: list[Transcript] | None = None
         self._calls = 0  # of TRL's method, by the override that runs
 
-    def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
         """See `RolloutWorker`."""
-        transcripts = super().begin(rows, terms, call)
+        transcripts = super().begin(rows, terms, repeat)
         self.begun(transcripts)
         return transcripts
 

@@ -45,17 +45,17 @@ class RolloutWorker:
     def __init__(self, parts: Parts, scores: bool = True) -> None:
         self.parts, self.scores = parts, scores
 
-    def sample(self, rows: StepRows, terms: Terms, call: int = 0) -> LocalRollout:
+    def sample(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
             rows: one for each completion.
-            call: number of the call of TRL's method by a user's override, from 0; each draws other random numbers.
+            repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
         local = LocalRollout(rows.request, terms)
         try:
             if not rows.request.empty or terms.hooks.any or self.parts.shards_vision:
-                local.transcripts = self.begin(rows, terms, call)
+                local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
         except Exception:
             if self.scores and not self.parts.settings.sharded:  # the others' first comparison of forwards waits
@@ -69,9 +69,9 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
-        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, call)
+        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
         self.parts.environments.begin(transcripts, terms.limits.seconds)
@@ -224,9 +224,8 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
     metrics, columns = local.terms.pending
     if not metrics and not columns:
         return []
-    call = RewardCall("log_extra", -1, local.first, len(local.counted))
-    call.metrics = [(name, value) for name, values in metrics.items() for value in values]
-    call.columns = {name: list(values) for name, values in columns.items()}
+    values = [(name, value) for name, numbers in metrics.items() for value in numbers]
+    table = {name: list(entries) for name, entries in columns.items()}
     metrics.clear()
     columns.clear()
-    return [call]
+    return [RewardCall("log_extra", -1, local.first, len(local.counted), values, table)]
