@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import threading
 import time
 
 import pytest
@@ -33,36 +31,6 @@ def trainer_with(folder, called=("count",), tokenizer=None, dataset=None, reward
         extra=parts,
         **{**SHORT, **settings},
     )
-
-
-def contents(trainer, role="tool"):
-    table = trainer._logs["extra"]["transcript"]
-    return [m["content"] for row in table for m in json.loads(row) if m["role"] == role]
-
-
-def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(tmp_path, caplog):
-    release = threading.Event()
-
-    def hang(number: int) -> str:
-        """Hang.
-
-        Args:
-            number: Not used.
-        """
-        release.wait(60)
-        return "late"
-
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_with(
-            tmp_path, ("hang", "count"), tools=[hang, count], tool_timeout=SECONDS, num_generations=2
-        )
-        trainer.train()
-    release.set()
-    told = contents(trainer)
-    assert set(told[::2]) == {f"{{'error': 'no answer within tool_timeout={SECONDS} seconds'}}"}
-    assert all(len(text) == 1 for text in told[1::2])
-    assert log_of(trainer, "tools/failure_frequency") == [0.5]
-    assert caplog.text.count("its thread is left behind") == 1
 
 
 def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
