@@ -77,10 +77,12 @@ class Generation(SimpleNamespace):
 def test_colocated_engines_get_one_parameter_set_for_each_row():
     asked = []
     llm = SimpleNamespace(generate=lambda prompts, sampling_params, use_tqdm: asked.append(sampling_params))
+    llm.device = "cuda"
     generation = Generation(mode="colocate", tensor_parallel_size=1, llm=llm)
     shared = Params(0.7)
     with seeded(generation, [5, 6], 2):
         generation.generate(["a", "b"], sampling_params=shared, use_tqdm=False)
+        assert generation.llm.device == "cuda"  # what else TRL reads of the engine
     assert [(p.temperature, p.seed) for p in asked[0]] == [(0.7, 5), (0.7, 6)]
     assert shared.seed is None
     generation.generate(["a"], sampling_params=shared, use_tqdm=False)
