@@ -165,44 +165,6 @@ def generating(trainer: Any) -> Iterator[Any]:
         yield model
 
 
-class View:
-    """An object with some attributes replaced. Other attributes are read from the object, and set on it.
-
-    TRL's `VLLMGeneration.generate` reads `self.llm`: it runs on a view with another engine (`on_view`), because setting
-    the engine on the object for a while would show to every other reader.
-    """
-
-    def __init__(self, target: Any, instead: dict[str, Any]) -> None:
-        vars(self)["_target"], vars(self)["_instead"] = target, instead
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for `super()` in the methods that run on it
-        return type(self._target)
-
-    def __getattr__(self, name: str) -> Any:  # called for attributes that a View itself has not
-        # missing while it is copied or pickled
-        if "_target" not in vars(self) or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(name)
-        return self._instead[name] if name in self._instead else getattr(self._target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._instead:
-            self._instead[name] = value
-        else:
-            setattr(self._target, name, value)
-
-
-def on_view(method: Any, instead: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a bound method on a view of its object; what it calls in turn sees the object itself.
-
-    Raises:
-        ContractError: the method has been replaced by something that is bound to no object.
-    """
-    if not hasattr(method, "__func__"):
-        raise ContractError(f"{method!r} was put in the place of a method that grpo_ext calls on a view of its object.")
-    return method.__func__(View(method.__self__, instead), *args, **kwargs)
-
-
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
     """Inside, a model with adapters is its own reference: without them, or with a copy of the loaded one."""

@@ -108,7 +108,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
-        processing_class, environment_factory = checks.check_arguments(
+        processing_class = checks.check_arguments(
             config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
         )
         self._clock = PhaseClock()

@@ -23,7 +23,7 @@ from ..forward.positions import settle_rope
 from ..forward.reference import base_model_of
 from ..rollouts.build import overridden, own_sampling, samples_by_key
 from ..rollouts.decoding import own_generate
-from ..rollouts.environments import checked_environments
+from ..rollouts.environments import check_names
 from ..rollouts.rollout_func import why_equal
 from ..rollouts.tools import check_tools
 from ..runtime.collectives import shards_parameters
@@ -64,14 +64,14 @@ _UNUSED_HOOKS = (
 
 def check_arguments(
     config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
-) -> tuple[Any, Any]:
+) -> Any:
     """Refuse arguments of the constructor that cannot be trained with, before anything is loaded.
 
     Args:
         data_sets: for training and evaluation; factories: of environments.
 
     Returns:
-        The tokenizer or processor (the model's if none is passed), and factories with a time limit on `reset`.
+        The tokenizer or processor, the model's where none is passed.
 
     Raises:
         ConfigError, DataError, ModelError: with the argument, the rule and the remedy.
@@ -84,14 +84,14 @@ def check_arguments(
         refuse_own_forward(model)
     if factories is None:
         check_data_sets(*data_sets)
-    factories = checked_environments(factories, config.tool_timeout, with_rows(*data_sets))
+    check_names(with_rows(*data_sets), factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
     answers = bool(tools or factories)
     if answers:
-        check_tools(tools or [], processing_class, first_rows(*data_sets))
+        check_tools(processing_class, first_rows(*data_sets))
     check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
-    return processing_class, factories
+    return processing_class
 
 
 def refuse_overrides(trainer: Any) -> None:

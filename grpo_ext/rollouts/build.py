@@ -38,10 +38,9 @@ from .images import ImageSource
 from .join import Context
 from .local import Hooks, Parts, Terms
 from .overrides import OverriddenWorker
-from .rollout_func import checked_rollout, refuse_unequal_prompts, why_equal
+from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
-from .tools import Toolbox
-from .turns import TurnLimits, context_length
+from .tools import Toolbox, TurnLimits, context_length
 from .vllm import VllmEngine
 
 SCORE = "_generate_and_score_completions"
@@ -85,11 +84,7 @@ def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: Phase
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (settings.sharded or args.bitwise_invariant))
     factories = trainer.environment_factories
-    environments = Environments(
-        factories,
-        isinstance(factories, dict) and None not in factories,
-        None if factories is None else trainer._environment_pool,
-    )
+    environments = Environments(factories, None if factories is None else trainer._environment_pool)
     loop = getattr(trainer, "async_loop", None)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
@@ -200,9 +195,10 @@ def hooks_of(trainer: Any) -> Hooks:
             return trainer._tokenize_prompts(prompts)[0]
 
     def rollout(prompts: list[Any]) -> dict[str, Any]:
-        refuse_unequal_prompts(len(prompts), reason)
-        # a copy: a loop of turns appends to its prompts
-        return checked_rollout(trainer.rollout_func, copy.deepcopy(prompts), trainer, needs_logps)
+        if reason is not None:
+            refuse_unequal_shares("rollout_func", len(prompts), reason)
+        output = trainer.rollout_func(copy.deepcopy(prompts), trainer)  # whose loop of turns may append to its prompts
+        return checked_rollout(output, len(prompts), needs_logps)
 
     return Hooks(
         None if trainer._override_of("_tokenize_prompts") is None else tokenize,

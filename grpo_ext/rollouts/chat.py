@@ -1,7 +1,7 @@
-"""Prompts to token ids and back: the chat template, the response parser and the tools that a model is shown.
+"""Prompts to token ids and back: the chat template, the response parser and the tools that a prompt shows.
 
-Differs from TRL, whose trainer holds the parts: a `Chat` is built from them, so a thread has one of its own, with a
-tokenizer of its own. Used where a rollout begins (`tokenize`), after its first turn (`decode`) and between turns.
+Differs from TRL, whose trainer does this: a `Chat` can be copied for a thread, with a tokenizer of its own. Used for
+prompts (`tokenize`), after the first turn (`decode`) and between turns.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Chat:
 
     Attributes:
         processing_class: the tokenizer; the processor of a model that takes images.
-        tools: of every environment, standalone ones among them; empty: no completion calls any.
+        tools: standalone ones and those of every environment; empty: no completion calls any.
         environment_tools: what the prompts of an environment show, by its name; None without environments.
-        chat_template: in place of the tokenizer's; None for that one.
+        chat_template: None: the tokenizer's.
         chat_template_kwargs: further arguments of the template.
     """
 
@@ -46,7 +46,7 @@ class Chat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def copy(self) -> Chat:
-        """One with a tokenizer of its own: no two threads may use one at a time."""
+        """A copy with a tokenizer of its own, because threads may not share one."""
         return replace(self, processing_class=copy.deepcopy(self.processing_class))
 
     @property
@@ -56,7 +56,7 @@ class Chat:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model does."""
+        """Whether the model takes images."""
         return isinstance(self.processing_class, ProcessorMixin)
 
     @property
@@ -73,8 +73,7 @@ class Chat:
     def with_images(self, prompt: Any, row: Mapping[str, Any]) -> Any:
         """The prompt with the images of its row of the data set in the content of its messages.
 
-        Differs from TRL, which looks at all rows of a process to tell whether texts become parts: here it is a matter
-        of the row alone.
+        Differs from TRL, where all rows of a process decide whether texts become content parts: here each row does.
 
         Raises:
             DataError: a row has images, and its prompt is a text.
@@ -88,11 +87,9 @@ class Chat:
                 )
             return prompt
         has_column = "images" in row or "image" in row
-        return (
-            prepare_multimodal_messages(prompt, images=images)
-            if images or (has_column and self.takes_images)
-            else prompt
-        )
+        if images or (has_column and self.takes_images):
+            return prepare_multimodal_messages(prompt, images=images)
+        return prompt
 
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
         """Token ids of prompts, all texts or all messages.
@@ -107,16 +104,19 @@ class Chat:
         if self.takes_images:
             prompts = [prepare_multimodal_messages(prompt) for prompt in prompts]
         if self.environment_tools is None:
-            return self._rendered(prompts, self.tools)
+            return self._render(prompts, self.tools)
         pairs = zip(prompts, environment_names, strict=True)
-        return [self._rendered([prompt], self.tools_of(name))[0] for prompt, name in pairs]
+        return [self._render([prompt], self.tools_of(name))[0] for prompt, name in pairs]
 
-    def _rendered(self, prompts: Sequence[Messages], tools: Sequence[Callable[..., Any]]) -> list[list[int]]:
+    def _render(
+        self, conversations: Sequence[Messages], tools: Sequence[Callable[..., Any]] = (), prompt: bool = True
+    ) -> list[list[int]]:
+        """Token ids of conversations; with `prompt` the beginning of the model's next message is added."""
         rendered = self.processing_class.apply_chat_template(
-            conversation=list(prompts),
+            conversation=list(conversations),
             tools=list(tools) or None,  # Llama's template has a paragraph for tools=[]
             chat_template=self.chat_template,
-            add_generation_prompt=True,
+            add_generation_prompt=prompt,
             tokenize=True,
             return_dict=True,
             **self.chat_template_kwargs,
@@ -126,13 +126,14 @@ class Chat:
     def suffix_ids(self, answers: Messages) -> list[int]:
         """The tokens between the model's tool calls and its next turn.
 
-        Rendered after a short conversation that calls the first of these tools, as some templates write its name.
+        They are rendered after a short conversation that calls the first of these tools, because some templates repeat
+        its name.
 
         Args:
             answers: messages of the role "tool".
 
         Raises:
-            DataError: the template renders calls in another way where answers follow.
+            DataError: the template renders a call in another way once an answer follows.
         """
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [
@@ -141,8 +142,8 @@ class Chat:
         ]
         if self.takes_images:
             before, answers = prepare_multimodal_messages(before), prepare_multimodal_messages(answers)
-        prefix = self._rendered_alone(before, add_generation_prompt=False)
-        ids = self._rendered_alone([*before, *answers], add_generation_prompt=True)
+        (prefix,) = self._render([before], prompt=False)
+        (ids,) = self._render([[*before, *answers]])
         # a completion ends with the end token, after which some templates break the line
         if (end := self.tokenizer.eos_token_id) in prefix:
             prefix = prefix[: len(prefix) - prefix[::-1].index(end)]
@@ -152,17 +153,6 @@ class Chat:
                 "follows, so an answer cannot be added to a completion; use a template that only adds to what it wrote."
             )
         return ids[len(prefix) :]
-
-    def _rendered_alone(self, messages: Messages, add_generation_prompt: bool) -> list[int]:
-        ids = self.processing_class.apply_chat_template(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            chat_template=self.chat_template,
-            return_dict=False,
-            **self.chat_template_kwargs,
-        )
-        return ids[0] if self.takes_images else ids
 
     # ---- Ids to messages ------------------------------------------------------------------------------------------
 

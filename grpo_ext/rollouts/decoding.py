@@ -8,20 +8,19 @@ configuration means is left to transformers. Shapes: B rows, P prompts, T new to
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..forward.reference import base_model_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
-_KEEPS_PROMPTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 _HEADROOM = 64  # tokens of room a growing layer keeps at least
 
 
@@ -30,101 +29,58 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._room: list[torch.Tensor] | None = None  # of which keys and values are the first tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append states (B, heads, tokens, dim); returns all states so far."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        held = self.get_seq_length()
-        total = held + key_states.size(2)
-        if self._room is None or self._room[0].size(2) < total or self._room[0].size(0) != key_states.size(0):
-            capacity = total + max(_HEADROOM, total // 4)
-            room = []
-            for states, old in ((key_states, self.keys), (value_states, self.values)):
-                grown = states.new_empty(states.size(0), states.size(1), capacity, states.size(3))
-                if held and old is not None:
-                    grown[:, :, :held] = old
-                room.append(grown)
-            self._room = (room[0], room[1])
-        for whole, states in zip(self._room, (key_states, value_states)):
-            whole[:, :, held:total] = states
-        self.keys, self.values = (whole[:, :, :total] for whole in self._room)
+        if (length := self.get_seq_length()) == 0:  # prompts, whose rows are about to be repeated
+            return super().update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        total = length + key_states.size(2)
+        if self._room is None or self._room[0].size(2) < total:
+            added = total + max(_HEADROOM, total // 4) - length
+            self._room = [torch.nn.functional.pad(states, (0, 0, 0, added)) for states in (self.keys, self.values)]
+        for room, states in zip(self._room, (key_states, value_states)):
+            room[:, :, length:total] = states
+        self.keys, self.values = (room[:, :, :total] for room in self._room)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) rows; those that are kept where they are are not copied."""
-        if self._room is None or self.keys is None or len(indices) > self.keys.size(0):
-            self._room = None
-            super().batch_select_indices(indices)
-            return
-        held, rows = self.get_seq_length(), len(indices)
-        moved = (indices != torch.arange(rows, device=indices.device)).nonzero().squeeze(1)
-        for whole in self._room:
-            whole[moved, :, :held] = whole[indices[moved], :, :held]
-        self._room = (self._room[0][:rows], self._room[1][:rows])
-        self.keys, self.values = (whole[:, :, :held] for whole in self._room)
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder rows."""
-        self._room = None
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-
-
-class _ChosenRows:
-    """What transformers' layers with linear-attention or convolution states lack."""
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep (or repeat) rows."""
-        self.reorder_cache(indices)  # type: ignore[attr-defined]
-
-
-class StateLayer(_ChosenRows, LinearAttentionLayer):
-    """The states of a linear-attention or convolution layer."""
-
-
-class StateAndAttentionLayer(_ChosenRows, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
-    """The same beside attention, in one layer."""
-
-
-def _chosen(layer: Any) -> Any:
-    """A cache layer whose rows can be chosen, in the place of one that is fresh; others as they are."""
-    states = {LinearAttentionLayer: StateLayer, LinearAttentionAndFullAttentionLayer: StateAndAttentionLayer}
-    if (kind := states.get(type(layer))) is not None:
-        return kind(number_of_states=layer.number_of_states)
-    return GrowingLayer() if type(layer) is DynamicLayer else layer
+        """Keep these rows, at most as many as there are; a row that stays where it is is not copied."""
+        if self._room is None:
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            return
+        length, rows = self.get_seq_length(), len(beam_idx)
+        moved = (beam_idx != torch.arange(rows, device=beam_idx.device)).nonzero().squeeze(1)
+        for room in self._room:
+            room[moved, :, :length] = room[beam_idx[moved], :, :length]
+        self._room = [room[:rows] for room in self._room]
+        self.keys, self.values = (room[:, :, :length] for room in self._room)
 
 
 def growing_cache(model: Any) -> DynamicCache:
     """The cache `generate` would make for `model`, with room to grow in its full-attention layers."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [_chosen(layer) for layer in cache.layers]
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = GrowingLayer
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def why_not_compact(model: Any, config: Any) -> str | None:
-    """Why rows cannot leave the batch of this model, as a sentence; None if they can."""
-    if (reason := needs_whole_rows(model)) is not None:
-        return reason
+def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
+    """Whether prompts can run once and rows can leave the batch; else transformers' own loop runs."""
     policy = base_model_of(model)
-    if (reason := why_own_cache(policy)) is not None:
-        return reason
-    if hasattr(policy.base_model, "get_rope_index"):
-        return f"{type(policy).__name__} keeps positions of its own for every row of the batch"
-    if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
-        return f"cache_implementation={config.cache_implementation!r}, use_cache={config.use_cache}"
-    if config.prefill_chunk_size is not None:
-        return "prefill_chunk_size is set"
-    for name in _KEEPS_PROMPTS:
-        if any(getattr(c, name, None) not in (None, 0, 1.0) for c in (config, model.generation_config)):
-            return f"{name} keeps the prompts of all rows"
-    if not all(hasattr(layer, "batch_select_indices") for layer in growing_cache(model).layers):
-        return f"{type(model).__name__} has cache layers whose rows cannot be chosen"
-    return None
+    if needs_whole_rows(model) is not None or why_own_cache(policy) is not None:
+        return False
+    if hasattr(policy.base_model, "get_rope_index"):  # keeps positions for every row of the batch
+        return False
+    if config.use_cache is False or config.cache_implementation not in (None, "dynamic") or config.prefill_chunk_size:
+        return False
+    # these processors keep the prompts of all rows
+    names = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+    configs = (config, model.generation_config)
+    return all(getattr(c, name, None) in (None, 0, 1.0) for c in configs for name in names)
 
 
 def own_generate(model: Any) -> str | None:
@@ -151,27 +107,23 @@ def without_router_logits(config: Any) -> Iterator[None]:
 
     Its forward would make the load-balancing loss of them, which fails under the attention mask of a cache.
     """
-    asked = [part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False)]
-    for part in asked:
+    configs = [part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False)]
+    for part in configs:
         part.output_router_logits = False
     try:
         yield
     finally:
-        for part in asked:
+        for part in configs:
             part.output_router_logits = True
 
 
-def unique(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
+def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     """Index of the first row of each different key, and for every row the number of its key among them."""
-    numbers: dict[Hashable, int] = {}
-    firsts: list[int] = []
-    numbering: list[int] = []
+    firsts: dict[Hashable, int] = {}
     for row, key in enumerate(keys):
-        if key not in numbers:
-            numbers[key] = len(firsts)
-            firsts.append(row)
-        numbering.append(numbers[key])
-    return firsts, numbering
+        firsts.setdefault(key, row)
+    numbers = {key: number for number, key in enumerate(firsts)}
+    return list(firsts.values()), [numbers[key] for key in keys]
 
 
 def compact_decode(
@@ -193,8 +145,8 @@ def compact_decode(
     Args:
         input_ids: (P, width), each prompt once.
         rows_B: for every row the number of its prompt.
-        choice: told which rows are left, by `keep(index)`.
-        of_prompts: arguments of the model that only its run of the prompts is given (images).
+        choice: the keyed choice, which has to know the rows that remain.
+        of_prompts: arguments that only the forward of the prompts takes (images).
 
     Returns:
         (B, width + T): prompts and new tokens, padded after the end of a row.
@@ -203,7 +155,7 @@ def compact_decode(
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, logits_processor, rows_B, input_ids.size(0))
     logits, ids = logits[rows_B], input_ids[rows_B]
-    alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence that is still in the batch
+    alive = torch.arange(len(rows_B), device=ids.device)  # row of each sequence in the batch
     done = torch.zeros(len(rows_B), dtype=torch.bool, device=ids.device)
     columns: list[torch.Tensor] = []
     pad = generation_config.pad_token_id
@@ -217,10 +169,10 @@ def compact_decode(
         if finished == len(alive):
             break
         if finished * _LEAVE_SHARE >= len(alive):
-            left = _left(done)
-            _select(model_kwargs, logits_processor, left, len(alive))
-            ids, alive, done = ids[left], alive[left], done[left]
-            choice.keep(left)
+            order = _unfinished(done)
+            _select(model_kwargs, logits_processor, order, len(alive))
+            ids, alive, done = ids[order], alive[order], done[order]
+            choice.keep(order)
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
         logits, model_kwargs = _next(model, model(**inputs, return_dict=True), model_kwargs)
     return torch.cat([input_ids[rows_B], torch.stack(columns, dim=1)], dim=1)
@@ -231,8 +183,8 @@ def _next(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> tuple[torch
     return outputs.logits[:, -1].float(), model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def _left(done: torch.Tensor) -> torch.Tensor:
-    """Rows to go on with: those behind move into the places of finished ones, and the others stay where they are."""
+def _unfinished(done: torch.Tensor) -> torch.Tensor:
+    """The rows without an end: the last of them take the places of finished rows, the others keep theirs."""
     rows = (~done).nonzero().squeeze(1)
     order = torch.arange(len(rows), device=done.device)
     order[done[: len(rows)]] = rows[rows >= len(rows)]
@@ -240,7 +192,11 @@ def _left(done: torch.Tensor) -> torch.Tensor:
 
 
 def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, rows: int) -> None:
-    """Take rows of everything that has one for each sequence."""
+    """Select rows of processors, arguments and cache.
+
+    Args:
+        rows: of the batch; an argument of this size has an entry for each.
+    """
     for processor in processors:
         padding = getattr(processor, "prompt_ignore_length", None)  # of the repetition penalty, one for each row
         if isinstance(padding, torch.Tensor):
@@ -248,4 +204,4 @@ def _select(model_kwargs: dict[str, Any], processors: Any, index: torch.Tensor, 
     for name, value in model_kwargs.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
             model_kwargs[name] = value[index]
-    model_kwargs["past_key_values"].batch_select_indices(index)
+    model_kwargs["past_key_values"].reorder_cache(index)

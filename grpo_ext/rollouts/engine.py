@@ -1,8 +1,8 @@
-"""What samples the next tokens of transcripts: the model's own `generate`, by key and in chunks cut by global order.
+"""Engines: what samples the next tokens of transcripts. Here: the model's own `generate`, by key and in chunks.
 
 Differs from TRL, which generates for all rows of a process at once from one generator: here the random number of a
-token depends on the transcript's key and its position alone, and a chunk has the same shapes wherever it runs. vLLM is
-in rollouts.vllm. Called by the worker, once for every turn.
+token depends on the transcript's key and its position alone, and chunks are cut by global order, so they have the same
+shapes on every number of processes. vLLM is in rollouts.vllm. Called by the worker, once for every turn.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ from ..forward.images import RowImages
 from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving
-from .decoding import own_generate, why_not_compact, without_router_logits
+from .decoding import decodes_compactly, own_generate, without_router_logits
 from .keyed import can_sample_by_key, sample_chunk
 from .transcript import Transcript
 
-Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and what the engine says of each
+Sampled = tuple[list[int], "list[float | None] | None"]  # new token ids, and the log-probabilities an engine returns
 
 
 class Engine(Protocol):
     """Samples one turn of some transcripts of this process."""
-
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The transcripts that are sampled together."""
-        ...
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -44,18 +40,6 @@ class Engine(Protocol):
             num_generations: transcripts of a prompt, which stand together.
         """
         ...
-
-
-def chunks_of(transcripts: Sequence[Transcript], size: int) -> list[list[Transcript]]:
-    """The transcripts of each chunk; later turns keep the chunks of the first.
-
-    Args:
-        size: completions of a chunk, in whole groups.
-    """
-    chunks: dict[int, list[Transcript]] = {}
-    for transcript in transcripts:
-        chunks.setdefault(transcript.place // size, []).append(transcript)
-    return [chunks[key] for key in sorted(chunks)]
 
 
 @dataclass(frozen=True)
@@ -88,6 +72,14 @@ class EngineSettings:
         """Completions of a chunk in whole groups, at least one."""
         return None if self.chunk_size is None else max(1, self.chunk_size // num_generations) * num_generations
 
+    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
+        """The transcripts of each chunk, in order; later turns keep the chunks of the first."""
+        size = self.groups_of(num_generations)
+        chunks: dict[int, list[Transcript]] = {}
+        for transcript in transcripts:
+            chunks.setdefault(0 if size is None else transcript.place // size, []).append(transcript)
+        return list(chunks.values())
+
 
 class TransformersEngine:
     """Samples with the `generate` of a model.
@@ -95,7 +87,7 @@ class TransformersEngine:
     Args:
         model: gives the policy, as PEFT wraps it.
         generating: the contexts of generation; gives the model inside.
-        images_of: the images of transcripts, for a model that takes some.
+        images_of: the images of transcripts; None for a model that takes none.
         memory: the number of completions that fit into one `generate`.
     """
 
@@ -114,12 +106,6 @@ class TransformersEngine:
         """Whether the random number of every token follows from its key."""
         return can_sample_by_key(config) and own_generate(self.model()) is None
 
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """The chunks of a turn, one `generate` each."""
-        size = self.settings.groups_of(num_generations)
-        assert size is not None
-        return chunks_of(transcripts, size)
-
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
@@ -129,17 +115,17 @@ class TransformersEngine:
             PrecisionError: the model's scores are no distribution.
         """
         assert config is not None
-        chunks = self.chunks(transcripts, num_generations)
+        chunks = self.settings.chunks(transcripts, num_generations)
         calls = max_over_processes(len(chunks), self.settings.device) if self.settings.sharded else len(chunks)
         stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
-        ids_of: dict[int, list[int]] = {}
+        sampled: list[Sampled] = []
         with without_router_logits(self.model().config), self.generating() as model:
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 pieces = self.memory.run(range(len(chunk)), lambda part: self._sample(model, chunk, part, config))  # noqa: B023
                 if number < len(chunks):
-                    ids_of |= zip(map(id, chunk), (ids for piece in pieces for ids in piece))
-        return [(ids_of[id(transcript)], None) for transcript in transcripts]
+                    sampled += [(ids, None) for piece in pieces for ids in piece]
+        return sampled
 
     def _sample(
         self, model: Any, chunk: Sequence[Transcript], part: Sequence[int], config: GenerationConfig
@@ -148,12 +134,12 @@ class TransformersEngine:
         prompts, images = [row.prompt_ids + row.ids for row in rows], self.images_of(rows)
         keyed = self.samples_by_key(config)
         keys_B, offsets_B = torch.tensor([r.key for r in rows]), torch.tensor([len(r.ids) for r in rows])
-        compact = keyed and settings.compact and not settings.sharded and why_not_compact(model, config) is None
+        compact = keyed and settings.compact and not settings.sharded and decodes_compactly(model, config)
         arguments = (prompts, keys_B if keyed else None, offsets_B, config, settings.eos_token_ids, settings.device)
         try:
             return sample_chunk(model, *arguments, settings.multiple, compact, images)
         except PrecisionError as error:
-            if settings.sharded:  # the other processes would not come along
+            if settings.sharded:  # a second forward would be a collective without the other processes
                 raise
             first = FirstModule()
             with first.watching(model), contextlib.suppress(PrecisionError):
@@ -161,20 +147,12 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
 
 
-class InOneChunk:
-    """An engine that batches by itself."""
-
-    def chunks(self, transcripts: Sequence[Transcript], num_generations: int) -> list[list[Transcript]]:
-        """All of them together, if there are any."""
-        return [list(transcripts)] if transcripts else []
-
-
-class ContinuousBatching(InOneChunk):
+class ContinuousBatching:
     """Samples with transformers' continuous batching, by TRL's turn.
 
     Args:
         turn: TRL's `_generate_single_turn`.
-        model: the one that is trained.
+        model: gives the one that is trained.
     """
 
     def __init__(self, turn: Callable[..., Any], model: Callable[[], Any]) -> None:
@@ -193,7 +171,7 @@ class ContinuousBatching(InOneChunk):
 
 @contextlib.contextmanager
 def _keeping_weights(model: Any) -> Iterator[None]:
-    """Inside, a model may be cast (`.to(torch.bfloat16)`, as TRL does here); afterwards its weights are as before."""
+    """Restore the weights of a model afterwards: TRL casts it here (`.to(torch.bfloat16)`)."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:

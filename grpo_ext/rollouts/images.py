@@ -1,7 +1,7 @@
 """Where the images of rows come from: read again from the data set, or packed with the completions.
 
-Packed images travel with their rows, because tools, environments or a user's override may show some that no data set
-holds. Used by the engine and by every forward.
+Images are packed where tools, environments or a user's override may show some that no data set holds. Used by the
+engine and by every forward.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ImageSource:
     """See the module.
 
     Attributes:
-        prepare: makes of a row what a model that takes images is given; None for other models.
+        prepare: makes the model's arguments from a row; None for a model that takes no images.
         carry_images: every completion carries all images of its row, as a column of the rollout batch.
-        prompts: the data set of the loader made last, by whether it is for training.
+        prompts: the data set of the latest loader, by whether it is for training.
     """
 
     prepare: PromptProcessor | None = None
@@ -36,7 +36,7 @@ class ImageSource:
     prompts: dict[bool, Any] = field(default_factory=dict)
 
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
-        """The images of transcripts, as far as they have come; None for a model that takes none."""
+        """The images that transcripts show so far; None for a model that takes none."""
         if (prepare := self.prepare) is None:
             return None
         if self.carry_images:
@@ -48,14 +48,14 @@ class ImageSource:
         """The column of a rollout batch by which `of_batch` finds the images; none for a model that takes none.
 
         Args:
-            masked: for each transcript whether it is masked out, and so keeps the images of its prompt alone.
+            masked: for each transcript whether it is masked out; it keeps the images of its prompt only.
         """
         if self.prepare is None:
             return {}
         if not self.carry_images:
             return {ROW_NUMBER: torch.tensor([transcript.number for transcript in transcripts])}
-        shown = [t.images[: t.prompt_images] if out else t.images for t, out in zip(transcripts, masked)]
-        return {ROW_IMAGES: Ragged.of([packed_images(images) for images in shown])}
+        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked)]
+        return {ROW_IMAGES: Ragged.of([packed_images(transcript.images) for transcript in shown])}
 
     def of_batch(self, fields: Mapping[str, Any], training: bool) -> RowImages | None:
         """The images of completions, from the columns of a rollout batch or of TRL's dictionary."""
@@ -69,7 +69,7 @@ class ImageSource:
         return RowImages(torch.as_tensor(numbers).flatten().tolist(), lambda number: prepare(prompts[number]))
 
     def refuse_mixed(self, rows: StepRows, device: torch.device) -> None:
-        """Refuse prompts with and without images where a forward is a collective; all processes ask together.
+        """Refuse prompts with and without images where a forward is a collective; a collective itself.
 
         Raises:
             DataError: on every process.

@@ -44,8 +44,8 @@ _NOT_PLAIN = (
 class KeyedChoice(LogitsProcessor):
     """Last processor of a greedy `generate`: leaves only the token that the row's key samples.
 
-    With `do_sample=False` the processors given to `generate` run after the model's own, in the order given, so the
-    filters can be put before this one; arg-max then picks the token.
+    With `do_sample=False` the processors passed to `generate` run after the model's, in their order, so the filters can
+    stand before this one; arg-max then picks the token.
     """
 
     def __init__(self, keys_B: torch.Tensor, offsets_B: torch.Tensor, prompt_width: int) -> None:
@@ -77,21 +77,19 @@ def sampling_filters(model: Any, config: GenerationConfig) -> LogitsProcessorLis
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default, where neither says anything
     filters = model._get_logits_processor(GenerationConfig(do_sample=True, **values))
-    return LogitsProcessorList(map(_deterministic, filters))
+    if torch.are_deterministic_algorithms_enabled():
+        filters = [_OnCpu(filter) if isinstance(filter, _ADD_UP) else filter for filter in filters]
+    return LogitsProcessorList(filters)
 
 
 class _OnCpu(LogitsProcessor):
-    """A filter that adds up probabilities, which CUDA does not do deterministically; run on the CPU."""
+    """Runs a filter on the CPU, because CUDA has no deterministic running sum of floats."""
 
     def __init__(self, filter: LogitsProcessor) -> None:
         self.filter = filter
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.filter(input_ids.cpu(), scores.cpu()).to(scores.device)
-
-
-def _deterministic(filter: LogitsProcessor) -> LogitsProcessor:
-    return _OnCpu(filter) if torch.are_deterministic_algorithms_enabled() and isinstance(filter, _ADD_UP) else filter
 
 
 def greedy_config(config: GenerationConfig) -> GenerationConfig:
@@ -109,12 +107,12 @@ def can_sample_by_key(config: GenerationConfig) -> bool:
     return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
 
 
-def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, call: int = 0) -> list[int]:
+def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
     """Keys of rows of this process, one per completion.
 
     Args:
-        rows: a user's override may sample more than were asked for, whose keys are none of the request's.
-        call: which call of an override it is, from 0; a further one draws other random numbers.
+        rows: how many; a user's override may sample more than the request has.
+        repeat: how often an override has called TRL's method before; each draws other random numbers.
     """
     stream = TRAIN_STREAM if training else EVAL_STREAM
     place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
@@ -123,7 +121,7 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
     if (missing := rows - len(keys_B)) > 0:
         prompts = torch.arange(missing) + BEYOND + (request.prompts.start << 20)
         keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
-    return (mix(keys_B, call) if call else keys_B)[:rows].tolist()
+    return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()
 
 
 def sample_chunk(
@@ -144,8 +142,8 @@ def sample_chunk(
         prompts: token ids of each row, without padding.
         keys_B, offsets_B: key of each row, and the token position its first new token has in the completion. Without
             keys transformers samples, as TRL calls it.
-        config: a sampling configuration; temperature, top-k, top-p, min-p and the penalties mean what they mean there.
-        eos_token_ids: any of these ends a completion (and is kept).
+        config: a sampling configuration; every setting means what it means in transformers.
+        eos_token_ids: any of these ends a completion, as its last token.
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).
         images: of the rows' prompts, for a model that takes images.
 
@@ -158,7 +156,7 @@ def sample_chunk(
     firsts: Sequence[int] = range(len(prompts))
     if compact:
         pictures = [None] * len(prompts) if images is None else images.numbers_B
-        firsts, numbers = unique(zip(map(tuple, prompts), pictures))
+        firsts, numbers = unique(list(zip(map(tuple, prompts), pictures)))
     inputs: dict[str, Any] = _inputs(prompts, firsts, config, device, pad_to_multiple_of, images)
     width, keyed = inputs["input_ids"].size(1), None
     if keys_B is not None:

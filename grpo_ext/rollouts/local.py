@@ -1,6 +1,6 @@
-"""What a local phase is given and what it makes: hooks, terms, parts, and one process's part of a rollout batch.
+"""The records of a local phase: the user's hooks, terms, the worker's parts, one process's part of a rollout batch.
 
-Values alone: the worker fills a `LocalRollout`, `join` reads it.
+The worker fills a `LocalRollout`, `join` reads it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from .chat import Chat
 from .engine import Engine, EngineSettings
 from .environments import Environments
 from .images import ImageSource
-from .tools import Toolbox
+from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
-from .turns import TurnLimits
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a user has put in the place of a part of the local phase; None: nothing.
+    """What a user has overridden of the local phase; None: nothing.
 
     Attributes:
         tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
         generate, turn: `_generate` and `_generate_single_turn`, as the user wrote them.
         rollout: `rollout_func`, checked: from prompts to its dictionary.
-        rewards: `_calculate_rewards`, called in `join`; the worker makes no rewards then.
+        rewards: `_calculate_rewards`, called in `join` in the place of the worker's rewards.
         score: `_generate_and_score_completions`, of this process's rows; returns TRL's padded dictionary.
     """
 
@@ -51,25 +50,25 @@ class Hooks:
     @property
     def any(self) -> bool:
         """Whether a process without prompts has to take part, because a hook may hold collectives."""
-        return any((self.tokenize, self.generate, self.turn, self.rollout, self.rewards, self.score))
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is read of the trainer when a rollout batch is begun, because callbacks may change it.
+    """What is read of the trainer at the start of a rollout batch, because callbacks may change it.
 
     Attributes:
-        training: or evaluation.
+        training: else evaluation.
         seed: of the random numbers.
         rewards: the reward functions.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
-        state: of the Trainer, which reward functions are given.
+        state: of the Trainer; an argument of reward functions.
         generation_config: transformers' settings; None with vLLM.
-        old_logps, reference: log-probabilities are needed of the policy that samples, of the reference model.
-        batch_size, max_tokens: of a forward without gradients, at most.
+        old_logps, reference: log-probabilities of the policy that samples, of the reference model, are needed.
+        batch_size, max_tokens: limits of a forward without gradients.
         ends: a completion that ends in none of these tokens is truncated.
-        masks_truncated: a completion without an end is left out (`mask_truncated_completions`).
+        masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         limits: of the turns.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: of the user.
@@ -93,7 +92,7 @@ class Terms:
     hooks: Hooks = Hooks()
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
-        """Which completions are left out, because they are truncated and the run masks those."""
+        """Which completions are masked out."""
         return [self.masks_truncated and transcript.ids[-1] not in self.ends for transcript in transcripts]
 
 
@@ -102,15 +101,15 @@ class LocalRollout:
     """One process's part of a rollout batch.
 
     Attributes:
-        request: what was asked for.
+        request: the prompts of this process.
         transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
-        terms: that it was made by.
+        terms: of the rollout batch.
         extra_fields: what a `rollout_func` returned beside TRL's lists.
         has_mask: tokens of tools or of an environment may be among those of the completions.
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: with what the functions logged.
-        failure: why there is no more of it.
+        failure: the error that ended the local phase.
     """
 
     request: RolloutRequest
@@ -140,14 +139,12 @@ class Parts:
     """What a worker is built from.
 
     Attributes:
-        policy, reference: the models to score with; without a reference model the policy is its own
-            (`as_reference`).
-        as_reference: the context for that, in which its adapters are set aside.
+        policy, reference: give the models that score; without a reference model the policy is its own.
+        as_reference: the context for that, which disables its adapters.
         logps: log-probabilities (S,) of the completion tokens of rows under a model.
-        engine, chat, environments, toolbox, rewards, images: see there.
+        engine, chat, environments, toolbox, rewards, images, settings: see there.
         memory: the number of completions that fit into one `generate`.
-        clock: takes the seconds of the phases.
-        settings: what does not change during a run.
+        clock: adds up the seconds of the phases.
     """
 
     policy: Callable[[], Any]
@@ -166,5 +163,5 @@ class Parts:
 
     @property
     def shards_vision(self) -> bool:
-        """Whether a forward with images is a collective, and one without them another."""
+        """Whether forwards with and without images are different collectives."""
         return self.settings.sharded and self.images.prepare is not None

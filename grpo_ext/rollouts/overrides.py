@@ -44,9 +44,9 @@ class OverriddenWorker(RolloutWorker):
         self.active_chunk: list[Transcript] | None = None
         self._calls = 0  # of `super()`, by the override that runs
 
-    def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
         """See `RolloutWorker`."""
-        transcripts = super().begin(rows, terms, call)
+        transcripts = super().begin(rows, terms, repeat)
         self.begun(transcripts)
         return transcripts
 
@@ -84,7 +84,7 @@ class OverriddenWorker(RolloutWorker):
             return super().sample_turn(local, transcripts)
         group = local.request.num_generations
         sampled: dict[int, Sampled] = {}
-        for chunk in [transcripts] if sharded else self.parts.engine.chunks(transcripts, group):
+        for chunk in [transcripts] if sharded else self.parts.settings.chunks(transcripts, group):
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}

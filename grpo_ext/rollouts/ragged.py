@@ -17,8 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 def padded(
     rows: Sequence[torch.Tensor], value: float, side: str, multiple: int | None = None, width: int = 1
 ) -> torch.Tensor:
-    """Rows (T, ...) of any length as one (B, T, ...), filled up on one side to the longest, at least `width`, and to
-    the next multiple."""
+    """Rows (T, ...) of any length as one (B, T, ...), padded on one side to the longest.
+
+    Args:
+        multiple: of which the width is.
+        width: the least width.
+    """
     batch_BT = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=side)
     columns = max(batch_BT.size(1), width)
     more = columns + -columns % (multiple or 1) - batch_BT.size(1)
@@ -56,7 +60,7 @@ class Ragged:
         return [0, *itertools.accumulate(self.lengths)]
 
     def select(self, rows: Sequence[int]) -> Ragged:
-        """Some rows, in the order asked for."""
+        """Some rows, in the order of their indices here."""
         bounds = self.bounds
         parts = [self.values[bounds[row] : bounds[row + 1]] for row in rows]
         return Ragged(torch.cat(parts) if parts else self.values[:0], [self.lengths[row] for row in rows])

@@ -1,19 +1,17 @@
 """A user's `rollout_func`, checked: what it returns becomes completions, or is an error that says what is wrong.
 
-Differs from TRL, which believes what it is given: too few rows end in an index error. Called by the worker in the place
-of the first turn.
+Differs from TRL, where too few rows end in an index error. Called by the worker in the place of the first turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
 
+TOGETHER = "vLLM cuts what several processes sampled together as if all had as many"
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -22,76 +20,46 @@ _REMEDY = (
 )
 
 
-def checked_rollout(
-    function: Callable[..., Mapping[str, Any]], prompts: list[Any], trainer: Any, needs_logprobs: str | None
-) -> dict[str, Any]:
-    """What `function(prompts, trainer)` returns for this process's prompts, in lists of plain numbers.
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None) -> dict[str, Any]:
+    """What a `rollout_func` returned, in lists of plain numbers, which are the same types on every process.
 
     Args:
-        prompts: each repeated once per completion, as TRL has them.
+        prompts: how many it was called with, each repeated once per completion.
         needs_logprobs: why log-probabilities are needed, as a sentence; None where they are not.
 
     Raises:
-        RolloutError: the function failed or returned something else.
+        RolloutError: it is no rollout of these prompts.
     """
-    try:
-        output = function(prompts, trainer)
-    except Exception as error:
-        raise RolloutError(f"rollout_func raised {type(error).__name__}: {error}") from error
-    if (fault := _what_is_wrong(output, len(prompts))) is not None:
-        raise RolloutError(f"rollout_func {fault}. {_REMEDY}")
-    plain = _plain(output)
-    if needs_logprobs is not None and plain.get("logprobs") is None:
-        raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
-    return plain
-
-
-def _what_is_wrong(output: Any, rows: int) -> str | None:
-    """What TRL could not take of an output, as the rest of a sentence; None if nothing."""
     if not isinstance(output, Mapping):
-        return f"returned a {type(output).__name__} in the place of a dictionary"
-    missing = [name for name in _REQUIRED if name not in output]
-    if missing:
-        return f"returned no {', '.join(missing)}"
-    for name, values in output.items():
-        if name in ("logprobs", "env_mask") and values is None:
-            continue
-        sized = hasattr(values, "__len__")
-        per_prompt = isinstance(values, list) or name in (*_REQUIRED, "env_mask")
-        if per_prompt and not (sized and len(values) == rows):
-            return f"returned {len(values) if sized else values} {name} for {rows} prompts"
-    for name in ("prompt_ids", "completion_ids"):
-        short = next((row for row, ids in enumerate(output[name]) if not len(ids)), None)
-        if short is not None:
-            return f"returned no tokens in row {short} of {name}"
-    for name in ("logprobs", "env_mask"):
-        if (reason := _other_lengths(name, output.get(name), output["completion_ids"])) is not None:
-            return reason
-    return None
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {_REMEDY}")
+    if missing := [name for name in _REQUIRED if name not in output]:
+        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {_REMEDY}")
+    if needs_logprobs is not None and output["logprobs"] is None:
+        raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
+    rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
+    for name in (*_REQUIRED, "env_mask"):
+        if rollout.get(name) is not None:
+            rollout[name] = [[_plain(name, value) for value in row] for row in rollout[name]]
+    for name, values in rollout.items():
+        if isinstance(values, list) and len(values) != prompts:
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {_REMEDY}")
+    for row, ids in enumerate(rollout["completion_ids"]):
+        if not ids or not rollout["prompt_ids"][row]:
+            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {_REMEDY}")
+        for name in ("logprobs", "env_mask"):
+            values = rollout.get(name)
+            if values is not None and len(values[row]) != len(ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
+                    f"{_REMEDY}"
+                )
+    return rollout
 
 
-def _other_lengths(name: str, values: Any, completion_ids: Sequence[Any]) -> str | None:
-    for row, (entries, ids) in enumerate(zip(() if values is None else values, completion_ids)):
-        count = len(entries) if hasattr(entries, "__len__") else entries
-        if count != len(ids):
-            return f"returned {count} {name} for the {len(ids)} tokens of completion {row}"
-    return None
-
-
-def _plain(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The output with lists of plain numbers, so that every process makes tensors of the same types of them."""
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "prompt_ids": int,
-        "completion_ids": int,
-        "env_mask": int,
-        "logprobs": lambda value: None if value is None else float(value),  # vLLM cannot tell each of them
-    }
-    plain = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
-    for name, kind in kinds.items():
-        if plain.get(name) is not None:
-            rows = [row.tolist() if isinstance(row, torch.Tensor) else row for row in plain[name]]
-            plain[name] = [[kind(value) for value in row] for row in rows]
-    return plain
+def _plain(name: str, value: Any) -> Any:
+    if name != "logprobs":
+        return int(value)
+    return None if value is None else float(value)  # vLLM cannot tell each of them
 
 
 def why_equal(args: Any, sharded: bool) -> str | None:
@@ -99,24 +67,22 @@ def why_equal(args: Any, sharded: bool) -> str | None:
     if sharded:
         return "a forward of a sharded model is a collective"
     if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
-        return "vLLM cuts what several processes sampled together as if all had as many"
+        return TOGETHER
     return None
 
 
-def refuse_unequal_prompts(prompts: int, reason: str | None) -> None:
-    """Refuse a number of prompts that a `rollout_func` could not generate for together with the other processes.
+def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
+    """Refuse a number of rows that `caller` cannot sample for together with the other processes; a collective.
 
     Args:
-        reason: why they need as many (`why_equal`).
+        reason: why processes need as many (`why_equal`).
 
     Raises:
         RolloutError: on every process.
     """
-    if reason is None:
-        return
-    counts = gather_lists([prompts])
+    counts = gather_lists([rows])
     if len(set(counts)) > 1:
         raise RolloutError(
-            f"rollout_func would get {min(counts)} to {max(counts)} prompts on this number of processes, and "
+            f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
             f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
         )

@@ -1,14 +1,18 @@
-"""Tools that answer: what a transcript may call, in which order calls run, what the model is told, and time limits.
+"""Turns after the first: tools answer the calls of a transcript, and the model goes on.
 
-Differs from TRL, where a tool that hangs stops the run, on every process: here the model is told of it as of any
-failure. An answer is added where it fits, so nothing is rolled back. Called between the turns of a rollout.
+Written as TRL's tool loop has it, but transcript by transcript. Differs from TRL, where a tool that hangs stops the run
+on every process: here the model is told of it as of any failure. An answer is added where it fits, so nothing is rolled
+back. Called by the worker, which samples a turn between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -17,13 +21,33 @@ from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat, images_in
-from .environments import Environments, check_schema
+from .environments import Environments
 from .transcript import Messages, Transcript
-from .turns import TurnLimits
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
-_TASKS: set[Any] = set()  # of calls that go on after they were cancelled; a loop itself keeps none
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """How far a transcript may go.
+
+    Attributes:
+        max_completion_length: tokens of a completion, those of tools and environments among them.
+        context: tokens that the model can read, prompt and completion.
+        max_turns: how often tools answer.
+        seconds: that a call of a tool, or of an environment's `reset`, may take; None: any.
+    """
+
+    max_completion_length: int
+    context: int = sys.maxsize
+    max_turns: int = sys.maxsize
+    seconds: float | None = None
+
+    def has_room(self, transcript: Transcript, answer: int) -> bool:
+        """Whether an answer of so many tokens fits, and in the context a token of the model after it."""
+        completion = len(transcript.ids) + answer
+        return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
 
 class Toolbox:
@@ -42,7 +66,7 @@ class Toolbox:
         self._warned: set[str] = set()
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
-        """The tools that a transcript may call, by name; of two of one name, the synchronous and then the last."""
+        """The tools that a transcript may call, by name; of two of one name the synchronous one, or the last."""
         methods = []
         if (environment := transcript.environment) is not None:
             names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
@@ -56,8 +80,10 @@ class Toolbox:
 
         A transcript ends where it calls nothing, has had all its turns, or has no room for the answer.
         """
-        going_on = []
-        for t in limits.waiting(transcripts):
+        active = []
+        for t in transcripts:
+            if not t.calls or t.turns >= limits.max_turns:
+                continue
             answers = self._answers(t, limits.seconds)
             ids = chat.suffix_ids(answers)
             t.calls = []
@@ -66,8 +92,8 @@ class Toolbox:
                 t.completion = [*t.completion, *answers]
                 t.images = [*t.images, *images_in(answers)]
                 t.add_answer(ids)
-                going_on.append(t)
-        return going_on
+                active.append(t)
+        return active
 
     def _answers(self, transcript: Transcript, seconds: float | None) -> Messages:
         """Messages that answer all calls: of synchronous tools in order, then of asynchronous ones, run together."""
@@ -85,70 +111,65 @@ class Toolbox:
             try:
                 if name not in tools:
                     raise ValueError(f"Tool {name} not found.")
-                begun = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
+                result = self._begin(tools[name], function["arguments"], transcript.environment, seconds)
             except Exception as error:
                 results.append((name, _failure(transcript, error)))
             else:
-                (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, begun))
-        results += self._awaited(transcript, later)
+                (later if inspect.iscoroutinefunction(tools[name]) else results).append((name, result))
+        results += self._awaited(transcript, tools, later, seconds) if later else []
         contents = [(name, result if isinstance(result, list) else str(result)) for name, result in results]
         return [{"role": "tool", "name": name, "content": content} for name, content in contents]
 
-    def _awaited(
-        self, transcript: Transcript, later: list[tuple[str, Coroutine[Any, Any, Any]]]
-    ) -> list[tuple[str, Any]]:
-        if not later:
-            return []
-        assert self.loop is not None
-
-        async def together() -> list[Any]:
-            return await asyncio.gather(*(coroutine for _, coroutine in later), return_exceptions=True)
-
-        results = asyncio.run_coroutine_threadsafe(together(), self.loop).result()
-        failed = [_failure(transcript, result) if isinstance(result, Exception) else result for result in results]
-        return [(name, result) for (name, _), result in zip(later, failed, strict=True)]
-
-    # ---- Within a time --------------------------------------------------------------------------------------------
-
     def _begin(self, tool: Tool, arguments: Any, environment: Any, seconds: float | None) -> Any:
-        """What a synchronous tool returns; what is to be awaited of an asynchronous one."""
-        owner = environment if getattr(tool, "__self__", None) is environment else None
-        if seconds is None:
-            return tool(**arguments)
-        if owner is not None and not self.environments.uses(owner):
+        """What a synchronous tool returns; the coroutine of an asynchronous one."""
+        if _is_method_of(environment, tool) and not self.environments.uses(environment):
             raise TimeoutError("an earlier call has not come back")
         if inspect.iscoroutinefunction(tool):
-            return self._in_time_later(tool.__name__, tool(**arguments), owner, seconds)
+            return tool(**arguments)
         try:
             return in_time(lambda: tool(**arguments), seconds, "tool_timeout")
         except CallTimeout:
-            self._warn(tool.__name__, seconds, "its thread is left behind, as none can be stopped")
-            if owner is not None:
-                self.environments.retire(owner)
+            self._give_up(tool, environment, seconds, "its thread is left behind, as none can be stopped")
             raise
 
-    async def _in_time_later(self, name: str, call: Coroutine[Any, Any, Any], owner: Any, seconds: float) -> Any:
-        task = asyncio.ensure_future(call)
-        await asyncio.wait([task], timeout=seconds)
-        if task.done():
-            return task.result()
-        task.cancel()
-        self._warn(name, seconds, "it is cancelled")
-        await asyncio.wait([task], timeout=min(seconds, 1.0))  # it may take its time to end, or never do
-        if not task.done():
-            _TASKS.add(task)
-            task.add_done_callback(_TASKS.discard)
-            if owner is not None:
-                self.environments.retire(owner)
-        raise CallTimeout(seconds, "tool_timeout")
+    def _awaited(
+        self,
+        transcript: Transcript,
+        tools: Mapping[str, Tool],
+        later: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+        seconds: float | None,
+    ) -> list[tuple[str, Any]]:
+        """What asynchronous tools return, by their names."""
+        assert self.loop is not None
+        futures = [asyncio.run_coroutine_threadsafe(coroutine, self.loop) for _, coroutine in later]
+        concurrent.futures.wait(futures, timeout=seconds)
+        results = []
+        for (name, _), future in zip(later, futures):
+            try:
+                if not future.done():
+                    future.cancel()
+                    self._give_up(tools[name], transcript.environment, seconds, "it is cancelled")
+                    raise CallTimeout(seconds, "tool_timeout")
+                results.append((name, future.result()))
+            except Exception as error:
+                results.append((name, _failure(transcript, error)))
+        return results
 
-    def _warn(self, name: str, seconds: float, what: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+    def _give_up(self, tool: Tool, environment: Any, seconds: float | None, action: str) -> None:
+        """Warn of a call that hangs, and use its environment no more."""
+        if _is_method_of(environment, tool):
+            self.environments.retire(environment)
+        if tool.__name__ not in self._warned:
+            self._warned.add(tool.__name__)
             logger.warning(
-                f"tool '{name}' gave no answer within tool_timeout={seconds} seconds: {what}, and the model is told "
-                "that the call failed. Said once for each tool; tools/failure_frequency counts every call."
+                f"tool '{tool.__name__}' gave no answer within tool_timeout={seconds} seconds: {action}, and the model "
+                "is told that the call failed. An environment whose method hangs has no reward (None), and the next "
+                "rollout has another. Shown once for each tool; tools/failure_frequency counts every call."
             )
+
+
+def _is_method_of(environment: Any, tool: Tool) -> bool:
+    return environment is not None and getattr(tool, "__self__", None) is environment
 
 
 def _failure(transcript: Transcript, error: object) -> dict[str, str]:
@@ -157,18 +178,54 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
     return {"error": str(error)}
 
 
+def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
+    """Tokens that sampling can read: the limit of an engine in this process, else the model's.
+
+    Args:
+        config: the model's; its text configuration counts where the model takes images.
+        engine: TRL's `VLLMGeneration`; None without vLLM.
+    """
+    if engine is not None and engine.mode == "colocate":
+        return engine.llm.llm_engine.model_config.max_model_len
+    return getattr(config.text_config if takes_images else config, "max_position_embeddings", None) or sys.maxsize
+
+
+def continue_with(
+    transcript: Transcript, ids: list[int], logps: list[float | None] | None, chat: Chat, limits: TurnLimits
+) -> None:
+    """Add a turn of the model after an answer, cut to the length that a completion may have.
+
+    A turn without room adds no message.
+
+    Args:
+        ids: token ids of the turn; logps: their log-probabilities; None where the engine returns none.
+    """
+    room = limits.max_completion_length - len(transcript.ids)
+    ids, prefix = ids[:room], transcript.prompt_ids + transcript.ids
+    if transcript.logps is None:
+        logps = None
+    elif logps is None:
+        logps = [None] * len(ids)
+    transcript.add_sampled(ids, None if logps is None else logps[:room])
+    transcript.calls = []
+    if ids:
+        message = chat.parse(ids, prefix, transcript.environment_name)
+        transcript.completion = [*transcript.completion, message]
+        transcript.calls = chat.calls_of(message)
+
+
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
-def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse tools that cannot be shown to the model, and prompts that no tool can be shown with.
+def check_tools(processing_class: Any, first_rows: Sequence[Any]) -> None:
+    """Refuse templates and prompts that no tool can be shown with.
 
     Args:
         processing_class: the tokenizer or processor.
         first_rows: of every data set.
 
     Raises:
-        ConfigError, DataError: names the tool or the prompt.
+        ConfigError, DataError: names the prompt.
     """
     if not supports_tool_calling(processing_class):
         has = "has no chat template" if processing_class.chat_template is None else "has one that leaves them out"
@@ -176,17 +233,8 @@ def check_tools(tools: Sequence[Any], processing_class: Any, first_rows: Sequenc
             f"tools and environments need a chat template that renders tool calls and answers, and this "
             f"tokenizer {has}; take a model that was trained to call tools, or set a template."
         )
-    names = [getattr(tool, "__name__", None) for tool in tools]
-    for tool, name in zip(tools, names):
-        if name is None or names.count(name) > 1:
-            what = "has no __name__" if name is None else f"is not the only one named {name!r}"
-            raise ConfigError(
-                f"tool {tool!r} {what}, and the model calls tools by name; give a function of its own name."
-            )
-        check_schema(tool, f"tool {name!r}")
     for row in first_rows:
-        prompt = row.get("prompt")
-        if isinstance(prompt, str):
+        if isinstance(prompt := row.get("prompt"), str):
             raise DataError(
                 f"tools and environments need prompts that are lists of messages, and the first one is the text "
                 f"{prompt[:40]!r}; write [{{'role': 'user', 'content': ...}}]."

@@ -1,13 +1,13 @@
 """A transcript: one completion as it grows, turn by turn, on the process that samples it.
 
-Differs from TRL, which keeps a list per column (ids, masks, messages, images) and finds its way between them by index.
-Made by the worker, extended by the engine and by tools, read by `join`.
+Differs from TRL, which keeps one list per column (ids, masks, messages, images). Created by the worker, extended by
+sampled tokens and by tools, read by `join`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Messages = list[dict[str, Any]]
@@ -26,10 +26,10 @@ class Transcript:
         prompt_ids: token ids of the prompt, without padding.
         ids: token ids of the completion so far.
         mask: 1 for a token that the model wrote, 0 for one of a tool or an environment; as long as `ids`.
-        logps: what the engine that sampled says of each token (None: it could not tell this one), 0.0 on tokens of
-            tools; None where the engine tells none.
+        logps: log-probability of each token by the engine that sampled (None: unknown), 0.0 for tokens of tools; None
+            where the engine returns none.
         completion: text, or messages.
-        images: of the prompt, then those that tools have shown; empty for text.
+        images: of the prompt, then those shown by tools; empty for text.
         prompt_images: how many of `images` are the prompt's.
         environment: the instance that this completion acts in; None without environments.
         environment_name: its name among several factories; None where there is one.
@@ -70,3 +70,7 @@ class Transcript:
         self.mask = [*self.mask, *[0] * len(ids)]
         if self.logps is not None:
             self.logps = [*self.logps, *[0.0] * len(ids)]
+
+    def prompt_alone(self) -> Transcript:
+        """A copy without tokens of the completion, and so without images of tools."""
+        return replace(self, ids=[], images=self.images[: self.prompt_images])

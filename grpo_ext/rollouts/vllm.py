@@ -1,11 +1,13 @@
 """vLLM engines: one seed per completion, from the same key as this package's own sampler.
 
-Differs from TRL, which seeds an engine by the index of its process, so that completions follow from how many there are.
-`VllmEngine` calls TRL's `VLLMGeneration.generate`, in both of its modes; `VllmServer` asks a server for one process.
+Differs from TRL, which seeds an engine by the index of its process, so that completions depend on the number of
+processes. `VllmEngine` calls TRL's `VLLMGeneration.generate`, in both of its modes; `VllmServer` asks a server for one
+process alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,57 +18,42 @@ import torch
 from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
-from ..compat import View, on_view
-from ..errors import ConfigError
-from ..runtime.collectives import any_process, gather_in_group, gather_lists, max_over_processes
-from .engine import InOneChunk, Sampled
+from ..runtime.attributes import assigned
+from ..runtime.collectives import any_process, gather_in_group, gather_lists
+from .engine import Sampled
+from .rollout_func import TOGETHER, refuse_unequal_shares
 from .transcript import Transcript
 
 _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the index of a completion
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
-class VllmEngine(InOneChunk):
-    """Samples with TRL's `VLLMGeneration`, whose weights are those of this moment.
+class VllmEngine:
+    """Samples with TRL's `VLLMGeneration`, whose weights are the current ones.
 
     Args:
         generation: TRL's.
         profile: TRL's profiling context of a name.
     """
 
-    def __init__(
-        self,
-        generation: Any,
-        profile: Callable[[str], AbstractContextManager[Any]],
-    ) -> None:
+    def __init__(self, generation: Any, profile: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.generation, self.profile = generation, profile
 
     @property
     def together(self) -> bool:
-        """Whether processes sample in one call, of which TRL gives each as many rows as it has given."""
+        """Whether processes sample in one call, whose completions TRL divides among them in equal shares."""
         return self.generation.mode == "server" or self.generation.tensor_parallel_size > 1
-
-    def refuse_unequal_shares(self, rows: int) -> None:
-        """Refuse shares that TRL would cut in the wrong places.
-
-        Raises:
-            ConfigError: on every process.
-        """
-        accelerator = self.generation.accelerator
-        most, fewest = max_over_processes(rows, accelerator.device), -max_over_processes(-rows, accelerator.device)
-        if most != fewest:
-            raise ConfigError(
-                "with a vLLM server or tensor parallel engines every process needs as many prompts, and here they have "
-                f"{fewest} to {most} completions; use a number of prompts (also for evaluation) that "
-                f"{accelerator.num_processes} processes share evenly."
-            )
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
     ) -> list[Sampled]:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            RolloutError: on every process, where processes sample together and have different numbers of rows.
+        """
         if self.together and not any(transcript.turns for transcript in transcripts):
-            self.refuse_unequal_shares(len(transcripts))
+            refuse_unequal_shares("vLLM", len(transcripts), TOGETHER)
         if not transcripts:
             return []
         seeds = seeds_of(transcripts, num_generations)
@@ -75,16 +62,17 @@ class VllmEngine(InOneChunk):
         copies = copies_of(transcripts, num_generations)
         if self.together and any_process(copies == 1, self.generation.accelerator.device):
             copies = 1
-        _, ids, logps, _ = seeded(self.generation, seeds, copies).generate(
-            prompts=prompts,
-            images=images if any(images) else None,
-            num_generations=copies,
-            profiler=self.profile("vLLM.generate"),
-        )
+        with seeded(self.generation, seeds, copies):
+            _, ids, logps, _ = self.generation.generate(
+                prompts=prompts,
+                images=images if any(images) else None,
+                num_generations=copies,
+                profiler=self.profile("vLLM.generate"),
+            )
         return with_first_logps(ids, logps)
 
 
-class VllmServer(InOneChunk):
+class VllmServer:
     """Asks a vLLM server for the transcripts of this process alone, without the others.
 
     Args:
@@ -101,34 +89,24 @@ class VllmServer(InOneChunk):
         """See `Engine`."""
         if not transcripts:
             return []
-        asked, copies = self.generation, copies_of(transcripts, num_generations)
-        different = transcripts[::copies]
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in different]
+        settings, copies = self.generation, copies_of(transcripts, num_generations)
+        firsts = transcripts[::copies]
+        prompts = [transcript.prompt_ids + transcript.ids for transcript in firsts]
         features = None
-        if any(transcript.images for transcript in different):
-            shown = self.client.image_features([transcript.images or None for transcript in different])
-            features = [asked._place_features(part, ids) for part, ids in zip(shown, prompts)]
-        answer = _ask_one_by_one(
-            self.client,
-            seeds_of(transcripts, num_generations)[::copies],
-            prompts,
-            features,
-            n=copies,
-            repetition_penalty=asked.repetition_penalty,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=0.0 if asked.min_p is None else asked.min_p,
-            max_tokens=asked.max_completion_length,
-            logprobs=asked.logprobs,
-            structured_outputs_regex=asked.structured_outputs_regex,
-            generation_kwargs=asked.generation_kwargs,
-        )
+        if any(transcript.images for transcript in firsts):
+            parts = self.client.image_features([transcript.images or None for transcript in firsts])
+            features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts)]
+        names = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+        options = {name: getattr(settings, name) for name in (*names, "generation_kwargs")}
+        options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
+        options["max_tokens"] = settings.max_completion_length
+        seeds = seeds_of(transcripts, num_generations)[::copies]
+        answer = _one_request_per_prompt(self.client, seeds, prompts, features, **options)
         return with_first_logps(answer["completion_ids"], answer["logprobs"])
 
 
 def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
-    """How many transcripts that stand together go on from the same prompt: the groups, or one."""
+    """`num_generations` where all transcripts of every group continue the same tokens, else 1."""
     groups = [transcripts[i : i + num_generations] for i in range(0, len(transcripts), num_generations)]
     shared = all(
         len(group) == num_generations
@@ -140,7 +118,7 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
 
 
 def with_first_logps(ids: Sequence[Sequence[int]], logps: Any) -> list[Sampled]:
-    """Completions with the log-probability of each sampled token, which stands first among those that vLLM tells."""
+    """Completions with the log-probability of each sampled token, which vLLM lists first."""
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
     return [(list(row), value) for row, value in zip(ids, values)]
 
@@ -159,45 +137,47 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
 
 
-def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> Any:
-    """A `VLLMGeneration` seen so that it samples this process's rows with these seeds.
+class _WithGenerate:
+    """An engine or a client of vLLM with another `generate`."""
+
+    def __init__(self, target: Any, generate: Callable[..., Any]) -> None:
+        self.target, self.generate = target, generate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+
+def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> AbstractContextManager[None]:
+    """Inside, TRL's `VLLMGeneration` samples the rows of this process with these seeds; no argument of it takes any.
 
     Args:
-        generation: TRL's `VLLMGeneration`, which stays as it is.
         seeds: one per row of this process.
-        num_generations: rows per prompt, as `generate` is told.
+        num_generations: rows per prompt, as in the call of `generate`.
     """
     if generation.mode == "colocate":
-        rows = list(seeds)
         if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
-            parts = gather_in_group(rows, generation.tp_group, generation.tensor_parallel_size)
-            rows = [seed for part in parts for seed in part]
-        engine = View(generation.llm, {"generate": functools.partial(_generate_seeded, generation.llm, rows)})
-        return _generating_with(generation, {"llm": engine})
-    everyone = gather_lists(list(seeds))
+            parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
+            seeds = [seed for part in parts for seed in part]
+        generate = functools.partial(_one_setting_per_row, generation.llm, seeds)
+        return assigned(generation, llm=_WithGenerate(generation.llm, generate))
+    seeds = gather_lists(list(seeds))
     if not generation.accelerator.is_main_process:
-        return generation
-    firsts = everyone[::num_generations]
-    client = generation.vllm_client
-    ask = functools.partial(_ask_one_by_one, client, firsts)
-    return _generating_with(generation, {"vllm_client": View(client, {"generate": ask})})
+        return contextlib.nullcontext()
+    generate = functools.partial(_one_request_per_prompt, generation.vllm_client, seeds[::num_generations])
+    return assigned(generation, vllm_client=_WithGenerate(generation.vllm_client, generate))
 
 
-def _generating_with(generation: Any, instead: dict[str, Any]) -> View:
-    return View(generation, {"generate": functools.partial(on_view, generation.generate, instead)})
+def _one_setting_per_row(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
+    params_B = [sampling_params.clone() for _ in seeds]
+    for params, seed in zip(params_B, seeds):
+        params.seed = seed
+    return engine.generate(prompts, sampling_params=params_B, **options)
 
 
-def _generate_seeded(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
-    params = [sampling_params.clone() for _ in seeds]
-    for one, seed in zip(params, seeds):
-        one.seed = seed
-    return engine.generate(prompts, sampling_params=params, **options)
-
-
-def _ask_one_by_one(
+def _one_request_per_prompt(
     client: Any, seeds: Sequence[int], prompts: Any, features: Any = None, **params: Any
 ) -> dict[str, Any]:
-    """One request per prompt, because a request has one seed."""
+    """What a server answers; a request has one seed."""
 
     def send(index: int) -> dict[str, Any]:
         generation_kwargs = {**(params.get("generation_kwargs") or {}), "seed": seeds[index]}

@@ -1,11 +1,11 @@
-"""The local phase: one process's part of a rollout batch, from rows to rewards, without a word to other processes.
+"""The local phase: one process's part of a rollout batch, from rows to rewards.
 
     rows -> begin -> generate <-> answer -> log-probabilities -> rewards
 
-Differs from TRL, whose `_generate_and_score_completions` and `_generate` do this and gather in between. A worker is
-built from parts and never from a trainer, because with `rollout_lag` a second one runs on a thread, with copies of the
-models. Where a forward is a collective (FSDP, DeepSpeed) processes equalise the number of calls; that is all they
-exchange before `join`.
+Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker is built from
+parts and never from a trainer, because with `rollout_lag` a second one runs on a thread, with copies of the models.
+Where a forward is a collective (FSDP, DeepSpeed) processes equalise the number of forwards; they exchange nothing else
+before `join`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from .decoding import unique
 from .engine import Sampled
 from .keyed import request_keys
 from .local import LocalRollout, Parts, Terms
+from .tools import continue_with
 from .transcript import Transcript
 from .trl_shapes import take_rollout
-from .turns import continue_with
 
 
 class RolloutWorker:
@@ -45,17 +44,17 @@ class RolloutWorker:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def sample(self, rows: StepRows, terms: Terms, call: int = 0) -> LocalRollout:
+    def sample(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
 
         Args:
             rows: one for each completion.
-            call: which call of TRL's method by a user's override it is, from 0; each draws other random numbers.
+            repeat: how often a user's override has called TRL's method before; each draws other random numbers.
         """
         local = LocalRollout(rows.request, terms)
         try:
             if not rows.request.empty or terms.hooks.any or self.parts.shards_vision:
-                local.transcripts = self.begin(rows, terms, call)
+                local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
         except Exception:
             if not self.parts.settings.sharded:  # the others compare their forwards with this process
@@ -68,9 +67,9 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: StepRows, terms: Terms, call: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, terms: Terms, repeat: int) -> list[Transcript]:
         """Transcripts of rows before anything is sampled: environments are reset, images are in the messages."""
-        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, call)
+        keys = request_keys(rows.request, len(rows), terms.seed, terms.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
         self.parts.environments.begin(transcripts, terms.limits.seconds)
@@ -84,7 +83,7 @@ class RolloutWorker:
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
         """Token ids of the prompts; each different prompt is tokenised once."""
         tokenize = terms.hooks.tokenize or self.parts.chat.tokenize
-        firsts, numbers = unique(map(_prompt_name, transcripts))
+        firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
         if len(ids) != len(prompts):
@@ -116,7 +115,7 @@ class RolloutWorker:
         return any_process(bool(active), self.parts.settings.device) if self.parts.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """One turn of some transcripts; where a forward is a collective every process comes here for every turn."""
+        """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""
         with self.parts.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
         if missing := len(transcripts) - len(sampled):
@@ -127,21 +126,17 @@ class RolloutWorker:
         return sampled
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """What the engine samples for transcripts; a token for each of those that reach no result."""
+        """What the engine samples; one token for each stand-in of a process without prompts."""
         request, config = local.request, local.terms.generation_config
-        counted = [] if request.empty else transcripts
-        rows = counted or self._rows_with_images(local)
+        counted = rows = [] if request.empty else transcripts
+        if not counted and self.parts.shards_vision and config is not None:
+            # the forwards of other processes see images, so this one's have to; vLLM holds weights of its own
+            rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
         sampled = self.parts.engine.generate(rows, config, request.num_generations)
         if counted:
             return sampled
-        logps: list[float | None] | None = [0.0] if config is None else None  # vLLM tells log-probabilities
+        logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
         return [([self.parts.settings.filler], logps) for _ in transcripts]
-
-    def _rows_with_images(self, local: LocalRollout) -> list[Transcript]:
-        """A prompt for the turns of other processes, where their forwards see images: so must those of this one."""
-        if not self.parts.shards_vision or local.terms.generation_config is None:  # vLLM holds weights of its own
-            return []
-        return [replace(t, ids=[], images=t.images[: t.prompt_images]) for t in local.transcripts[:1]]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
@@ -152,7 +147,7 @@ class RolloutWorker:
             return
         rows = token_rows(local.transcripts, terms, parts)
         counted = bool(len(rows))
-        if not counted:  # the others want this process: a forward may be a collective, as its first comparison is
+        if not counted:  # a forward may be a collective, and the first comparison of forwards is
             filler = torch.tensor([parts.settings.filler] * 2, device=parts.settings.device)
             rows = TokenRows(filler, [1], [1], [])
 
@@ -192,26 +187,24 @@ class RolloutWorker:
 
 
 def token_rows(transcripts: Sequence[Transcript], terms: Terms, parts: Parts) -> TokenRows:
-    """The transcripts for a forward; a completion that is masked out has no tokens, and so no images of tools."""
-    masked = terms.masked(transcripts)
-    tokens = [t.prompt_ids + ([] if out else t.ids) for t, out in zip(transcripts, masked)]
-    ids = torch.tensor([token for row in tokens for token in row], dtype=torch.long, device=parts.settings.device)
-    shown = [replace(t, images=t.images[: t.prompt_images]) if out else t for t, out in zip(transcripts, masked)]
+    """The transcripts for a forward; a completion that is masked out has no tokens."""
+    shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, terms.masked(transcripts))]
+    tokens = [token for t in shown for token in t.prompt_ids + t.ids]
+    ids = torch.tensor(tokens, dtype=torch.long, device=parts.settings.device)
     images = parts.images.of_transcripts(shown) if shown else None
-    same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(transcripts)]
+    same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
     if images is not None:
         same = [text and pixels for text, pixels in zip(same, images.same)]
-    completions = [0 if out else len(t.ids) for t, out in zip(transcripts, masked)]
-    return TokenRows(ids, [len(t.prompt_ids) for t in transcripts], completions, same, images)
+    return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """What tells the prompts of different transcripts apart."""
-    # an environment may show images that are not the row's
+    """The same for transcripts with the same prompt."""
+    # images are named by the row they are read from; those of an environment are not the row's
     number = transcript.number if transcript.environment is None else None
     images = (number, transcript.place if number is None else None) if transcript.images else ()
-    shown = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
-    return transcript.environment_name, images, shown
+    text = json.dumps(transcript.prompt, default=lambda value: type(value).__name__)
+    return transcript.environment_name, images, text
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:
@@ -222,16 +215,15 @@ def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[A
 
 
 def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
-    """What was logged with TRL's methods outside a call of a reward function, as one call more; taken once.
+    """What was logged with TRL's methods outside a call of a reward function, as one further call; cleared there.
 
-    By the thread that makes the rewards: with `rollout_lag` the other one may be at another rollout batch.
+    Called by the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
     metrics, columns = local.terms.pending
     if not metrics and not columns:
         return []
-    call = RewardCall("log_extra", -1, local.first, len(local.counted))
-    call.metrics = [(name, value) for name, values in metrics.items() for value in values]
-    call.columns = {name: list(values) for name, values in columns.items()}
+    values = [(name, value) for name, numbers in metrics.items() for value in numbers]
+    table = {name: list(entries) for name, entries in columns.items()}
     metrics.clear()
     columns.clear()
-    return [call]
+    return [RewardCall("log_extra", -1, local.first, len(local.counted), values, table)]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..batching.sizes import group_numbers

@@ -36,9 +36,9 @@ def test_a_failure_in_the_loss_leaves_none_waiting(tmp_path):
 def test_a_process_that_fails_in_the_first_rollout_leaves_none_waiting(tmp_path, rank):
     # the other compares its first forwards with this one, and only then hears of the failure
     errors, _ = raised(tmp_path, "rollout", rank)
-    failure = "rollout_func raised KeyError: 'no score today'"
-    assert errors[int(rank)] == f"RolloutError: {failure}"
-    assert errors[1 - int(rank)] == f"RolloutError: on process {rank}, {failure}"
+    failure = "KeyError: 'no score today'"
+    assert errors[int(rank)] == failure
+    assert errors[1 - int(rank)] == f"ProcessError: process {rank} failed: {failure}"
 
 
 def test_what_fails_on_all_processes_is_said_by_each_as_its_own(tmp_path):

@@ -14,8 +14,8 @@ from datasets import IterableDataset
 from peft import LoraConfig
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError
-from grpo_ext.rollouts import vllm
+from grpo_ext.errors import ModelError, RolloutError
+from grpo_ext.rollouts import rollout_func, vllm
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.drop_in import log_of, make
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
@@ -154,13 +154,13 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
         return vllm.VllmEngine(generation, contextlib.nullcontext).generate(rows, None, 4)
 
     generation = Generation()
-    monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: max(value, 8 if value > 0 else -4))
-    with pytest.raises(ConfigError, match=r"4 to 8 completions.*also for evaluation"):
+    monkeypatch.setattr(rollout_func, "gather_lists", lambda own: [*own, 8])
+    with pytest.raises(RolloutError, match=r"4 to 8 completions.*also for evaluation"):
         sampled()
     generation.mode = "colocate"
     assert sampled() == [([6], None)] * 4
     generation.mode = "server"
-    monkeypatch.setattr(vllm, "max_over_processes", lambda value, device: value)
+    monkeypatch.setattr(rollout_func, "gather_lists", lambda own: own)
     assert sampled() == [([6], None)] * 4
 
 

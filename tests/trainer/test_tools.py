@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import logging
 import time
 
@@ -13,7 +11,7 @@ from datasets import Dataset
 
 from grpo_ext import checks
 from grpo_ext.errors import ConfigError, DataError
-from tests.support.drop_in import CountingGame, log_of, make
+from tests.support.drop_in import log_of, make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game, count, sampled, transcript_reward
 
@@ -72,47 +70,17 @@ def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     assert log_of(trainer, "tools/failure_frequency")[1] == 0
     assert made[0] not in trainer._environment_pool[None]
     assert [environment.asked for environment in made] == [0] + [2] * 7 + [1]
-    assert caplog.text.count("whose call hung has no reward") == 1
+    assert caplog.text.count("has no reward (None), and the next rollout has another") == 1
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------
-
-
-class Endless:
-    """An environment without `reset`."""
-
-    def move(self) -> str:
-        """Move."""
-        return "moved"
-
-
-class Undescribed(CountingGame):
-    def jump(self, height):
-        return "high"
-
-
-class Slotted:
-    __slots__ = ()
-
-    def reset(self, **kwargs):
-        return None
-
-
-def silent(number: int) -> str:
-    return "nothing is said of it"
 
 
 def routed(names):
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * len(names), "environment": names})
 
 
-class Later(CountingGame):
-    async def reset(self, **kwargs):
-        return "go"
-
-
 BAD = [
-    ({"environment_factory": Later}, ConfigError, "`reset` of environment Later is asynchronous"),
     (
         {"tools": [count], "dataset": prompts(8).to_iterable_dataset(), "max_steps": 1},
         DataError,
@@ -121,18 +89,10 @@ BAD = [
     ({"tools": [count], "tokenizer": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
     ({"tools": [count], "tokenizer": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
     ({"environment_factory": Game, "tokenizer": tiny_tokenizer()}, ConfigError, "has no chat template;"),
-    ({"environment_factory": Endless}, ConfigError, "environment Endless has no method `reset`"),
-    ({"environment_factory": {"a": Endless}, "dataset": routed(["a"])}, ConfigError, "Endless has no method `reset`"),
-    ({"environment_factory": Undescribed}, ConfigError, "method 'jump' of environment Undescribed cannot be shown"),
-    ({"environment_factory": [Game]}, ConfigError, "pass a class"),
-    ({"environment_factory": {"a": Game}}, DataError, r"no column 'environment' .* \(columns: prompt\)"),
-    ({"environment_factory": {"a": Game}, "dataset": routed(["a", "b"])}, DataError, "names 'b', which"),
-    ({"tools": [silent]}, ConfigError, "tool 'silent' cannot be shown"),
+    ({"environment_factory": {"a": Game}}, DataError, "environment=None, by its column"),
+    ({"environment_factory": {"a": Game}, "dataset": routed(["a", "b"])}, DataError, "environment='b', by its column"),
     ({"tools": [count], "dataset": prompts(8)}, DataError, "lists of messages"),
-    ({"tools": [count, count]}, ConfigError, "is not the only one named 'count'"),
-    ({"tools": [functools.partial(count, 1)]}, ConfigError, "has no __name__, and the model calls tools by name"),
     ({"tools": [count], "tool_timeout": 0}, ConfigError, "tool_timeout=0: use seconds, more than 0"),
-    ({"environment_factory": Slotted, "tool_timeout": 1.0}, ConfigError, "Slotted has __slots__, and tool_timeout=1.0"),
 ]
 
 

@@ -145,8 +145,8 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
 
     def ask(which: list[int], n: int, seeds: list[int]) -> list[list[int]]:
         generation = Asking(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))
-        asking = seeded(generation, seeds, n)
-        return asking.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)["completion_ids"]
+        with seeded(generation, seeds, n):
+            return generation.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)["completion_ids"]
 
     together = ask([0, 1, 2], 4, seeds)
     assert together == ask([0, 1], 4, seeds[:8]) + ask([2], 4, seeds[8:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -32,7 +33,7 @@ def main(folder: Path, control: str, server: str = "", lag: int = 0) -> None:
         send_by_file(folder)
         engine = {"vllm_mode": "server", "vllm_server_base_url": server, "rollout_lag": lag, "max_steps": 5}
     if control == "seeds":
-        vllm.seeded = lambda generation, *args: generation
+        vllm.seeded = lambda *args: contextlib.nullcontext()
     sampled: list[tuple[str, list[int]]] = []
 
     def reward(prompts: list[str], completions: list[str], completion_ids: Any, **kwargs: Any) -> list[float]:

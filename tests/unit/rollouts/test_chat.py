@@ -10,9 +10,8 @@ import pytest
 from grpo_ext.errors import DataError
 from grpo_ext.rollouts.chat import Chat, images_in
 from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox
+from grpo_ext.rollouts.tools import Toolbox, TurnLimits, context_length, continue_with
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.turns import TurnLimits, context_length, continue_with
 from tests.support.images import image, image_model, image_processor
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tool_runs import count, sampled
@@ -55,14 +54,14 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
     toolbox = Toolbox([count], Environments())
     chat = chat_with(count)
     transcript = Transcript({}, key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
-    assert toolbox.answer([transcript], chat, TurnLimits(10**4, None)) == [transcript]
+    assert toolbox.answer([transcript], chat, TurnLimits(10**4)) == [transcript]
     kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
     assert [m["content"] for m in transcript.completion[1:]] == [str({"error": text}) for text in kinds]
     assert (transcript.tool_calls, transcript.tool_failures) == (3, 3)
 
 
 def test_an_engine_that_stops_telling_log_probabilities_tells_none_of_a_turn():
-    chat, limits = chat_with(count), TurnLimits(5, None)
+    chat, limits = chat_with(count), TurnLimits(5)
     transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
     continue_with(transcript, [5, 6, 7, 8], None, chat, limits)
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])

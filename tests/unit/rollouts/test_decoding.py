@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, G
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts import decoding
 from grpo_ext.rollouts.decoding import (
     GrowingLayer,
-    _left,
+    _unfinished,
+    decodes_compactly,
     growing_cache,
     own_generate,
     unique,
-    why_not_compact,
 )
 from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
@@ -123,43 +121,34 @@ def test_prompts_run_once_and_finished_rows_leave():
 def test_a_growing_layer_holds_what_a_dynamic_one_holds():
     generator = torch.Generator().manual_seed(0)
     ours, theirs = GrowingLayer(), DynamicLayer()
+    rows = {1: [0, 0, 1, 1, 1], 50: [0, 4, 2]}  # prompts are repeated, finished rows leave
+    count = 2
     for step, tokens in enumerate([5, *[1] * 90, 3]):
-        states = torch.randn(2, 4 if step < 50 else 3, 2, tokens, 8, generator=generator)
-        if step == 50:
+        if step in rows:
+            count = len(rows[step])
             for layer in (ours, theirs):
-                layer.batch_select_indices(torch.tensor([3, 0, 1]))
-        for found, expected in zip(ours.update(*states), theirs.update(*states)):
-            assert torch.equal(found, expected)
+                layer.reorder_cache(torch.tensor(rows[step]))
+        states = torch.randn(2, count, 2, tokens, 8, generator=generator)
+        for held, expected in zip(ours.update(*states), theirs.update(*states)):
+            assert torch.equal(held, expected)
         assert ours.get_seq_length() == theirs.get_seq_length()
-    for layer in (ours, theirs):
-        layer.batch_repeat_interleave(2)
-    states = torch.randn(2, 6, 2, 1, 8, generator=generator)
-    assert torch.equal(ours.update(*states)[0], theirs.update(*states)[0])
 
 
 def test_a_growing_layer_does_not_copy_what_it_holds():
     layer = GrowingLayer()
-    layer.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2))
+    for tokens in (4, 1):
+        layer.update(*torch.zeros(2, 3, 1, tokens, 2))
     where = layer.keys.data_ptr()
-    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    layer.update(*torch.ones(2, 3, 1, 1, 2))
+    layer.reorder_cache(torch.tensor([0, 2]))
     assert layer.keys.data_ptr() == where
 
 
 @pytest.mark.parametrize(
-    ("done", "left"), [([0, 1, 0, 1, 0, 0], [0, 4, 2, 5]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
+    ("done", "order"), [([0, 1, 0, 1, 0, 0], [0, 4, 2, 5]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
 )
-def test_rows_that_are_kept_stay_where_they_are(done, left):
-    order = _left(torch.tensor(done, dtype=torch.bool))
-    assert order.tolist() == left
-    layer, plain = GrowingLayer(), DynamicLayer()
-    states = torch.randn(2, len(done), 2, 5, 3, generator=torch.Generator().manual_seed(0))
-    for one in (layer, plain):
-        one.update(*states)
-        where = one.keys.data_ptr()
-        one.batch_select_indices(order)
-        assert (one.keys.data_ptr() == where) == (one is layer)
-    assert torch.equal(layer.keys, plain.keys)
-    assert torch.equal(layer.values, plain.values)
+def test_rows_that_go_on_stay_where_they_are(done, order):
+    assert _unfinished(torch.tensor(done, dtype=torch.bool)).tolist() == order
 
 
 def test_sliding_layers_keep_their_own_kind():
@@ -169,25 +158,21 @@ def test_sliding_layers_keep_their_own_kind():
     assert isinstance(growing_cache(model_of("qwen2")), DynamicCache)
 
 
-def test_models_that_keep_their_rows_say_why():
-    plain = GenerationConfig()
-    assert why_not_compact(model_of("qwen2"), plain) is None
+@pytest.mark.parametrize(
+    "setting", [{"cache_implementation": "static"}, {"encoder_repetition_penalty": 1.2}, {"prefill_chunk_size": 8}]
+)
+def test_settings_that_keep_all_rows_are_left_to_transformers(setting):
+    assert decodes_compactly(model_of("qwen2"), GenerationConfig())
+    assert not decodes_compactly(model_of("qwen2"), GenerationConfig(**setting))
+
+
+def test_models_that_keep_all_rows_are_left_to_transformers():
     sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 60}
-    assert "past_key_values" in str(why_not_compact(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), plain))
-    assert "static" in str(why_not_compact(model_of("qwen2"), GenerationConfig(cache_implementation="static")))
-    seeking = SimpleNamespace(peft_config={"default": SimpleNamespace(alora_invocation_tokens=[5])})
-    assert "looks for tokens" in str(why_not_compact(seeking, plain))
-
-
-@pytest.mark.parametrize("setting", [{"encoder_repetition_penalty": 1.2}, {"encoder_no_repeat_ngram_size": 2}])
-def test_processors_that_keep_all_prompts_are_left_to_transformers(setting):
-    assert next(iter(setting)) in str(why_not_compact(model_of("qwen2"), GenerationConfig(**setting)))
-
-
-def test_cache_layers_whose_rows_cannot_be_chosen_are_left_to_transformers(monkeypatch):
-    assert why_not_compact(architecture("lfm2"), GenerationConfig()) is None
-    monkeypatch.setattr(decoding, "_chosen", lambda layer: layer)
-    assert "cannot be chosen" in str(why_not_compact(architecture("lfm2"), GenerationConfig()))
+    assert not decodes_compactly(AutoModelForCausalLM.from_config(MambaConfig(**sizes)), GenerationConfig())
+    model = model_of("lora")
+    assert decodes_compactly(model, GenerationConfig())
+    model.peft_config["default"].alora_invocation_tokens = [5]  # looks for tokens in every row
+    assert not decodes_compactly(model, GenerationConfig())
 
 
 def test_different_keys_are_numbered_by_first_sight():

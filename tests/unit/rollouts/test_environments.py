@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.errors import ConfigError, DataError, RolloutError
-from grpo_ext.rollouts import environments as module
-from grpo_ext.rollouts.environments import Environments, checked_environments
+from grpo_ext.errors import DataError, RolloutError
+from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.transcript import Transcript
 from tests.support.tool_runs import Game, Shop
 
@@ -51,7 +50,7 @@ def test_rows_choose_among_several_environments_and_reset_is_not_told_which():
             told.append(sorted(row))
             return super().reset(**row)
 
-    environments = Environments({"game": Game, "shop": Told}, multi=True)
+    environments = Environments({"game": Game, "shop": Told})
     batch = transcripts({**ROW, "environment": "shop", "size": 2}, {"environment": "game", "size": 3})
     before = copy.deepcopy([t.row for t in batch])
     environments.begin(batch)
@@ -64,7 +63,7 @@ def test_rows_choose_among_several_environments_and_reset_is_not_told_which():
 
 def test_a_row_of_an_unknown_environment_is_refused():
     with pytest.raises(DataError, match=r"a row has environment='shp', .* did you mean 'shop'"):
-        Environments({"shop": Shop}, multi=True).begin(transcripts({**ROW, "environment": "shp"}))
+        Environments({"shop": Shop}).begin(transcripts({**ROW, "environment": "shp"}))
 
 
 @pytest.mark.parametrize(
@@ -90,21 +89,6 @@ def test_an_observation_is_added_to_the_last_message(content, observation, merge
     assert row == before
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [(KeyError("k"), "raised KeyError: 'k'"), (3, "returned 3; return what is added to the prompt")],
-)
-def test_what_reset_raises_or_returns_names_the_environment(returned, words):
-    class Odd:
-        def reset(self, **row):
-            if isinstance(returned, Exception):
-                raise returned
-            return returned
-
-    with pytest.raises(RolloutError, match=f"`reset` of environment Odd {words}"):
-        Environments({None: Odd}).begin(transcripts(ROW))
-
-
 def test_a_reset_that_hangs_ends_the_run():
     class Slow:
         def reset(self, **row):
@@ -112,23 +96,3 @@ def test_a_reset_that_hangs_ends_the_run():
 
     with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
         Environments({None: Slow}).begin(transcripts(ROW), seconds=0.1)
-
-
-def test_a_schema_is_built_once_for_each_kind_of_environment(monkeypatch):
-    built: list[Any] = []
-    monkeypatch.setattr(module, "get_json_schema", built.append)
-    make = checked_environments(Game, 1.0, [])
-    assert type(make()) is type(make()) is Game
-    assert len(built) == 2  # its methods
-
-
-def test_an_environment_whose_reward_cannot_be_taken_away_is_refused_with_a_time_limit():
-    class Slotted:
-        __slots__ = ()
-
-        def reset(self, **row):
-            return None
-
-    checked_environments(Slotted, None, [])()
-    with pytest.raises(ConfigError, match=r"Slotted has __slots__, and tool_timeout=1\.0"):
-        checked_environments(Slotted, 1.0, [])()

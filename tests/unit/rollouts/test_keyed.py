@@ -20,8 +20,8 @@ from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, EpochLayout
 from grpo_ext.rollouts import engine as engine_module
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, chunks_of
-from grpo_ext.rollouts.keyed import _until_eos, can_sample_by_key, request_keys, sample_chunk, sampling_filters
+from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine
+from grpo_ext.rollouts.keyed import can_sample_by_key, request_keys, sample_chunk, sampling_filters
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from tests.tolerances import P_VALUE
@@ -125,6 +125,7 @@ def test_a_filter_that_is_not_known_is_not_silently_ignored(model):
         ({"do_sample": False}, False),
         ({"num_beams": 2}, False),
         ({"num_return_sequences": 2}, False),
+        ({"guidance_scale": 1.5}, False),
     ],
 )
 def test_only_plain_sampling_is_keyed(options, plain):
@@ -244,10 +245,6 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 DISTRIBUTIONS = {
     "plain": {},
-    "temperature": {"temperature": 0.6},
-    "top_k": {"top_k": 6},
-    "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.1},
     "all": {"temperature": 1.4, "top_k": 15, "top_p": 0.9, "min_p": 0.05},
     "repetition_penalty": {"repetition_penalty": 3.0, "temperature": 0.8},
 }
@@ -327,28 +324,14 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
     assert len(found) == 32 * 12
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([], []),
-        ([4, 5], [4, 5]),
-        ([4, 1, 5], [4, 1]),
-        ([1, 1], [1]),
-        ([4, 9, 1], [4, 9]),
-        ([4, 1], [4, 1]),
-    ],
-)
-def test_a_row_is_cut_after_its_first_end_token(tokens, expected):
-    assert _until_eos(tokens, [1, 9]) == expected
-
-
 def transcripts(places) -> list[Transcript]:
     return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
 
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    parts = [[t.place for t in part] for part in chunks_of(transcripts(places), size)]
+    settings = EngineSettings(CPU, chunk_size=size, eos_token_ids=[EOS], filler=EOS, pad=EOS)
+    parts = [[t.place for t in part] for part in settings.chunks(transcripts(places), 1)]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
@@ -384,13 +367,7 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
     assert [row.ids for row in rows if row.place % 3 == 0] == first[::3]
 
 
-@pytest.mark.parametrize("option", [{"watermarking_config": {"bias": 2.0}}, {"guidance_scale": 1.5}])
-def test_more_than_plain_sampling_is_not_keyed(option):
-    assert not can_sample_by_key(sampling(**option))
-
-
-@pytest.mark.parametrize("calls", [2, 5])
-def test_calls_that_keep_other_processes_company_change_no_tokens(model, monkeypatch, calls):
+def test_forwards_that_only_join_those_of_other_processes_change_no_tokens(model, monkeypatch):
     rows, asked = transcripts(range(12)), []
 
     def made_up(model, prompts, *rest):
@@ -398,13 +375,13 @@ def test_calls_that_keep_other_processes_company_change_no_tokens(model, monkeyp
         return [[10 * len(asked) + i] for i in range(len(prompts))]
 
     monkeypatch.setattr(engine_module, "sample_chunk", made_up)
-    monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, calls))
+    monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, 5))
     found = engine_of(model, sharded=True).generate(rows, sampling(), 4)
     assert found == [([10 + i if i < 8 else 20 + i - 8], None) for i in range(12)]
-    assert asked == [8, 4, 1, 1, 1][:calls]
+    assert asked == [8, 4, 1, 1, 1]
 
 
-def test_a_process_without_prompts_keeps_the_others_company(model, monkeypatch):
+def test_a_process_without_prompts_joins_the_forwards_of_the_others(model, monkeypatch):
     asked = []
     monkeypatch.setattr(engine_module, "sample_chunk", lambda model, prompts, *rest: asked.append(prompts) or [[9]])
     monkeypatch.setattr(engine_module, "max_over_processes", lambda own, device: max(own, 2))

@@ -13,13 +13,12 @@ import pytest
 
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
-from grpo_ext.rollouts.tools import Toolbox
+from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.turns import TurnLimits
 from tests.support.tool_runs import Game, Shop, count, sampled
 
 SECONDS = 0.1
-LIMITS = TurnLimits(10**5, None, seconds=SECONDS)
+LIMITS = TurnLimits(10**5, seconds=SECONDS)
 NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
 HANGS = str({"error": "an earlier call has not come back"})
 
@@ -75,19 +74,19 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(chat
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["cancelled", "deaf"])
 def test_an_asynchronous_tool_that_hangs_is_cancelled(chat, loop, deaf):
-    ended = []
+    ended = threading.Event()
 
     async def hang(number):
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            ended.append(number)
+            ended.set()
             if deaf:
                 await asyncio.sleep(60)
             raise
 
     assert answers(Toolbox([hang, count], Environments(), loop), chat, ["hang", "count"]) == ["1", NO_ANSWER]
-    assert ended == [8]
+    assert ended.wait(10)
 
 
 def test_asynchronous_calls_of_a_transcript_run_together(chat, loop):
@@ -144,16 +143,14 @@ def begun(kind: Any, rows: int) -> tuple[Environments, list[Transcript]]:
     return environments, transcripts
 
 
-def test_no_later_call_reaches_an_environment_that_hangs(chat, caplog):
+def test_no_later_call_reaches_an_environment_that_hangs(chat):
     environments, transcripts = begun(Stuck, 2)
     stuck, other = (t.environment for t in transcripts)
     toolbox = Toolbox([free], environments)
-    with caplog.at_level(logging.WARNING):
-        assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
+    assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
     assert answers(toolbox, chat, ["count"], other) == ["1"]
     assert environments.pools == {None: [other]}
     assert (stuck.get_reward(), other.get_reward()) == (None, 0.5)
-    assert caplog.text.count("whose call hung has no reward") == 1
     environments.begin(transcripts)
     assert transcripts[0].environment is other
     assert transcripts[1].environment not in (stuck, other)
