@@ -32,13 +32,13 @@ COMMANDS = {
 --config --engine --mean-completion-length --num-prompts --processes --prompt-length
 """,
     "check": """
---against --bitwise --config --json --micro-batch-sizes --plot --processes --steps --tolerance
+--against --bitwise --config --json --micro-batch-sizes --processes --steps --tolerance
 """,
     "export": """
 --base --check --dtype --max-shard-size --merge-adapter --trust-shards
 """,
     "report": """
---output --plot
+--output
 """,
 }
 LOG_KEYS = """

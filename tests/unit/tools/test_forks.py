@@ -68,7 +68,7 @@ def test_processes_are_told_what_the_launcher_tells_them(tmp_path):
         if way == "forked":
             assert run_forked(arguments, 2, here, 60)[0] == 0
         else:
-            subprocess.run(runs.launch_command(2, tmp_path, arguments), env=here, check=True, capture_output=True)
+            subprocess.run(runs.launch_command(2, arguments), env=here, check=True, capture_output=True)
         seen.append([json.loads((tmp_path / way / f"{rank}.json").read_text()) for rank in (0, 1)])
     for (one, *rest), (other, *others) in zip(*seen):
         assert one.keys() == other.keys()
