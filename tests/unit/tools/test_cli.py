@@ -51,10 +51,6 @@ def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
     assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
 
 
-def test_a_plan_of_a_demo_has_its_sizes():
-    assert "64 completions = 8 prompts x 8" in runner.invoke(app, ["plan", "--demo", "last_word"]).output
-
-
 def test_plan_shows_a_token_budget(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("micro_batch_tokens: 4096\n")
