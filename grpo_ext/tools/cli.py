@@ -69,9 +69,9 @@ def integers(text: str, name: str) -> list[int]:
 
 
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
-    """The run's settings: what its file and the options that the command itself does not have say."""
+    """The settings of a run's file, and of the options that the command does not have itself."""
     if config is None and not context.args:
-        return {}  # without the libraries, which take seconds
+        return {}  # without importing the libraries
     load_libraries()
     from .options import read_settings
 

@@ -26,7 +26,7 @@ from .runs import Run
 
 
 class _Refused(Exception):
-    """A run that was refused before training."""
+    """The trainer refused the run before training."""
 
 
 def _build(run: Run, folder: Path, processes: int) -> Any:
@@ -44,7 +44,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
     if run.trainer == STOCK:
         from trl import GRPOConfig, GRPOTrainer
 
-        on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # ours says so itself; bf16 wants it
+        on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # bf16 needs it; our GRPOConfig sets it
         args: Any = GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
         trainer_class: Any = GRPOTrainer
     else:
@@ -71,7 +71,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records what the optimizer is given and makes, as far as the run asks for it.
+    """Records gradients and hashes of the optimizer steps, as the run asks for.
 
     Attributes:
         gradients: of every step, as "step/parameter", on the main process.
@@ -162,18 +162,14 @@ def leave(folder: Path, patience_s: float = 60.0) -> None:
     os._exit(0)
 
 
-def reporting(folder: Path) -> None:
-    """`main`, with the error of this process in a file of its own beside the launcher's output."""
+if __name__ == "__main__":
+    launch_folder = Path(sys.argv[1])
     try:
-        main(folder)
+        main(launch_folder)
     except Exception as error:
-        path = folder / f"error_{os.environ.get('RANK', '0')}.txt"
-        path.write_text(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        (launch_folder / f"error_{os.environ.get('RANK', '0')}.txt").write_text(text)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once, so that the launcher ends the others; see `leave`
-
-
-if __name__ == "__main__":
-    reporting(Path(sys.argv[1]))
-    leave(Path(sys.argv[1]))
+    leave(launch_folder)

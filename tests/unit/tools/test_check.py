@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_ext.errors import ConfigError, LaunchError
+from grpo_ext.errors import ConfigError
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import Trained, compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
@@ -313,9 +313,6 @@ def test_an_unseen_error_in_training_is_reported(tmp_path):
 
     run = saved(tmp_path, {**SIZES, "per_device_train_batch_size": 8, "max_steps": 1}, rewards=[broken])
     assert "'broken' raised KeyError" in run_forked([run], processes=1)[0].error
-    # on several processes the launch ends with the message, and does not wait for ever
-    with pytest.raises(LaunchError, match="'broken' raised KeyError"):
-        run_forked([run], processes=2)
 
 
 def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):
@@ -341,7 +338,7 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     assert report.results[1].gradient_error > 1e-2
 
 
-@pytest.mark.parametrize(("word", "status"), [("same", 0), ("rounding", 0), ("differs", 1), ("nothing learned", 1)])
+@pytest.mark.parametrize(("word", "status"), [("rounding", 0), ("differs", 1)])
 def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status):
     from typer.testing import CliRunner
 
@@ -353,16 +350,3 @@ def test_the_exit_status_of_the_command_is_the_verdict(monkeypatch, word, status
     done = CliRunner().invoke(cli.app, ["check", "--processes", "1", "--micro_batch_sizes", "1"])
     assert done.exit_code == status, done.output
     assert word in done.output
-
-
-def test_a_reward_from_a_file_reaches_the_processes(tmp_path):
-    from grpo_ext.rewards.registry import resolve_rewards
-
-    (tmp_path / "mine.py").write_text(
-        "SCALE = 0.5\n\n\ndef brief(completions, **kwargs):\n    return [-SCALE * len(c) for c in completions]\n"
-    )
-    rewards = resolve_rewards([f"{tmp_path / 'mine.py'}:brief"])
-    run = saved(tmp_path, {**SIZES, "per_device_train_batch_size": 8, "max_steps": 1}, rewards=rewards)
-    (result,) = run_forked([run], processes=1)
-    assert result.error is None
-    assert "rewards/brief/mean" in result.log[0]

@@ -34,12 +34,6 @@ def test_plan_prints_the_layout_for_any_number_of_processes():
     assert "2 prompts = 8 completions" in done.stdout
 
 
-def test_plan_reads_the_settings_of_a_recipe(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("global_batch_size: 24\nnum_generations: 4\nlearning_rate: 1.0e-5\n")
-    assert "24 completions = 6 prompts x 4" in runner.invoke(app, ["plan", "--config", str(path)]).output
-
-
 def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("global_batch_size: 16\nnum_train_epochs: 5\ndataloader_drop_last: true\n")
@@ -49,14 +43,6 @@ def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
     words = ["--num_prompts", "5", "--num_train_epochs", "1", "--dataloader_drop_last", "False"]
     kept = runner.invoke(app, ["plan", "--config", str(path), *words])
     assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
-
-
-def test_plan_shows_a_token_budget(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("micro_batch_tokens: 4096\n")
-    planned = runner.invoke(app, ["plan", "--config", str(path)]).output
-    assert "up to 8 completions and 4096 tokens per device" in planned
-    assert "(or more)" in run("plan", "--micro_batch_tokens", "2048").stdout
 
 
 def test_an_error_is_one_message_and_status_2():
