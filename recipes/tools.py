@@ -98,13 +98,13 @@ def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
     if what == "guesses":
         return [*parts, (guess, True)]
     if what == "calls":
-        call, said, last = f"{a}*{b}", str(a * b), f"{a * b}{EOS}"
+        call, result, last = f"{a}*{b}", str(a * b), f"{a * b}{EOS}"
     else:
-        call, said, last = rng.choice((f"{a}*", f"*{b}", f"{a}")), "{'error': 'no product'}", guess
+        call, result, last = rng.choice((f"{a}*", f"*{b}", f"{a}")), "{'error': 'no product'}", guess
     return [
         *parts,
         (f"{CALL}{NAME}({ARGUMENT}={call}){EOS}", True),
-        (f"{ANSWER}{said}{EOS}{MODEL}", False),
+        (f"{ANSWER}{result}{EOS}{MODEL}", False),
         (last, True),
     ]
 
@@ -114,14 +114,14 @@ def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
     tokenizer, rng = tool_tokenizer(), random.Random(0)
 
     def written() -> list[tuple[int, bool]]:
-        return [(i, own) for text, own in worked_example(rng) for i in tokenizer(text)["input_ids"]]
+        return [(i, trained) for text, trained in worked_example(rng) for i in tokenizer(text)["input_ids"]]
 
     examples = [written() for _ in range(4096)]
 
     def batch() -> dict[str, torch.Tensor]:
         rows = rng.choices(examples, k=EXAMPLES)
         ids = [torch.tensor([i for i, _ in row]) for row in rows]
-        labels = [torch.tensor([i if own else -100 for i, own in row]) for row in rows]
+        labels = [torch.tensor([i if trained else -100 for i, trained in row]) for row in rows]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
