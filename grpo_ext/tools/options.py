@@ -74,9 +74,8 @@ def read_settings(argv: list[str], more_options: Iterable[str] = ()) -> dict[str
         raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
     # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
     parser.set_defaults_with_config(lora_dropout=0.0)
-    if not {"--help", "-h"} & set(
-        argv
-    ):  # help lists the defaults; otherwise parse only what is given, into a namespace
+    # help lists the defaults; otherwise only what is given is parsed, into a namespace
+    if not {"--help", "-h"} & set(argv):
         parser.set_defaults_with_config(**dict.fromkeys((a.dest for a in parser._actions), argparse.SUPPRESS))
         parser.dataclass_types = ()
     try:
@@ -85,9 +84,8 @@ def read_settings(argv: list[str], more_options: Iterable[str] = ()) -> dict[str
         raise
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(str(error)) from error
-    refuse_unknown(
-        unknown, argv, [*more_options, *(option for action in parser._actions for option in action.option_strings)]
-    )
+    known = [option for action in parser._actions for option in action.option_strings]
+    refuse_unknown(unknown, argv, [*more_options, *known])
     return dict(vars(parsed[0])) if parsed else {}
 
 
