@@ -29,6 +29,7 @@ from ...rewards.worker import pack
 from ..stock import OURS
 
 POLL_S = 0.05
+EXIT_S = 90.0  # until processes that hang at their exit are killed; their results are there
 
 
 @dataclass(frozen=True)
@@ -175,35 +176,38 @@ def train(
     """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
 
     Raises:
-        LaunchError: a process ended with an error, or all runs took more than `timeout_s`; the message has the error
-            or the end of the output.
+        LaunchError: a process ended with an error, or a run took more than `timeout_s`; the message has the error or
+            the end of the output.
     """
-    what, end = f"{len(runs)} run(s) on {processes} process(es)", time.monotonic() + timeout_s
+    what = f"{len(runs)} run(s) on {processes} process(es)"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "runs.dill").write_bytes(pack(list(runs)))
         started = start(folder, processes, _environment(runs, processes))
         try:
             for run in runs:
-                file = folder / run.name / "result.json"
-                while not file.exists():
-                    # the file may appear between the first look and the end of the process
-                    if (status := started.status()) is not None and not file.exists():
-                        raise LaunchError(f"{what} ended with status {status}. {_reason(folder, started)}")
-                    if time.monotonic() > end:
-                        started.kill()
-                        last = started.output()[-800:]
-                        raise LaunchError(
-                            f"{what} took more than {timeout_s:g} s; use fewer steps or splits. Last output:\n{last}"
-                        )
-                    time.sleep(POLL_S)
-                yield _read_result(file.parent)
+                _wait_for(folder / run.name / "result.json", started, what, timeout_s)
+                yield _read_result(folder / run.name)
+            end = time.monotonic() + EXIT_S
             while (status := started.status()) is None and time.monotonic() < end:
                 time.sleep(POLL_S)
             if status:
                 raise LaunchError(f"{what} ended with status {status}. {_reason(folder, started)}")
         finally:
             started.kill()
+
+
+def _wait_for(result: Path, started: Processes, what: str, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not result.exists():
+        # the file may appear between the first look and the end of the process
+        if (status := started.status()) is not None and not result.exists():
+            raise LaunchError(f"{what} ended with status {status}. {_reason(result.parents[1], started)}")
+        if time.monotonic() > end:
+            started.kill()
+            last = started.output()[-800:]
+            raise LaunchError(f"{what}: one took more than {timeout_s:g} s; use fewer steps. Last output:\n{last}")
+        time.sleep(POLL_S)
 
 
 def run_all(

@@ -102,7 +102,7 @@ def test_a_launch_out_of_time_leaves_no_process(bench, tmp_path):
     assert status is None
     assert len(output.split()) == 2
     assert all(ended(int(pid)) for pid in output.split())
-    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\) took more than 0.2 s"):
+    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\): one took more than 0.2 s"):
         run_all([bench.run("grpo", 5)], 1, timeout_s=0.2)
 
 
