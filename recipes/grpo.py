@@ -1,7 +1,9 @@
 """GRPO on any model and data: `accelerate launch recipes/grpo.py [--config FILE.yaml] [--option value ...]`.
-Unlike TRL's script, nothing needs an argument: without a model and data it trains the embedded demo and shows the gain.
-The whole flow in one file, from `main` at its end; grpo_ext/tools/options.py holds the options: the data's, and every
-field of GRPOConfig and of trl's ModelConfig (`--help`)."""
+
+Unlike TRL's script it needs no arguments: without a model and data it trains the embedded demo and shows the gain. Read
+it from `main` at its end. grpo_ext/tools/options.py holds the options: those of the data, and every field of GRPOConfig
+and of TRL's ModelConfig (`--help`).
+"""
 
 from __future__ import annotations
 
@@ -58,21 +60,21 @@ def say(text: str) -> None:
 
 
 def check_output_dir(training: GRPOConfig) -> None:
-    """Settle, before anything is loaded, what becomes of the checkpoints an earlier run left in the output folder."""
-    folder, found = str(training.output_dir), checkpoints(str(training.output_dir))
+    """Resolve `resume_from_checkpoint` before anything is loaded; a new run never mixes with earlier checkpoints."""
+    folder, saved = str(training.output_dir), checkpoints(str(training.output_dir))
     resume = str(training.resume_from_checkpoint).lower()
     if resume in ("none", "false"):
         training.resume_from_checkpoint = None
-        if found:
+        if saved:
             raise ConfigError(
-                f"--output_dir {folder} already holds {len(found)} checkpoint(s), the last {found[-1].name}; a new run "
-                f"never mixes with them. To go on with that run add `--resume_from_checkpoint {found[-1]}`; to start "
+                f"--output_dir {folder} already holds {len(saved)} checkpoint(s), the last {saved[-1].name}; a new run "
+                f"never mixes with them. To go on with that run add `--resume_from_checkpoint {saved[-1]}`; to start "
                 "over name another --output_dir."
             )
     elif resume == "auto":
-        training.resume_from_checkpoint = "auto" if found else None
+        training.resume_from_checkpoint = "auto" if saved else None
     elif resume in ("true", "latest"):
-        if not found:
+        if not saved:
             raise ConfigError(
                 f"--resume_from_checkpoint {training.resume_from_checkpoint} takes the last checkpoint in --output_dir "
                 f"{folder}, which holds none; name the folder of the earlier run, leave the option out, or write "
@@ -108,13 +110,13 @@ def naming(model: Any) -> Iterator[None]:
         raise ConfigError(f"--model_name_or_path {model} could not be loaded: {error}") from error
 
 
-def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **what: Any) -> Any:
+def make_trainer(training: GRPOConfig, console: Console, stock: bool = False, **arguments: Any) -> Any:
     """The trainer; TRL's own with `stock`, for a comparison."""
     training.disable_tqdm = True
     if stock:
         args = stock_arguments(training, PartialState().num_processes)
-        return console.install(trl.GRPOTrainer(args=args, **what))
-    return console.install(GRPOTrainer(args=training, **what))
+        return console.install(trl.GRPOTrainer(args=args, **arguments))
+    return console.install(GRPOTrainer(args=training, **arguments))
 
 
 def save(trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
@@ -146,10 +148,10 @@ def finish(trainer: GRPOTrainer) -> None:
 
 
 class HeldOut:
-    """The share of held-out prompts that a demo's model answers rightly, and the seconds it had trained for by then.
+    """The share of held-out prompts that a demo's model answers rightly, and its seconds of training.
 
     Attributes:
-        seconds: of training before each measurement, without measuring.
+        seconds: of training before each measurement, without those of measuring.
     """
 
     def __init__(self, task: DemoTask, max_completion_length: int) -> None:
@@ -179,8 +181,8 @@ class HeldOut:
         say(f"{when}, held-out exact match {score:.2f}:")
         for prompt, completion, answer, right in samples[:5]:
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            said = " ".join(completion.split())  # on one line
-            say(f"  {text:<7} {said:<8} {'right' if right else 'wrong, ' + answer}")
+            answered = " ".join(completion.split())
+            say(f"  {text:<7} {answered:<8} {'right' if right else 'wrong, ' + answer}")
         return score
 
 
@@ -200,11 +202,18 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
     console = Console(held_out.measure, script.demo_eval_every)
-    what = {"model": str(task.model_path), "reward_funcs": rewards, "train_dataset": task.train_dataset}
-    what["eval_dataset"] = task.eval_dataset
-    adapter = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
     with naming(task.model_path):
-        trainer = make_trainer(training, console, script.demo_trainer == STOCK, **what, **adapter)
+        trainer = make_trainer(
+            training,
+            console,
+            script.demo_trainer == STOCK,
+            model=str(task.model_path),
+            reward_funcs=rewards,
+            train_dataset=task.train_dataset,
+            eval_dataset=task.eval_dataset,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
     policy = trainer.accelerator.unwrap_model(trainer.model)
     before = held_out.show("Before", policy)
     held_out.start()

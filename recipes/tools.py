@@ -4,7 +4,6 @@ To copy: the chat template, how calls are read from completions (`RESPONSES`), t
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import sys
@@ -52,6 +51,7 @@ RESPONSES = {
         "content": {"close": EOS, "content": "text"},
     },
 }
+VERSION = 2  # in the name of the cached folder; raise it when the warm start changes
 # what the warm start's teacher does: calls the tool rightly, forgets a factor in the call, or guesses
 SHARES = {"calls": 0.4, "forgets": 0.15, "guesses": 0.45}
 STEPS, EXAMPLES = 500, 64  # of the warm start, and of each of its steps
@@ -98,13 +98,13 @@ def worked_example(rng: random.Random) -> list[tuple[str, bool]]:
     if what == "guesses":
         return [*parts, (guess, True)]
     if what == "calls":
-        call, said, last = f"{a}*{b}", str(a * b), f"{a * b}{EOS}"
+        call, result, last = f"{a}*{b}", str(a * b), f"{a * b}{EOS}"
     else:
-        call, said, last = rng.choice((f"{a}*", f"*{b}", f"{a}")), "{'error': 'no product'}", guess
+        call, result, last = rng.choice((f"{a}*", f"*{b}", f"{a}")), "{'error': 'no product'}", guess
     return [
         *parts,
         (f"{CALL}{NAME}({ARGUMENT}={call}){EOS}", True),
-        (f"{ANSWER}{said}{EOS}{MODEL}", False),
+        (f"{ANSWER}{result}{EOS}{MODEL}", False),
         (last, True),
     ]
 
@@ -114,14 +114,14 @@ def warm_start() -> tuple[Any, PreTrainedTokenizerFast]:
     tokenizer, rng = tool_tokenizer(), random.Random(0)
 
     def written() -> list[tuple[int, bool]]:
-        return [(i, own) for text, own in worked_example(rng) for i in tokenizer(text)["input_ids"]]
+        return [(i, trained) for text, trained in worked_example(rng) for i in tokenizer(text)["input_ids"]]
 
     examples = [written() for _ in range(4096)]
 
     def batch() -> dict[str, torch.Tensor]:
         rows = rng.choices(examples, k=EXAMPLES)
         ids = [torch.tensor([i for i, _ in row]) for row in rows]
-        labels = [torch.tensor([i if own else -100 for i, own in row]) for row in rows]
+        labels = [torch.tensor([i if trained else -100 for i, trained in row]) for row in rows]
         pad = torch.nn.utils.rnn.pad_sequence
         return {
             "input_ids": pad(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
@@ -150,12 +150,10 @@ def main(argv: list[str]) -> None:
     refuse_unknown(unknown, argv, [f"--{spec.name}" for spec in fields(GRPOConfig)])
     if PartialState().device.type == "cpu":
         torch.set_num_threads(1)
-    made_from = repr((SYMBOLS, TEMPLATE, RESPONSES, SHARES, STEPS, EXAMPLES))
-    key = hashlib.sha256(made_from.encode()).hexdigest()[:12]
     if PartialState().is_main_process:
         print("Making the model (one to two minutes the first time, then cached) ...", flush=True)
     with PartialState().main_process_first():  # which builds the model; the others find it in the cache
-        path = built_once(f"tools-{key}", warm_start)
+        path = built_once(f"tools-{VERSION}", warm_start)
     rng = random.Random(1)
     rows = [[{"role": "user", "content": f"{rng.randint(10, 99)}*{rng.randint(10, 99)}"}] for _ in range(2048)]
     training.disable_tqdm = True

@@ -1,4 +1,4 @@
-"""The problems that recipes/grpo.py has with it, by the name that `--demo` takes."""
+"""The demo problems of recipes/grpo.py, by the name that `--demo` takes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class Demo:
     """A problem with its model.
 
     Attributes:
-        load: makes or downloads the model, once; a chat model may be named in place of it.
+        load: makes or downloads the model, once; takes another chat model in its place where `chat` is set.
         settings: keyword arguments of `grpo_ext.GRPOConfig`, known before anything is loaded.
         reward: the name of its reward function, as `--rewards` takes it.
-        chat: the model is a chat model, and another may be named.
     """
 
     load: Callable[..., DemoTask]

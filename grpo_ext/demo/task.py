@@ -1,6 +1,7 @@
 """The demo problem: put three to five letters in order, "dbca>" -> "abcd"; data, reward, measurement, run settings.
+
 The reward is a program's verdict (reinforcement learning with verifiable rewards); no training sees the held-out words.
-Stands before the flow: `load_demo()` gives the trainer what it takes; recipes/grpo.py runs it by default."""
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig
 
-from .warm_start import LETTERS, SEPARATOR, warm_started_model
+from .warm_start import LETTERS, SEPARATOR, VERSION, built_once, train_warm_start
 
 DATA_SEED = 0
 WARM_START_WORDS = 8192
@@ -87,15 +88,12 @@ def _dataset(words: list[str]) -> Dataset:
     )
 
 
-def load_demo(cache_dir: Path | None = None) -> DemoTask:
-    """The demo, ready to train; the first call builds the model (seconds) and keeps it in `cache_dir`.
-
-    `cache_dir`: `$GRPO_EXT_CACHE` if that is set, else `~/.cache/grpo_ext`.
-    """
+def load_demo() -> DemoTask:
+    """The demo, ready to train; the first call builds the model (seconds) and keeps it in the cache."""
     warm_start, train, held_out = demo_words()
     return DemoTask(
         about='put letters in order ("dbca>" -> "abcd"); a tiny model, warm-started by a careless teacher',
-        model_path=warm_started_model(warm_start, cache_dir),
+        model_path=built_once(f"demo-{VERSION}", lambda: train_warm_start(warm_start)),
         train_dataset=_dataset(train),
         eval_dataset=_dataset(held_out),
         reward_funcs=[sorted_letters_reward],

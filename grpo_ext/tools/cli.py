@@ -7,7 +7,7 @@ the recipe's parser. Light until a command needs more: a `plan` of sizes alone l
 from __future__ import annotations
 
 import json
-from functools import partial
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +44,8 @@ CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options 
 
 
 def say(text: str) -> None:
-    """A sentence, in one line however long it is and with its figures as they are."""
-    Console().print(text, highlight=False, soft_wrap=True)
+    """Print a sentence, unwrapped."""
+    Console().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def load_libraries() -> None:
@@ -62,19 +62,16 @@ def integers(text: str, name: str) -> list[int]:
     Raises:
         ConfigError: something else.
     """
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} is no list of whole numbers; write for example {name}=16,5,1.") from None
-    if min(values) < 1:
-        raise ConfigError(f"{name}={text!r} holds a number below 1; sizes and counts start at 1.")
-    return values
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"{name}={text!r} is not a list of positive integers; write for example {name}=16,5,1.")
+    return [int(part) for part in parts]
 
 
 def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
-    """The run's settings: what its file and the options that the command itself does not have say."""
+    """The settings of a run's file, and of the options that the command does not have itself."""
     if config is None and not context.args:
-        return {}  # without the libraries, which take seconds
+        return {}  # without importing the libraries
     load_libraries()
     from .options import read_settings
 
@@ -144,41 +141,36 @@ def check(
         bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare hashes of every tensor.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (png, svg or pdf).")] = None,
 ) -> None:
     """Train a few steps of a run (default: the demo) under several splits and compare; status 1 when a split differs.
 
-    In float32 unless the run's settings name bf16 or fp16; what it writes, logs and evaluates is left out.
+    In float32 unless the run's settings name bf16 or fp16; what the run writes, logs and evaluates is left out.
     """
-    from .plots import figure_class, write_check_plot
-
-    if plot is not None:
-        figure_class(plot)  # before the work, not after it
     load_libraries()
-    from . import check as checks
-    from .check.report import print_report, show_progress
-    from .check.task import load_task
+    from .check import check as compare_splits
+    from .check import splits_of
+    from .check.task import load_run
 
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
-    task = load_task(settings_of(context, config))
-    splits = checks.splits_of(task.settings["global_batch_size"], counts, sizes)
-    say(task.about)
-    with Console().status("starting processes") as status:
-        report = checks.check(
-            task,
-            splits=splits,
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
+        run, about = load_run(settings_of(context, config), Path(folder))
+        say(about)
+        report = compare_splits(
+            run,
+            splits_of(run.config["global_batch_size"], counts, sizes),
             steps=steps,
             against=against,
             tolerance=tolerance,
             bitwise=bitwise,
-            progress=partial(show_progress, status),
+            progress=say,
         )
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_dict(), indent=1))
-    if plot is not None:
-        write_check_plot(report, tolerance, plot)
-    print_report(report, bitwise)
+    Console().print(report.table())
+    for note in report.notes():
+        say(f"  {note}")
+    say(report.conclusion())
     if not report.ok:
         raise typer.Exit(1)
 
@@ -228,16 +220,10 @@ def report(
         Path | None,
         typer.Option(help="Folder to write (default: RUN/report; of several runs report-comparison beside the first)."),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Demos: also plot the held-out score over training time (png, svg or pdf).")
-    ] = None,
 ) -> None:
     """Write what a run did, or how several differ, as one page with plots; also of a run that goes on or was killed."""
-    from .plots import write_held_out_plot
     from .report.page import report as write
 
-    if plot is not None:
-        write_held_out_plot(runs, plot)
     page = write(runs, output)
     say(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
 

@@ -1,6 +1,7 @@
-"""Prompts from anywhere: a data set of the Hub, a JSONL, JSON, Parquet or CSV file, or a folder made by `save_to_disk`.
-Gives what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column as it was.
-The first step of the flow; recipes/grpo.py calls `load_prompts`."""
+"""Prompts from a data set of the Hub, a JSONL, JSON, Parquet or CSV file, or a folder of `save_to_disk`.
+
+Gives what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
-from datasets.exceptions import DatasetNotFoundError
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from ..errors import ConfigError, DataError, shortened
 
@@ -60,12 +60,6 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
     return _hold_out(_with_answer(_with_prompt(dataset, data), data), data, seed)
 
 
-def final_answer(text: str, marker: str = "####") -> str | None:
-    """What follows the last marker, stripped: "... #### 42" gives "42"; None where nothing does."""
-    _, found, after = text.rpartition(marker)
-    return after.strip() or None if found else None
-
-
 def is_local(source: str | Path) -> bool:
     """Whether data lie on this machine, or would, by their name; else they are of the Hub."""
     path, text = Path(source).expanduser(), str(source)
@@ -85,50 +79,34 @@ def prompt_lengths(dataset: Dataset, tokenizer: Any, rows: int = 256) -> list[in
 
 
 def _read(data: DataArguments) -> Dataset:
-    source = str(data.dataset_name)
+    source, split = str(data.dataset_name), data.dataset_split
     path = Path(source).expanduser()
-    if path.is_dir():
-        return _read_folder(path, data.dataset_split)
-    if path.is_file():
-        return _read_file(path)
-    if is_local(source):
+    if is_local(source) and not path.exists():
         raise DataError(f"The data {source} does not exist (looked in {Path.cwd()}); check the path.")
-    try:
-        return load_dataset(source, data.dataset_config, split=data.dataset_split)
-    except (DatasetNotFoundError, ConnectionError, ValueError, OSError) as error:
-        raise DataError(
-            f"The data '{source}' is no local file or folder and could not be loaded from the Hub (configuration "
-            f"{data.dataset_config!r}, split {data.dataset_split!r}): {error}"
-        ) from error
-
-
-def _read_file(path: Path) -> Dataset:
     builder = _BUILDERS.get(path.suffix.lower())
-    if builder is None:
+    if path.is_file() and builder is None:
         raise DataError(
-            f"{path} has the extension '{path.suffix}', which says no known kind of data; use one of "
+            f"{path} has the extension '{path.suffix}', which names no known kind of data; use one of "
             f"{', '.join(_BUILDERS)}, or a folder made by save_to_disk."
         )
-    if path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise DataError(f"{path} has no rows; training needs at least one prompt.")
     try:
-        return load_dataset(builder, data_files=str(path), split="train")
-    except Exception as error:  # the readers raise many kinds; all mean that the file is not what its name says
-        raise DataError(f"{path} could not be read as {builder}: {error.__cause__ or error}") from error
-
-
-def _read_folder(path: Path, split: str) -> Dataset:
-    if not any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+        if path.is_file():
+            return load_dataset(builder, data_files=str(path), split="train")
+        if not path.is_dir():
+            return load_dataset(source, data.dataset_config, split=split)
+        dataset = load_from_disk(str(path))
+    except Exception as error:  # the readers raise many kinds
         raise DataError(
-            f"The folder {path} was not made by save_to_disk (it has neither state.json nor dataset_dict.json); name a "
-            f"file in it instead, one of {', '.join(_BUILDERS)}."
-        )
-    dataset = load_from_disk(str(path))
-    if not isinstance(dataset, DatasetDict):
-        return dataset
-    if split not in dataset:
-        raise DataError(f"{path} has no split '{split}'; it has {', '.join(dataset)}.")
-    return dataset[split]
+            f"The data {source} could not be read (configuration {data.dataset_config!r}, split {split!r}): "
+            f"{error.__cause__ or error}"
+        ) from error
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{path} has no split '{split}'; it has {', '.join(dataset)}.")
+        return dataset[split]
+    return dataset
 
 
 def _require(dataset: Dataset, column: str, source: Any, option: str) -> None:
@@ -138,7 +116,7 @@ def _require(dataset: Dataset, column: str, source: Any, option: str) -> None:
         )
 
 
-def _rename(dataset: Dataset, column: str, wanted: str, source: Any) -> Dataset:
+def _renamed(dataset: Dataset, column: str, wanted: str, source: Any) -> Dataset:
     if column == wanted:
         return dataset
     if wanted in dataset.column_names:
@@ -155,23 +133,17 @@ def _with_answer(dataset: Dataset, data: DataArguments) -> Dataset:
     column = data.answer_column or "answer"
     _require(dataset, column, source, "answer_column")
     if marker is not None:
-        golds = [_marked(str(text), marker, f"{source}, row {row}") for row, text in enumerate(dataset[column])]
-        features = dataset.features.copy()
-        features[column] = Value("string")
-        dataset = dataset.map(
-            lambda _, row: {column: golds[row]}, with_indices=True, features=features, load_from_cache_file=False
-        )
-    return _rename(dataset, column, "answer", source)
-
-
-def _marked(text: str, marker: str, where: str) -> str:
-    gold = final_answer(text, marker)
-    if gold is None:
-        raise DataError(
-            f"{where}: nothing follows '{marker}' in the answer {shortened(repr(text), 60)}; every answer needs the "
-            "marker, or leave answer_after out."
-        )
-    return gold
+        answers = []
+        for row, text in enumerate(dataset[column]):
+            _, _, answer = str(text).rpartition(marker)
+            if marker not in str(text) or not answer.strip():
+                raise DataError(
+                    f"{source}, row {row}: nothing follows '{marker}' in the answer {shortened(repr(text), 60)}; every "
+                    "answer needs the marker, or leave answer_after out."
+                )
+            answers.append(answer.strip())
+        dataset = _replaced(dataset, column, answers)
+    return _renamed(dataset, column, "answer", source)
 
 
 def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
@@ -180,26 +152,28 @@ def _with_prompt(dataset: Dataset, data: DataArguments) -> Dataset:
         _require(dataset, column, source, "prompt_column")
         prompts, origin = list(dataset[column]), f"column '{column}'"
     else:
-        for placeholder in _placeholders(template):
-            _require(dataset, placeholder, source, f"prompt_template {template!r}")
+        try:
+            columns = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise DataError(
+                f"prompt_template={template!r} cannot be read ({error}); write columns as {{column}} and braces twice."
+            ) from error
+        for name in columns:
+            _require(dataset, name, source, f"prompt_template {template!r}")
         prompts, origin = [template.format(**row) for row in dataset], "prompt_template"
     prompts = [_prompt(prompt, data, f"{source}, row {row}, {origin}") for row, prompt in enumerate(prompts)]
     if template is None:
-        dataset = _rename(dataset, column, "prompt", source)
+        dataset = _renamed(dataset, column, "prompt", source)
+    return _replaced(dataset, "prompt", prompts)
+
+
+def _replaced(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
+    """The data set with these values in a column, in place of its own if it has one."""
     # added before the old column goes: a data set without columns forgets how many rows it has
-    dataset = dataset.add_column("_new_prompt", prompts)
-    if "prompt" in dataset.column_names:
-        dataset = dataset.remove_columns("prompt")
-    return dataset.rename_column("_new_prompt", "prompt")
-
-
-def _placeholders(template: str) -> list[str]:
-    try:
-        return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise DataError(
-            f"prompt_template={template!r} cannot be read ({error}); write columns as {{column}} and braces twice."
-        ) from error
+    dataset = dataset.add_column("_values", values)
+    if column in dataset.column_names:
+        dataset = dataset.remove_columns(column)
+    return dataset.rename_column("_values", column)
 
 
 def _prompt(prompt: Any, data: DataArguments, where: str) -> Any:

@@ -1,6 +1,8 @@
-"""What a run may be told, by options or in the YAML file of `--config`: the data and rewards below, GRPOConfig, trl's
-ModelConfig. Read by recipes/grpo.py and, as it is, by `grpo-ext check` and `plan`.
-Unlike in TRL's script, a run that names neither model nor data is the embedded demo."""
+"""The options of a run, on the command line or in the YAML file of `--config`: data and rewards, GRPOConfig and TRL's
+ModelConfig. Read by recipes/grpo.py, `grpo-ext check` and `grpo-ext plan`.
+
+Unlike in TRL's script, a run that names neither model nor data is the embedded demo.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
 from .data import DataArguments
-from .stock import OURS, SIZES, STOCK, stock_config
+from .stock import OURS, STOCK, stock_config
 
-# beginnings of names that say what a run writes, evaluates, or goes on from
+# prefixes of settings of a run's output, evaluation and resume
 _WRITTEN = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
 
@@ -54,11 +56,11 @@ def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConf
     return demo, *as_dataclasses({**(demo_defaults(settings) if demo else {}), **settings})
 
 
-def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
+def read_settings(argv: list[str], more_options: Iterable[str] = ()) -> dict[str, Any]:
     """What the command line and its `--config FILE` set, by name and in its type; the command line wins.
 
     Args:
-        own: further options, of the command that calls; for the hint where a name is unknown.
+        more_options: options of the calling command, for the hint where a name is unknown.
 
     Raises:
         ConfigError: an unknown name or a value of another type; a file that is missing or holds no settings.
@@ -72,24 +74,26 @@ def read_settings(argv: list[str], own: Iterable[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"--config {path} does not exist (looked in {Path.cwd()}); check the path.")
     # ModelConfig's 0.05 is noise drawn per micro-batch, which the trainer refuses
     parser.set_defaults_with_config(lora_dropout=0.0)
-    if not {"--help", "-h"} & set(argv):  # which lists the defaults; else what is given comes alone, in a namespace
+    # help lists the defaults; otherwise only what is given is parsed, into a namespace
+    if not {"--help", "-h"} & set(argv):
         parser.set_defaults_with_config(**dict.fromkeys((a.dest for a in parser._actions), argparse.SUPPRESS))
         parser.dataclass_types = ()
     try:
-        *found, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+        *parsed, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except GrpoExtError:
         raise
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(str(error)) from error
-    refuse_unknown(unknown, argv, [*own, *(option for action in parser._actions for option in action.option_strings)])
-    return dict(vars(found[0])) if found else {}
+    known = [option for action in parser._actions for option in action.option_strings]
+    refuse_unknown(unknown, argv, [*more_options, *known])
+    return dict(vars(parsed[0])) if parsed else {}
 
 
 def is_demo(settings: Mapping[str, Any]) -> bool:
-    """Whether neither a model nor data is named; a demo of a chat model may have another model.
+    """Whether the settings name a demo, or neither a model nor data.
 
     Raises:
-        ConfigError: one of them is, or data beside a demo.
+        ConfigError: only one of model and data is named, or a demo with data or a model it does not take.
     """
     if (name := settings.get("demo")) is not None:
         if settings.get("dataset_name") is not None:
@@ -106,7 +110,7 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
 
 
 def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the demo that these settings name, where none are given."""
+    """The demo's own settings, which the run's override."""
     name = settings.get("demo") or "letters"
     demo = demo_named(name)
     return {**demo.settings(), "demo": name, "rewards": [demo.reward]}
@@ -141,11 +145,11 @@ def stock_arguments(training: GRPOConfig, processes: int) -> trl.GRPOConfig:
     Raises:
         GrpoExtError: stock TRL cannot express it; see `stock_config`.
     """
-    values = {spec.name: getattr(training, spec.name) for spec in fields(GRPOConfig) if spec.init}
+    settings = {spec.name: getattr(training, spec.name) for spec in fields(GRPOConfig) if spec.init}
     geometry = training.resolve_geometry(processes)
-    sizes = {name: getattr(geometry, name) for name in SIZES}  # by whatever names they were given
-    by_trl = {"generation_batch_size": None, "steps_per_generation": None}
-    return trl.GRPOConfig(**stock_config({**values, **by_trl, **sizes}, processes))
+    settings |= {"generation_batch_size": None, "steps_per_generation": None}
+    settings |= {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_batch_size")}
+    return trl.GRPOConfig(**stock_config(settings, processes))
 
 
 def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -155,17 +159,17 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def written(settings: Mapping[str, Any]) -> set[str]:
-    """The settings that say what a run writes, evaluates, or goes on from; a check leaves them out."""
+    """The settings of a run's output, evaluation and resume, which a check leaves out."""
     return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_WRITTEN)}
 
 
 def refuse_option(message: str) -> NoReturn:
-    """A parser's complaint as one sentence, without the two hundred lines of its usage."""
+    """Raise the parser's message as an error, without its usage."""
     raise ConfigError(f"{message}; `--help` lists the options.")
 
 
 def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> None:
-    """Refuse what the parser has left over: options, and names in the file of `--config`, which come as options too."""
+    """Refuse the words that the parser did not take: options, and names in the file of `--config`."""
     if not unknown:
         return
     names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
@@ -181,11 +185,11 @@ def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> Non
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
     """How the model is loaded: arguments of `from_pretrained`, those of `--model_init_kwargs` before the others."""
-    given: Any = training.model_init_kwargs or {}  # a dictionary by now; the option is written as JSON
+    model_init_kwargs: Any = training.model_init_kwargs or {}  # a dictionary, whatever its annotation
     return {
         "revision": model.model_revision,
         "trust_remote_code": training.trust_remote_code,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
-        **given,
+        **model_init_kwargs,
     }

@@ -6,24 +6,15 @@ Settings of ours that only lay a run out are dropped: stock TRL has none of them
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ..batching.sizes import geometry_of
 from ..errors import GrpoExtError
 
 OURS, STOCK = "grpo_ext", "trl"
-SIZES = {"global_batch_size", "rollout_batch_size"}  # said in TRL's fields
-# off where they are None, False or 0
+# settings of ours that change what is learned; off where they are None, False or 0
 ALGORITHM = {"advantage_estimator", "loss_aggregation", "dynamic_sampling", "rollout_lag"}
-LAYOUT = {
-    *("rollout_chunk_size", "micro_batch_tokens", "forward"),
-    *("skip_zero_contribution", "compact_rollouts", "bitwise_invariant"),
-    *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume"),
-    *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "tool_timeout"),
-    *("allow_split_dependent", "eval_pass_threshold", "eval_pass_reward", "float32_adapters"),
-    "dynamic_sampling_max_rounds",  # says nothing without dynamic_sampling
-    *("rollout_threads", "rollout_device"),  # nor do these without rollout_lag
-}
 
 
 def refuse_ours(settings: Mapping[str, Any]) -> None:
@@ -40,11 +31,13 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 
 
 def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The same run in the fields of `trl.GRPOConfig`; `settings` by the names of ours, TRL's defaults where missing.
+    """The same run in the fields of `trl.GRPOConfig`; TRL's defaults where a setting is missing.
 
     Raises:
         GrpoExtError: stock TRL cannot express it: an algorithm of ours, or micro-batches that do not divide the step.
     """
+    from trl import GRPOConfig
+
     refuse_ours(settings)
     geometry = geometry_of(settings, processes)
     batch, unit = geometry.global_batch_size, geometry.micro_batch_size * processes
@@ -53,9 +46,9 @@ def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
             f"micro-batches of {geometry.micro_batch_size} on {processes} process(es) do not divide "
             f"global_batch_size={batch}, as stock TRL needs; use a size of which {batch} is a multiple"
         )
-    left_out = SIZES | ALGORITHM | LAYOUT | {"generation_batch_size"}
+    shared = {spec.name for spec in fields(GRPOConfig) if spec.init} - {"generation_batch_size"}
     return {
-        **{name: value for name, value in settings.items() if name not in left_out},
+        **{name: value for name, value in settings.items() if name in shared},
         "gradient_accumulation_steps": batch // unit,
         "steps_per_generation": geometry.rollout_batch_size // unit,
     }

@@ -108,7 +108,7 @@ def bench(
         table, notes = compared(old, record)
         Console().print(table)
         for note in notes:
-            say(f"  {escape(note)}")
+            say(f"  {note}")
     if plot is not None:
         write_bench_plot(results, plot)
 

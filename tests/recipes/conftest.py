@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from filelock import FileLock
 
 from grpo_ext.demo.task import load_demo
 
@@ -13,7 +12,7 @@ def cache(tmp_path_factory):
     """The folder for `GRPO_EXT_CACHE`, with the demo's model in it; one for all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock"):
-        load_demo(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GRPO_EXT_CACHE", str(folder))
+        load_demo()
     return folder

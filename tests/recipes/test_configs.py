@@ -126,7 +126,7 @@ def test_it_trains_a_toy_model_of_the_same_architecture(recipe, name, tmp_path):
 
 def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     """The plan of the file is above; the check trains it, the bench is what it would run."""
-    monkeypatch.setattr("grpo_ext.tools.check.splits.launch", launches.launch)
+    monkeypatch.setattr("grpo_ext.tools.check.splits.train", launches.train)
     own: Overrides = {
         "model_name_or_path": (toy_model(tmp_path / "model"), "no network"),
         "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "no network"),
@@ -135,7 +135,7 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     splits = ["--processes", "1", "--micro_batch_sizes", "16,3", "--steps", "1"]
     result = CliRunner().invoke(app, ["check", *words, *splits])
     assert result.exit_code == 0, (result.output, result.exception)
-    assert "LoRA of rank 16, in float32" in result.output
+    assert "LoRA of rank 16; float32" in result.output
     assert "learns the same" in result.output
     benched = []
     monkeypatch.setattr("tests.bench.shapes.run_shape", lambda *what: benched.append(what) or 1 / 0)

@@ -90,7 +90,10 @@ def own_task(tmp_path):
 
 
 @pytest.mark.full  # a minute and more; the notebook's 35 steps and the adapter's 20 show the gain in `make test`
-def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(accelerate_launch, tmp_path, cache):
+def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
+    accelerate_launch, tmp_path, cache, monkeypatch
+):
+    monkeypatch.setenv("GRPO_EXT_CACHE", str(cache))
     result = accelerate_launch()
     found = re.search(r"^held-out exact match (\d\.\d+) -> (\d\.\d+) in \d+ s$", result.stdout, re.M)
     assert found, result.stdout
@@ -103,7 +106,7 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(acceler
     assert metrics["exact_match_after"] == pytest.approx(after, abs=0.005)
     assert not list(folder.glob("checkpoint-*"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    saved, _ = exact_match(model, tokenizer, load_demo(cache))
+    saved, _ = exact_match(model, tokenizer, load_demo())
     assert saved == pytest.approx(metrics["exact_match_after"], abs=0.01), "the saved model is not the trained one"
 
 

@@ -224,17 +224,11 @@ def python(
 
 
 def environments(environment: dict[str, str], processes: int, port: int) -> list[dict[str, str]]:
-    """The environment of each process: that of `accelerate launch`, which starts none for a single one."""
+    """The environment of each process, as torch's launcher sets it; a single process has no launcher."""
     if processes == 1:
         return [environment]
     common = {
         **environment,
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "LOCAL_WORLD_SIZE": str(processes),

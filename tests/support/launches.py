@@ -13,7 +13,7 @@ from tests.support.cases import Bench
 from tests.support.forks import forked
 
 run_all = functools.partial(runs.run_all, start=forked)
-launch = functools.partial(runs.launch, start=forked)
+train = functools.partial(runs.train, start=forked)
 
 REFERENCE = 16  # the whole step in one forward
 SIZES = (8, 5, 3, 1)

@@ -33,11 +33,6 @@ def trainer_with(folder, called=("count",), tokenizer=None, dataset=None, reward
     )
 
 
-def contents(trainer, role="tool"):
-    table = trainer._logs["extra"]["transcript"]
-    return [m["content"] for row in table for m in json.loads(row) if m["role"] == role]
-
-
 def test_an_environment_whose_call_hangs_is_used_no_more(tmp_path, caplog):
     made = []
 

@@ -2,6 +2,5 @@
 
 from .report import CheckReport, Split
 from .splits import check, splits_of
-from .task import Task
 
-__all__ = ["CheckReport", "Split", "Task", "check", "splits_of"]
+__all__ = ["CheckReport", "Split", "check", "splits_of"]

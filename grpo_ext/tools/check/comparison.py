@@ -1,13 +1,14 @@
-"""How two runs of a check differ: what they learned, their gradients, their logs, their bits.
+"""How two runs of a check differ: their updates, gradients, logs and bits.
 
-The relative update error is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference; the
-gradient error is the same for what the optimizer is given, in steps that all have the weights of the start (a learning
-rate of 0), so that every split has the same completions. The invariance tests use the same code.
+The relative update error is `norm(dA - dB) / norm(dA)`, d the parameter change in float64, A the reference. The
+gradient error is the same for the gradients the optimizer gets, in steps with a learning rate of 0: their weights are
+the initial ones, so every split has the same completions. The invariance tests use the same code.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,23 @@ from safetensors import safe_open
 
 from ..stock import STOCK
 from .report import IN_16_BITS, Split, SplitResult
-from .runs import RunResult
+from .runs import Run, RunResult
 
 TOLERANCE = 1e-5  # relative update error in float32, the promise of the default mode
 METRIC_TOLERANCE = 1e-4  # |a - b| / max(1, |a|) of a logged value: logs are float32 sums in another order
 GRADIENT_TOLERANCE = 1e-5  # relative, in float32, without an optimizer to amplify it
-SMALL_STEP = 0.1  # of the largest step's gradient: rounding is measured against no less, a gradient may be nothing else
+SMALL_STEP = 0.1  # of the largest step's gradient: the least a step's error is measured against; a gradient may be 0
 _TIMING = ("step_time", "total_flos")  # values that are no result of the algorithm
 _TIMING_ENDS = ("_runtime", "_per_second")
-_LAYOUT_STARTS = ("time/", "layout/")  # say how a step was laid out, which is what a split changes
+_LAYOUT_STARTS = ("time/", "layout/")  # the layout of a step, which a split changes
+
+
+@dataclass
+class Trained:
+    """A split's run, and the file with the gradients of a second run, which does not learn."""
+
+    run: RunResult
+    gradients: Path | None = None
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -63,7 +72,7 @@ def describe_difference(reference: dict[str, torch.Tensor], other: dict[str, tor
 
 
 def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[float, str]:
-    """Largest `|a - b| / max(1, |a|)` over all logged values that are no timings, and its name."""
+    """Largest `|a - b| / max(1, |a|)` over all logged values except timings, and its name."""
     if len(reference) != len(other):
         return math.inf, f"{len(reference)} against {len(other)} log lines"
     worst, name = 0.0, ""
@@ -71,13 +80,13 @@ def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any
         for key in line_a.keys() | line_b.keys():
             if key in _TIMING or key.endswith(_TIMING_ENDS) or key.startswith(_LAYOUT_STARTS):
                 continue
-            gap = _gap(line_a.get(key), line_b.get(key))
+            gap = _relative_gap(line_a.get(key), line_b.get(key))
             if gap > worst:
                 worst, name = gap, key
     return worst, name
 
 
-def _gap(a: Any, b: Any) -> float:
+def _relative_gap(a: Any, b: Any) -> float:
     if a == b:
         return 0.0
     if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
@@ -85,21 +94,6 @@ def _gap(a: Any, b: Any) -> float:
     if math.isnan(a) and math.isnan(b):
         return 0.0
     return abs(a - b) / max(1.0, abs(a))
-
-
-def compare(split: Split, trainer: str, reference: RunResult, other: RunResult, tolerance: float) -> SplitResult:
-    """Compare two runs of one trainer."""
-    if other.error is not None:
-        return SplitResult(split, trainer, math.nan, math.nan, "", "refused", _first_line(other.error))
-    error = update_error(reference.delta, other.delta)
-    gap, name = metric_difference(reference.log, other.log)
-    if not any(float(d.abs().max()) > 0 for d in other.delta.values()):
-        nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
-        return SplitResult(split, trainer, error, gap, name, "nothing learned", nothing)
-    if other is reference:
-        return SplitResult(split, trainer, 0.0, 0.0, "", "reference")
-    same = error <= tolerance and gap <= METRIC_TOLERANCE
-    return SplitResult(split, trainer, error, gap, name, "same" if same else "differs")
 
 
 def first_difference(reference: list[dict[str, str]], other: list[dict[str, str]]) -> tuple[int, str] | None:
@@ -111,43 +105,60 @@ def first_difference(reference: list[dict[str, str]], other: list[dict[str, str]
     return None if len(reference) == len(other) else (min(len(reference), len(other)) + 1, "the number of steps")
 
 
-def compare_bits(split: Split, trainer: str, reference: RunResult, other: RunResult) -> SplitResult:
-    """Compare two runs of one trainer by the hashes of every parameter and optimizer tensor after every step."""
-    result = compare(split, trainer, reference, other, math.inf)
-    if result.verdict not in ("same", "differs"):
-        return result
-    if (difference := first_difference(reference.trace, other.trace)) is not None:
-        step, tensor = difference
-        result.verdict, result.reason = "differs", f"the first difference is in {tensor} after step {step}"
-    elif result.metric_error > 0.0:
-        result.verdict, result.reason = "differs", f"only the log differs, most in {result.metric_name}"
+def compare(run: Run, split: Split, reference: Trained, other: Trained, tolerance: float = TOLERANCE) -> SplitResult:
+    """Compare two splits of `run`, whose name is that of the trainer in the report; with a trace compare hashes."""
+    if (error := other.run.error) is not None:
+        first_line = error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
+        return SplitResult(split, run.name, "refused", first_line)
+    result = SplitResult(split, run.name, "same")
+    result.update_error = update_error(reference.run.delta, other.run.delta)
+    result.metric_error, metric = metric_difference(reference.run.log, other.run.log)
+    if reference.gradients and other.gradients:
+        result.gradient_error = gradient_error(reference.gradients, other.gradients)
+    if not any(bool(d.any()) for d in other.run.delta.values()):
+        nothing = "no parameter moved: no group had rewards that differ, or the learning rate is 0; train more steps"
+        result.verdict, result.reason = "nothing learned", nothing
+    elif other is reference:
+        result.verdict = "reference"
+    elif run.trace:
+        result.reason = _difference_of_bits(reference.run, other.run, result.metric_error, metric)
+        result.verdict = "differs" if result.reason else "same bits"
     else:
-        result.verdict = "same bits"
+        result.reason = _difference(run, result, reference.run, other.run, tolerance, metric)
+        result.verdict = "differs" if result.reason else "same"
     return result
 
 
-def _first_line(error: str) -> str:
-    return error.removeprefix("GrpoExtError: ").split("\n")[0][:200]
+def _difference_of_bits(reference: RunResult, other: RunResult, metric_error: float, metric: str) -> str:
+    """The first difference of two runs' bits; empty where there is none."""
+    if (difference := first_difference(reference.trace, other.trace)) is not None:
+        return f"the first difference is in {difference[1]} after step {difference[0]}"
+    return f"only the log differs, most in {metric}" if metric_error > 0.0 else ""
 
 
-def blame(result: SplitResult, config: dict[str, Any], reference: RunResult, other: RunResult, in_16_bits: bool) -> str:
+def _difference(
+    run: Run, result: SplitResult, reference: RunResult, other: RunResult, tolerance: float, metric: str
+) -> str:
+    """Why a split differs; empty where update, gradient and log are within their tolerances."""
+    wrong_gradient = run.in_float32 and result.gradient_error > GRADIENT_TOLERANCE
+    if result.update_error <= tolerance and result.metric_error <= METRIC_TOLERANCE and not wrong_gradient:
+        return ""
+    if cause := _known_cause(run, reference, other):
+        return cause
+    if result.update_error <= tolerance:
+        only_log = f"only the log differs, most in {metric}"
+        return "the gradient differs, the update hides it" if wrong_gradient else only_log
+    if reference.delta.keys() != other.delta.keys():
+        return "the trained parameters differ"
+    return describe_difference(reference.delta, other.delta)
+
+
+def _known_cause(run: Run, reference: RunResult, other: RunResult) -> str:
     """What makes a split differ, where the settings or the first log line tell."""
-    if reference.log and other.log and result.trainer == STOCK:
+    if run.trainer == STOCK and reference.log and other.log:
         sampled = ("completions/mean_length", "reward", "num_tokens")
-        if any(_gap(reference.log[0].get(k), other.log[0].get(k)) > 1e-6 for k in sampled):
+        if any(_relative_gap(reference.log[0].get(k), other.log[0].get(k)) > 1e-6 for k in sampled):
             return "the first rollout differs (each process samples with a seed of its own)"
-    reasons = []
-    if config.get("allow_split_dependent"):
-        reasons.append("allow_split_dependent=True: dropout or batch statistics depend on the micro-batch")
-    if in_16_bits:
-        reasons.append(IN_16_BITS)
-    if result.trainer == STOCK:
-        if config.get("loss_type") == "bnpo":
-            reasons.append("loss_type=bnpo averages means of micro-batches")
-        if config.get("top_entropy_quantile", 1.0) < 1.0:
-            reasons.append("top_entropy_quantile is taken per micro-batch")
-        if config.get("entropy_coef") or config.get("use_adaptive_entropy"):
-            reasons.append("the entropy bonus averages means of micro-batches")
-        if config.get("rollout_batch_size", 0) and result.split.processes > 1:
-            reasons.append("the rollout batch is shuffled per process")
-    return "; ".join(reasons)
+    if run.config.get("allow_split_dependent"):
+        return "allow_split_dependent=True: dropout or batch statistics depend on the micro-batch"
+    return "" if run.in_float32 else IN_16_BITS

@@ -1,13 +1,12 @@
 """Training runs in processes of their own: what `grpo-ext check` and the invariance tests compare.
 
-A run trains a few steps from a given start and reports the parameter change and the log. Runs with the same number of
-processes share one `Launch`, because importing the libraries takes longer than training a tiny model.
+A run trains a few steps from a given start and reports the parameter change and the log. Runs on the same number of
+processes share a launch, because importing the libraries takes longer than training a tiny model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 
 import psutil
 import torch
-import yaml
 from peft import PeftConfig
 from safetensors.torch import load_file
 
@@ -30,7 +28,8 @@ from ...errors import LaunchError
 from ...rewards.worker import pack
 from ..stock import OURS
 
-POLL_S = 0.05  # between two looks for a file of the other side
+POLL_S = 0.05
+EXIT_S = 90.0  # until processes that hang at their exit are killed; their results are there
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,20 @@ class Run:
 
     Attributes:
         name: unique among the runs of a launch.
-        model_path: folder or id of the start, loaded in `dtype`; its tokenizer lies beside it.
+        model_path: folder or id of the initial model, loaded in `dtype`, with its tokenizer.
         data_path: folder of the training set (`Dataset.save_to_disk`).
         rewards: reward functions, as for the trainer.
-        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply, but for the type.
+        config: keyword arguments of `grpo_ext.GRPOConfig`; `model_init_kwargs` in it apply, except the dtype.
         trainer: "grpo_ext", or "trl" for stock TRL with the same settings.
         peft: None for full training.
         quantization: a `transformers.BitsAndBytesConfig`, or None.
         eval_path: folder of an evaluation set; evaluated once after training.
         dtype: "float32", or "float64" to tell wrong algebra from rounding.
         trace: hash every parameter and optimizer tensor after every step.
-        gradients: file to write the gradients of every step to, as the optimizer is given them; None for none.
-        resume_from: a checkpoint to go on from.
+        gradients: file for the gradients of every step, as the optimizer gets them; None for none.
+        resume_from: a checkpoint to resume from.
         rollout_func: as for the trainer.
-        nameless: the model is handed over without a name to find it by again, as one built in memory.
+        nameless: clear the model's name, as for a model built in memory.
     """
 
     name: str
@@ -84,19 +83,18 @@ class Run:
 
     @property
     def has_float64(self) -> bool:
-        """Whether float64 can tell rounding from a difference; for half precision and quantised weights it cannot."""
+        """Whether the same run exists in float64; half precision and quantised weights have none."""
         return self.half is None and self.quantization is None
 
 
 @dataclass
 class RunResult:
-    """What came out of a run.
+    """The outcome of a run.
 
     Attributes:
         delta: parameters after minus before, per trainable parameter, float64.
         log: the Trainer's log lines.
         error: the message, where the run ended with one.
-        seconds: wall time of training.
         trace: for each step, the hash of every parameter and optimizer tensor.
     """
 
@@ -104,15 +102,24 @@ class RunResult:
     delta: dict[str, torch.Tensor] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
-    seconds: float = 0.0
     trace: list[dict[str, str]] = field(default_factory=list)
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that the other side sees whole or not at all."""
-    beside = file.with_name(f"{file.name}.part")
-    beside.write_bytes(content)
-    beside.replace(file)
+class Processes(Protocol):
+    """The processes of a launch."""
+
+    def status(self) -> int | None:
+        """The exit status; None while they run."""
+
+    def output(self) -> str:
+        """What they printed so far, errors included."""
+
+    def kill(self) -> None:
+        """Kill every process that still runs."""
+
+
+# starts the worker: (folder, processes, environment)
+Starter = Callable[[Path, int, dict[str, str]], Processes]
 
 
 def free_port() -> int:
@@ -122,44 +129,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch_command(processes: int, folder: Path, script: Sequence[str]) -> list[str]:
-    """The command line that starts `script` on `processes` processes through Accelerate's launcher.
+def launch_command(processes: int, script: Sequence[str]) -> list[str]:
+    """The command line that starts `script` on `processes` processes.
 
-    On a machine without enough accelerators the processes run on the CPU over gloo. `--cpu --num_processes N` would
-    silently start one process; a configuration file with `MULTI_GPU` and `use_cpu` starts all of them.
+    Not `accelerate launch`, which has the defaults of a configuration file of the user's.
     """
     if processes == 1:
         return [sys.executable, *script]
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU",
-        "use_cpu": torch.cuda.device_count() < processes,
-        "num_processes": processes,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "mixed_precision": "no",
-        "main_process_port": free_port(),
-    }
-    path = folder / f"accelerate_{processes}.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), *script]
-
-
-class Processes(Protocol):
-    """The processes of a launch, from outside."""
-
-    def status(self) -> int | None:
-        """None while they run; 0 where all ended well."""
-
-    def output(self) -> str:
-        """What they printed so far, errors too."""
-
-    def kill(self) -> None:
-        """End every one that still runs."""
-
-
-# starts the worker for a folder: (folder, processes, environment)
-Starter = Callable[[Path, int, dict[str, str]], Processes]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [*torchrun, "--master-port", str(free_port()), *script]
 
 
 class _Launched:
@@ -187,140 +165,77 @@ class _Launched:
 
 
 def launched(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
-    """A `Starter`: fresh interpreters, several of them through Accelerate's launcher."""
-    command = launch_command(processes, folder, ["-m", "grpo_ext.tools.check.worker", str(folder)])
+    """A `Starter`: fresh interpreters, several of them through torch's launcher."""
+    command = launch_command(processes, ["-m", "grpo_ext.tools.check.worker", str(folder)])
     return _Launched(command, environment, folder / "output.txt")
 
 
-class Launch:
-    """Processes that wait for runs and train them one after the other, until the `launch` that made it ends.
-
-    Attributes:
-        processes: how many.
-    """
-
-    def __init__(self, folder: Path, processes: int, started: Processes) -> None:
-        self.processes, self._folder, self._started = processes, folder, started
-        self._batches = itertools.count()
-
-    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until every process has imported the libraries.
-
-        Raises:
-            LaunchError: the launch died or ran out of time; the end of its output is in the message.
-        """
-        files = [self._folder / f"ready_{rank}" for rank in range(self.processes)]
-        for file in files:
-            self._wait_for(file, f"the start of {self.processes} process(es)", timeout_s, timeout_s)
-
-    def train(self, runs: Sequence[Run], timeout_s: float = 1800.0) -> Iterator[RunResult]:
-        """Train every run, and give each result as soon as it is there.
-
-        Raises:
-            LaunchError: the launch died, or all runs took more than `timeout_s`; the end of its output is in the
-                message.
-        """
-        batch = self._folder / f"batch_{next(self._batches)}"
-        batch.mkdir()
-        write_whole(batch / "runs.dill", pack(list(runs)))
-        what, end = f"{len(runs)} run(s) on {self.processes} process(es)", time.monotonic() + timeout_s
-        for run in runs:
-            self._wait_for(batch / run.name / "result.json", what, end - time.monotonic(), timeout_s)
-            yield read_result(batch / run.name, run.name)
-
-    def end(self, patience_s: float = 90.0) -> None:
-        """Let the processes end. Results are there: what takes longer is ended by `launch`.
-
-        Raises:
-            LaunchError: a process ended with an error.
-        """
-        write_whole(self._folder / "end", b"")
-        until = time.monotonic() + patience_s
-        while (status := self._started.status()) is None and time.monotonic() < until:
-            time.sleep(POLL_S)
-        if status:
-            raise LaunchError(self._died(f"{self.processes} process(es)", status))
-
-    def _wait_for(self, file: Path, what: str, left_s: float, timeout_s: float) -> None:
-        until = time.monotonic() + left_s
-        while not file.exists():
-            # the file may have come between the look at it and the end
-            if (status := self._started.status()) is not None and not file.exists():
-                raise LaunchError(self._died(what, status))
-            if time.monotonic() > until:
-                self._started.kill()
-                raise LaunchError(
-                    f"{what} took more than {timeout_s:g} s; use fewer steps or splits. Last output:\n"
-                    f"{self._started.output()[-800:]}"
-                )
-            time.sleep(POLL_S)
-
-    def _died(self, what: str, status: int) -> str:
-        reason = _first_error(self._folder) or f"Last output:\n{self._started.output()[-3000:]}"
-        return f"{what} ended with status {status}. {reason}"
-
-
-@contextlib.contextmanager
-def launch(processes: int, offline: bool = False, start: Starter = launched) -> Iterator[Launch]:
-    """Start processes that train what `Launch.train` hands them; none is left afterwards.
-
-    Args:
-        offline: the Hub is not asked for anything.
-        start: how the processes come to be.
+def train(
+    runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
+) -> Iterator[RunResult]:
+    """Train every run on `processes` real processes, one after the other; yield each result as soon as it exists.
 
     Raises:
-        LaunchError: a process ended with an error.
+        LaunchError: a process ended with an error, or a run took more than `timeout_s`; the message has the error or
+            the end of the output.
     """
+    what = f"{len(runs)} run(s) on {processes} process(es)"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "caller").write_text(str(os.getpid()))
-        started = start(folder, processes, _environment(processes, offline))
+        (folder / "runs.dill").write_bytes(pack(list(runs)))
+        started = start(folder, processes, _environment(runs, processes))
         try:
-            here = Launch(folder, processes, started)
-            yield here
-            here.end()
+            for run in runs:
+                _wait_for(folder / run.name / "result.json", started, what, timeout_s)
+                yield _read_result(folder / run.name)
+            end = time.monotonic() + EXIT_S
+            while (status := started.status()) is None and time.monotonic() < end:
+                time.sleep(POLL_S)
+            if status:
+                raise LaunchError(f"{what} ended with status {status}. {_reason(folder, started)}")
         finally:
             started.kill()
+
+
+def _wait_for(result: Path, started: Processes, what: str, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not result.exists():
+        # the file may appear between the first look and the end of the process
+        if (status := started.status()) is not None and not result.exists():
+            raise LaunchError(f"{what} ended with status {status}. {_reason(result.parents[1], started)}")
+        if time.monotonic() > end:
+            started.kill()
+            last = started.output()[-800:]
+            raise LaunchError(f"{what}: one took more than {timeout_s:g} s; use fewer steps. Last output:\n{last}")
+        time.sleep(POLL_S)
 
 
 def run_all(
     runs: Sequence[Run], processes: int, timeout_s: float = 1800.0, start: Starter = launched
 ) -> list[RunResult]:
-    """Train every run on `processes` real processes, one after the other in one launch.
-
-    Args:
-        start: how the processes come to be.
-
-    Raises:
-        LaunchError: the launch died or ran out of time; the end of its output is in the message.
-    """
-    with launch(processes, is_local(runs), start) as here:
-        return list(here.train(runs, timeout_s))
+    """The results of `train` in a list."""
+    return list(train(runs, processes, timeout_s, start))
 
 
-def is_local(runs: Sequence[Run]) -> bool:
-    """Whether the models of all runs are on the disk."""
-    return all(Path(run.model_path).is_dir() for run in runs)
-
-
-def _environment(processes: int, offline: bool) -> dict[str, str]:
-    quiet = {"TOKENIZERS_PARALLELISM": "false", **({"HF_HUB_OFFLINE": "1"} if offline else {})}
-    if processes > 1 and torch.cuda.device_count() < processes:
-        quiet["ACCELERATE_USE_CPU"] = "true"  # the launcher does not pass its own use_cpu on for several processes
+def _environment(runs: Sequence[Run], processes: int) -> dict[str, str]:
     # the same number of threads for every launch: matrix products sum in another order otherwise
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **quiet}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+    if all(Path(run.model_path).is_dir() for run in runs):
+        environment["HF_HUB_OFFLINE"] = "1"
+    if processes > 1 and torch.cuda.device_count() < processes:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    return environment
 
 
-def _first_error(folder: Path) -> str:
-    """The error of the process that failed first; the others fail because it is gone."""
+def _reason(folder: Path, started: Processes) -> str:
+    """The error of the process that failed first; the others fail because it has ended."""
     errors = sorted(folder.glob("error_*.txt"), key=lambda path: path.stat().st_mtime)
-    return errors[0].read_text()[:3000] if errors else ""
+    return errors[0].read_text()[:3000] if errors else f"Last output:\n{started.output()[-3000:]}"
 
 
-def read_result(folder: Path, name: str) -> RunResult:
-    """Take what the worker wrote for one run; its tensors do not stay on the disk."""
-    meta = json.loads((folder / "result.json").read_text())
+def _read_result(folder: Path) -> RunResult:
+    """The files of one run; its tensors do not stay on the disk."""
     file = folder / "delta.safetensors"
     delta = load_file(file) if file.exists() else {}
     file.unlink(missing_ok=True)
-    return RunResult(name, delta, meta["log"], meta["error"], meta["seconds"], meta.get("trace", []))
+    return RunResult(folder.name, delta, **json.loads((folder / "result.json").read_text()))

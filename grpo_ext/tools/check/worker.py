@@ -1,12 +1,11 @@
-"""The process side of runs.py: trains the runs that come into a folder and writes their results beside them.
+"""The process side of runs.py: trains the runs of a folder and writes their results beside them.
 
-Started by `launch` on every process; only the main process writes results.
+Started by `runs.train` on every process; only the main process writes results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import sys
@@ -15,9 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from accelerate.utils.memory import clear_device_cache
 from datasets import load_from_disk
 from safetensors.torch import save_file
 from transformers import PrinterCallback, TrainerCallback
@@ -25,11 +22,11 @@ from transformers import PrinterCallback, TrainerCallback
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
 from ..stock import STOCK, stock_config
-from .runs import POLL_S, Run, write_whole
+from .runs import Run
 
 
 class _Refused(Exception):
-    """A run that was refused before training."""
+    """The trainer refused the run before training."""
 
 
 def _build(run: Run, folder: Path, processes: int) -> Any:
@@ -47,7 +44,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
     if run.trainer == STOCK:
         from trl import GRPOConfig, GRPOTrainer
 
-        on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # ours says so itself; bf16 wants it
+        on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True}  # bf16 needs it; our GRPOConfig sets it
         args: Any = GRPOConfig(**{**on_cpu, **stock_config(config, processes)})
         trainer_class: Any = GRPOTrainer
     else:
@@ -74,7 +71,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
 
 
 class _Recorder(TrainerCallback):
-    """Records what the optimizer is given and makes, as far as the run asks for it.
+    """Records gradients and hashes of the optimizer steps, as the run asks for.
 
     Attributes:
         gradients: of every step, as "step/parameter", on the main process.
@@ -108,51 +105,34 @@ def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     recorder = _Recorder(run, trainer)
     trainer.add_callback(recorder)
-    start = time.perf_counter()
     model = trainer.accelerator.unwrap_model(trainer.model)
     precision = float64_throughout(model) if run.dtype == "float64" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), precision:
         trainer.train(resume_from_checkpoint=run.resume_from)
-        seconds = time.perf_counter() - start
         if run.eval_path:
             trainer.evaluate()
     if run.gradients and trainer.accelerator.is_main_process:
         save_file(recorder.gradients, run.gradients)
     delta = {name: (p.detach().double() - before[name]).contiguous() for name, p in parameters.items()}
-    return delta, {"log": trainer.state.log_history, "error": None, "seconds": seconds, "trace": recorder.trace}
+    return delta, {"log": trainer.state.log_history, "trace": recorder.trace}
 
 
 def main(folder: Path) -> None:
-    """Train what comes into `folder`, batch after batch, until the caller has no more or is gone."""
-    from grpo_ext import GRPOTrainer  # noqa: F401 - now, because imports are no part of a run's time
-
-    caller = int((folder / "caller").read_text())
-    write_whole(folder / f"ready_{os.environ.get('RANK', '0')}", b"")
-    for number in itertools.count():
-        batch = folder / f"batch_{number}"
-        while not (batch / "runs.dill").exists():
-            left = not (folder / "caller").exists() or not psutil.pid_exists(caller)
-            if left or (folder / "end").exists():
-                return
-            time.sleep(POLL_S)
-        train_batch(batch)
-
-
-def train_batch(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     for run in unpack((folder / "runs.dill").read_bytes()):
-        (folder / run.name).mkdir(exist_ok=True)
-        delta, meta = _outcome(run, folder, processes)
+        out = folder / run.name
+        out.mkdir(exist_ok=True)
+        delta, result = _outcome(run, folder, processes)
         if main_process:
             if delta:
-                save_file(delta, folder / run.name / "delta.safetensors")
-            write_whole(folder / run.name / "result.json", json.dumps(meta, default=float).encode())
-    clear_device_cache(garbage_collection=True)  # what waits beside other launches leaves the accelerator's memory
+                save_file(delta, out / "delta.safetensors")
+            (out / "result.part").write_text(json.dumps(result, default=float))
+            (out / "result.part").rename(out / "result.json")  # read as soon as it exists
 
 
 def _outcome(run: Run, folder: Path, processes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters after minus before, the rest) of a run."""
+    """(parameters after minus before, the other fields of its `RunResult`) of a run."""
     # refusals at construction reach every process alike; an error in training on one of several would leave the
     # others waiting in a collective, so there the launcher ends them all
     recoverable: type[Exception] = Exception if processes == 1 else _Refused
@@ -164,14 +144,14 @@ def _outcome(run: Run, folder: Path, processes: int) -> tuple[dict[str, Any], di
         return _train(run, trainer, processes)
     except recoverable as error:
         text = str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}"
-        return {}, {"log": [], "error": text, "seconds": 0.0}
+        return {}, {"error": text}
 
 
 def leave(folder: Path, patience_s: float = 60.0) -> None:
-    """End this process once every process of the launch is done, without taking torch's process group down.
+    """End this process once every process of the launch is done, without destroying torch's process group.
 
-    With several models wrapped for data parallel training the order of destruction is open, and gloo's destructor can
-    wait for a thread that waits for the interpreter lock: a deadlock at exit, now and then.
+    With several DDP models the order of destruction is undefined, and gloo's destructor can wait for a thread that
+    waits for the interpreter lock: a deadlock at exit, now and then.
     """
     (folder / f"done_{os.environ.get('RANK', '0')}").touch()
     processes, start = int(os.environ.get("WORLD_SIZE", "1")), time.perf_counter()
@@ -182,18 +162,14 @@ def leave(folder: Path, patience_s: float = 60.0) -> None:
     os._exit(0)
 
 
-def reporting(folder: Path) -> None:
-    """`main`, leaving the error of this process where the caller finds it among what the launcher prints."""
+if __name__ == "__main__":
+    launch_folder = Path(sys.argv[1])
     try:
-        main(folder)
+        main(launch_folder)
     except Exception as error:
-        path = folder / f"error_{os.environ.get('RANK', '0')}.txt"
-        path.write_text(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        (launch_folder / f"error_{os.environ.get('RANK', '0')}.txt").write_text(text)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once, so that the launcher ends the others; see `leave`
-
-
-if __name__ == "__main__":
-    reporting(Path(sys.argv[1]))
-    leave(Path(sys.argv[1]))
+    leave(launch_folder)

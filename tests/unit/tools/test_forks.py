@@ -68,7 +68,7 @@ def test_processes_are_told_what_the_launcher_tells_them(tmp_path):
         if way == "forked":
             assert run_forked(arguments, 2, here, 60)[0] == 0
         else:
-            subprocess.run(runs.launch_command(2, tmp_path, arguments), env=here, check=True, capture_output=True)
+            subprocess.run(runs.launch_command(2, arguments), env=here, check=True, capture_output=True)
         seen.append([json.loads((tmp_path / way / f"{rank}.json").read_text()) for rank in (0, 1)])
     for (one, *rest), (other, *others) in zip(*seen):
         assert one.keys() == other.keys()
@@ -102,7 +102,7 @@ def test_a_launch_out_of_time_leaves_no_process(bench, tmp_path):
     assert status is None
     assert len(output.split()) == 2
     assert all(ended(int(pid)) for pid in output.split())
-    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\) took more than 0.2 s"):
+    with pytest.raises(LaunchError, match=r"1 run\(s\) on 1 process\(es\): one took more than 0.2 s"):
         run_all([bench.run("grpo", 5)], 1, timeout_s=0.2)
 
 

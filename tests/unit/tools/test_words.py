@@ -1,10 +1,9 @@
-"""Sizes, counts and durations have units that fit."""
+"""Sizes and counts have units that fit."""
 
 from __future__ import annotations
 
 import pytest
 
-from grpo_ext.tools.check.report import duration
 from grpo_ext.tools.plan.memory import count, in_units
 
 
@@ -21,8 +20,3 @@ def test_memory_has_a_unit_that_fits(size, text):
 )
 def test_parameters_are_counted_in_a_unit_that_fits(number, text):
     assert count(number) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (90, "90 s"), (130, "2 min"), (9000, "2.5 h")])
-def test_a_duration_has_a_unit_that_fits(seconds, text):
-    assert duration(seconds) == text
