@@ -426,7 +426,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._rollouts.end_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             checks.warn_before_training(self, self._uncovered)
-            self._keeper.announce()
             with (
                 quiet(),
                 pinned(self.args.pinned_threads),

@@ -34,11 +34,13 @@ class Resumed:
         state: of the run; None where another trainer wrote the checkpoint.
         changed: settings that differ from the checkpoint's and are allowed to.
         micro_batch_size: completions on one device, when it was written.
+        step: optimizer steps done.
     """
 
     state: RunState | None = None
     changed: frozenset[str] = frozenset()
     micro_batch_size: int | None = None
+    step: int = 0
 
 
 def is_path(wanted: str | bool | None) -> bool:
@@ -118,8 +120,9 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         state.forget_rollouts()
     if trainer.ref_model is not None:
         load_reference(accelerator.unwrap_model(trainer.ref_model), checkpoint)
-    size = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).train_batch_size
-    return Resumed(state, frozenset(changes), None if size is None else size // max(1, args.n_gpu))
+    loop = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    size = None if loop.train_batch_size is None else loop.train_batch_size // max(1, args.n_gpu)
+    return Resumed(state, frozenset(changes), size, loop.global_step)
 
 
 def _refuse_changes_without_effect(changed: set[str], args: Any, accelerator: Accelerator) -> None:

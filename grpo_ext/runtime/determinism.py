@@ -1,6 +1,6 @@
 """The surroundings that bitwise mode needs: threads, kernels and settings that would change bits, set or refused.
 
-Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's manifest.
+Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's log.
 """
 
 from __future__ import annotations

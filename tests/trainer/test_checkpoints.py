@@ -19,7 +19,7 @@ from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import RunCallback
-from grpo_ext.run.manifest import MANIFEST, read_manifest
+from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from tests.support.architectures import architecture
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
@@ -347,7 +347,7 @@ def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
         find_checkpoint(folder, str(tmp_path), accelerator)
 
 
-def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
+def test_a_run_that_fails_says_so_in_its_log(tmp_path):
     trainer = make(tmp_path, **SAVE)
 
     def broken(**kwargs: Any) -> list[float]:
@@ -356,15 +356,15 @@ def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
     trainer.reward_funcs = [broken]
     with pytest.raises(RewardError, match="no such column"):
         trainer.train()
-    (entry,) = read_manifest(tmp_path)
+    (entry,) = read_log(tmp_path / LOG).starts
     assert entry["ended"] == "failed"
     assert "parameters_sha256" not in entry
 
 
-def test_callbacks_that_learn_of_the_end_find_it_in_the_manifest(tmp_path):
+def test_callbacks_that_learn_of_the_end_find_it_in_the_log(tmp_path):
     class Reads(RunCallback):
         def on_run_end(self) -> None:
-            ends.append(read_manifest(tmp_path)[-1]["ended"])
+            ends.append(read_log(tmp_path / LOG).starts[-1]["ended"])
 
     ends: list[str] = []
     trainer = make(tmp_path)
@@ -404,8 +404,8 @@ def test_a_reference_that_moves_is_restored(tmp_path):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-def test_the_manifest_tells_what_was_run(copy, run):
-    (entry,) = read_manifest(run)
+def test_the_log_tells_what_was_run(copy, run):
+    (entry,) = read_log(run / LOG).starts
     assert entry["ended"] == "finished"
     assert entry["step"] == 3
     assert entry["versions"]["trl"] == version("trl")
@@ -415,21 +415,20 @@ def test_the_manifest_tells_what_was_run(copy, run):
     assert len(entry["parameters_sha256"]) == 64
     trainer = make(copy, **SAVE)
     trainer.train(resume_from_checkpoint="latest")
-    first, second = read_manifest(copy)
+    first, second = read_log(copy / LOG).starts
     assert first == entry
     assert second["resumed_from"].endswith("checkpoint-3")
     assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
-    assert json.loads((copy / MANIFEST).read_text())["format"] == 1
 
 
 @pytest.mark.parametrize("named", ["folder", "Hub"])
-def test_the_manifest_names_the_model_without_the_path_to_it(tmp_path, named):
+def test_the_log_names_the_model_without_the_path_to_it(tmp_path, named):
     tiny_model().save_pretrained(tmp_path / "my-model")
     trainer = other(tmp_path / "out", model=str(tmp_path / "my-model"), peft_config=LoraConfig(**LORA), max_steps=1)
     if named == "Hub":
         trainer.model.base_model.model.config._name_or_path = "Qwen/Qwen2.5-0.5B"
     trainer.train()
-    (entry,) = read_manifest(tmp_path / "out")
+    (entry,) = read_log(tmp_path / "out" / LOG).starts
     assert entry["model_name"] == ("my-model" if named == "folder" else "Qwen/Qwen2.5-0.5B")
 
 

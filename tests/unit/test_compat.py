@@ -16,7 +16,7 @@ from grpo_ext.contract import Point, broken_point
 from grpo_ext.errors import ContractError
 from grpo_ext.forward import reference
 from grpo_ext.rollouts import build
-from grpo_ext.run import fingerprint, recorded_completions, state
+from grpo_ext.run import fingerprint, state
 from grpo_ext.step import loss, terms
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
@@ -165,7 +165,7 @@ def reads(tree: ast.AST, context: type = ast.Load, owner: str = "self") -> set[s
 def test_the_attributes_that_the_trainer_reads_of_trls_are_in_the_contract():
     trees = [ast.parse(inspect.getsource(inspect.getmodule(c))) for c in own_classes()]
     read, own = set().union(*map(reads, trees)), set().union(*(reads(tree, ast.Store) for tree in trees))
-    kept = (fingerprint, recorded_completions, state)
+    kept = (fingerprint, state)
     for module in (checks.trainer, checks.ahead, compat, *kept, reference, build, loss, terms):  # they take the trainer
         read |= reads(ast.parse(inspect.getsource(module)), owner="trainer")
     own |= reads(ast.parse(inspect.getsource(reference)), ast.Store, owner="trainer")

@@ -6,9 +6,9 @@ follows from the number of parameters and from what an engine shards. Used by `g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ...batching.micro_batches import Form, TokenCost
+from ...batching.micro_batches import Form
 from ...errors import ConfigError
 from ...forward.tiled_log_probs import TILE
 
@@ -28,7 +28,6 @@ class ModelSizes:
         token_bytes: saved per token and layer for the backward pass.
         kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
-        cost: of a token in training, for assigning groups to processes.
         quantised: parameters that are held in `quantised_bytes` each.
         form: how its completions run; form_in_words: that, and why not in another form.
     """
@@ -44,7 +43,6 @@ class ModelSizes:
     token_bytes: float
     kept_bytes: float
     cache_bytes: float
-    cost: TokenCost = field(default_factory=TokenCost)
     quantised: int = 0
     quantised_bytes: float = 0.0
     form: Form = "packed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +18,14 @@ class Prompts:
     """The prompts of a run.
 
     Attributes:
-        mean, longest: tokens.
-        basis: what the two lengths rest on, in words.
+        longest: tokens.
+        basis: what that length rests on, in words.
         rows: of the training set; None where it was not read.
     """
 
-    mean: int = ASSUMED_LENGTH
     longest: int = ASSUMED_LENGTH
     basis: str = "assumed"
     rows: int | None = None
-
-    @property
-    def described(self) -> str:
-        """Lengths, and what they rest on."""
-        spread = "" if self.mean == self.longest else f" on average, up to {self.longest}"
-        return f"{self.mean} tokens{spread} ({self.basis})"
 
 
 def known_prompts(settings: Mapping[str, Any], length: int | None = None) -> Prompts:
@@ -52,11 +44,11 @@ def known_prompts(settings: Mapping[str, Any], length: int | None = None) -> Pro
         rows = len(dataset)
         if length is None and model is not None:
             return _measured(dataset, str(model))
-    return Prompts(basis=basis, rows=rows) if length is None else Prompts(length, length, "as given", rows)
+    return Prompts(basis=basis, rows=rows) if length is None else Prompts(length, "as given", rows)
 
 
 def _measured(dataset: Any, model: str) -> Prompts:
-    """The lengths of a sample, by the model's tokenizer where that is on this machine."""
+    """The longest of a sample, by the model's tokenizer where that is on this machine."""
     from transformers import AutoTokenizer
 
     folder = str(Path(model).parent) if model.endswith(".json") else model
@@ -68,4 +60,4 @@ def _measured(dataset: Any, model: str) -> Prompts:
         return Prompts(basis=f"assumed: {model} has no chat template, which messages need", rows=len(dataset))
     lengths = prompt_lengths(dataset, tokenizer)
     rows = "all rows" if len(lengths) == len(dataset) else f"{len(lengths)} of {len(dataset):,} rows"
-    return Prompts(max(1, round(statistics.fmean(lengths))), max(lengths), f"measured on {rows}", len(dataset))
+    return Prompts(max(lengths), f"measured on {rows}", len(dataset))
