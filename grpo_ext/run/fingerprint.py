@@ -218,11 +218,14 @@ def config_fingerprint(config: Any) -> dict[str, Any] | None:
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
-    """The schema of every tool by name, and their order; a tool of an environment is named `Environment.name`."""
+    """The schema of every tool by name, and the order in which a chat template shows them.
+
+    A tool of an environment is named `Environment.name`.
+    """
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
     schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
-    return schemas | {"(order)": list(schemas)}  # in which a chat template shows them
+    return schemas | {"(order)": list(schemas)}
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
@@ -253,30 +256,26 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
-    """Write into a checkpoint's folder."""
-    (Path(folder) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
-
-
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs, as `name: (saved, current)`; of the model as `model.part`.
 
     Names that only one of the two fingerprints has are not compared: another version wrote it.
     """
+    common = (saved.get("data") or {}).keys() & (current.get("data") or {}).keys()
 
-    def flat(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        data, of_other = one.get("data"), other.get("data")
-        if data is not None and of_other is not None:
-            data = {name: value for name, value in data.items() if name in of_other}
-        parts = {name: one[name] for name in _PARTS if name in one}
-        return parts | {"data": data} | {f"model.{part}": v for part, v in one["model"].items()} | one["settings"]
+    def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+        data = fingerprint.get("data")
+        parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
+        parts["data"] = {name: data[name] for name in common} if data is not None and common else data
+        model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
+        return parts | model | fingerprint["settings"]
 
-    old, new = flat(saved, current), flat(current, saved)
+    old, new = flat(saved), flat(current)
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """The parts in which two values differ, for people: name, old, new."""
+    """The parts in which two values differ: name, old, new."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [(name, old, new)]
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]

@@ -1,8 +1,7 @@
 """Keeping a run: it can stop anywhere and resume with the same result.
 
 Differs from transformers: a checkpoint is whole or absent, is verified before it is read, and holds the rollout batch
-in progress; signals end a run after its step. A callback where the Trainer has an event; elsewhere the trainer's
-override points call it.
+in progress; signals end a run after its step. The Trainer's events and the trainer's override points call it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..rollouts.build_ahead import described
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from .checkpoint import checkpoints, publish, rotate, set_aside_later, write_listing, writing_folder
-from .fingerprint import fingerprint_of, save_fingerprint, state_hashes
+from .fingerprint import FINGERPRINT, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .log import RunLog
 from .output_folder import HeldFolder
@@ -43,7 +43,7 @@ class RunKeeper(TrainerCallback):
     """See the module.
 
     Args:
-        trainer: whose run is kept.
+        trainer: owns this object.
         user_args: the user's configuration, whose `output_dir` follows that of the loop's.
 
     Attributes:
@@ -252,16 +252,13 @@ class RunKeeper(TrainerCallback):
                     {"step": state.global_step, "processes": self.accelerator.num_processes},
                 )
             self._publish(folder / final.name, final)
-
-    def rotate(self, final: Path, best: str | None) -> None:
-        """Remove the oldest checkpoints beyond `save_total_limit`; never `final` or `best`."""
-        if self.args.should_save:
-            rotate(final.parent, self.args.save_total_limit, final, best)
+        if saves:
+            rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
 
     def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
         """Add to a checkpoint what transformers leaves out."""
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
-        save_fingerprint(self.fingerprint, folder)
+        (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
             # the engine wrote its shards of the weights alone
             model = self.accelerator.unwrap_model(self.trainer.model)

@@ -10,16 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +51,8 @@ class RunLog:
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
         """Start the log of a training call.
 
-        A log that another run left in the folder is renamed (`log-1.jsonl`). A run that resumes from a checkpoint of
-        another folder starts with a copy of the log there.
+        A log is only added to. A start at step 0 supersedes all that stands before it. A run that resumes from a
+        checkpoint of another folder adds the log there first.
 
         Args:
             checkpoint: the checkpoint that the run resumes from, or None.
@@ -67,13 +64,10 @@ class RunLog:
         earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / LOG
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and self.path.resolve() != earlier:
-                os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
-            if earlier is not None and earlier.is_file() and not self.path.exists():
-                shutil.copy(earlier, self.path)
-            with open(self.path, "a+b") as file:
-                if file.tell() and not self.path.read_bytes().endswith(b"\n"):  # a kill has cut the last line
-                    file.write(b"\n")
+            with open(self.path, "ab") as file:
+                file.write(b"\n" if file.tell() else b"")  # a kill may have cut the last line
+                if earlier is not None and earlier.is_file() and earlier != self.path.resolve():
+                    file.write(earlier.read_bytes() + b"\n")
         except OSError as error:
             self._give_up(error)
         self._append(step, start={"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about})
@@ -152,6 +146,8 @@ def read_log(path: str | Path) -> LoggedRun:
                 run.entries.append(line)
                 last_time = float(line.get("time") or 0.0)
             elif "start" in line:
+                if step == 0:  # a new run in the same folder
+                    run, last_time = LoggedRun(), 0.0
                 run.entries = [entry for entry in run.entries if entry["step"] <= step]
                 run.resumed_from += [step] if step else []
                 run.seconds, last_time = run.seconds + last_time, 0.0

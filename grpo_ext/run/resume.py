@@ -19,11 +19,12 @@ from ..errors import CheckpointError
 from ..runtime.collectives import from_main_process
 from .checkpoint import checkpoints, newest_whole, read_listing, why_not_resumable
 from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences
-from .loading import CHANGEABLE
 from .state import RunState, load_reference
 
 logger = get_logger(__name__)
 LATEST, AUTO = "latest", "auto"
+# settings that a checkpoint of the optimizer holds: another value would have no effect
+_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 @dataclass
@@ -32,13 +33,11 @@ class Resumed:
 
     Attributes:
         state: of the run; None where another trainer wrote the checkpoint.
-        changed: settings that differ from the checkpoint's and are allowed to.
         micro_batch_size: completions on one device, when it was written.
         step: optimizer steps done.
     """
 
     state: RunState | None = None
-    changed: frozenset[str] = frozenset()
     micro_batch_size: int | None = None
     step: int = 0
 
@@ -110,7 +109,11 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
     if "global_batch_size" in changes:
         logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-    _refuse_changes_without_effect(changes.keys() & CHANGEABLE.keys(), args, accelerator)
+    if without_effect := ", ".join(sorted(changes.keys() & _OPTIMIZER)):
+        raise CheckpointError(
+            f"the optimizer goes on with the checkpoint's {without_effect}, so another value would have no effect; put "
+            "it back, or begin a new run with the checkpoint's weights."
+        )
     state = RunState.load(checkpoint, trainer.num_generations)
     if state is None:
         logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
@@ -122,17 +125,4 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         load_reference(accelerator.unwrap_model(trainer.ref_model), checkpoint)
     loop = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     size = None if loop.train_batch_size is None else loop.train_batch_size // max(1, args.n_gpu)
-    return Resumed(state, frozenset(changes), size, loop.global_step)
-
-
-def _refuse_changes_without_effect(changed: set[str], args: Any, accelerator: Accelerator) -> None:
-    if changed and _uses_deepspeed(accelerator):
-        name, reason = ", ".join(sorted(changed)), "DeepSpeed goes on with the checkpoint's"
-    elif "learning_rate" in changed and args.lr_scheduler_type == "reduce_lr_on_plateau":
-        name, reason = "learning_rate", "lr_scheduler_type='reduce_lr_on_plateau' goes on with the checkpoint's"
-    else:
-        return
-    raise CheckpointError(
-        f"{reason} {name}, so another {name} would have no effect; put it back, or export the model and begin a new "
-        "run with it."
-    )
+    return Resumed(state, size, loop.global_step)

@@ -92,12 +92,12 @@ def plan(
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
         int | None,
-        typer.Option(min=1, help="With a model: tokens of the longest prompt (default: measured)."),
+        typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512)."),
     ] = None,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, memory per device too.
 
-    The model is that of the run: an id, a folder, or a config.json. Data on this machine are read.
+    The model is that of the run: an id, a folder, or a config.json.
     """
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import check_lag, geometry_of
@@ -113,18 +113,12 @@ def plan(
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     check_lag(lag, engine != "ddp", bool(settings.get("use_vllm")))
-    prompts = None
-    if settings.keys() & {"model_name_or_path", "dataset_name"}:
-        from .plan.prompts import known_prompts
-
-        prompts = known_prompts(settings, prompt_length)
-        num_prompts = num_prompts or prompts.rows
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
-    if prompts is not None and (model := settings.get("model_name_or_path")) is not None:
+    if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
-        text, table = expected_memory(model, geometry, settings, prompts, engine)
+        text, table = expected_memory(model, geometry, settings, engine, prompt_length)
         say(text)
         Console().print(table)
 

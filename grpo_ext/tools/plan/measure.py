@@ -23,10 +23,10 @@ from ...errors import ConfigError
 from ...forward.architecture import attention_sizes
 from ...forward.choice import ForwardChoice
 from .memory import MemoryLayout, ModelSizes, count, in_units, memory_of
-from .prompts import Prompts
 
 HUB = "https://huggingface.co"
-_TOKENS = 192
+_PROMPT_TOKENS = 512  # assumed
+_TOKENS = 192  # of the forward pass that is measured
 _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
 
 
@@ -148,7 +148,6 @@ def measure(
         weight_bytes=getattr(torch, weights).itemsize,
         compute_bytes=size,
         token_bytes=saved,
-        kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
         cache_bytes=attention_sizes(config).cached * size,
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
         quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
@@ -176,14 +175,14 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
 
 
 def expected_memory(
-    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], prompts: Prompts, engine: str = "ddp"
+    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
 ) -> tuple[str, Table]:
     """What the memory depends on, in words, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
         settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
-        prompts: how long they are.
+        prompt: tokens of the longest prompt; None assumes 512.
 
     Raises:
         ConfigError: a configuration that cannot be read, an unknown engine.
@@ -195,13 +194,13 @@ def expected_memory(
     forms = forms_of(settings.get("forward", "auto"))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
-    budget = settings.get("micro_batch_tokens")
+    budget, longest_prompt = settings.get("micro_batch_tokens"), prompt or _PROMPT_TOKENS
     layout = MemoryLayout(
         engine,
         geometry.num_processes,
-        largest_micro_batch(geometry, prompts.longest, longest, sizes.form, budget),
+        largest_micro_batch(geometry, longest_prompt, longest, sizes.form, budget),
         min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
-        prompts.longest + longest,
+        longest_prompt + longest,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
@@ -212,7 +211,8 @@ def expected_memory(
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "
         f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
-        f"Prompts: up to {prompts.longest} tokens ({prompts.basis}); completions: up to {longest}\n"
+        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as given'}); completions: up to "
+        f"{longest}\n"
         f"Largest micro-batch: {layout.tokens:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"
     ), memory_table(sizes, layout)

@@ -26,7 +26,6 @@ class ModelSizes:
         weight_bytes: per parameter, as it is trained (4: float32).
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
-        kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
         quantised: parameters that are held in `quantised_bytes` each.
         form: how its completions run; form_in_words: that, and why not in another form.
@@ -41,7 +40,6 @@ class ModelSizes:
     weight_bytes: int
     compute_bytes: int
     token_bytes: float
-    kept_bytes: float
     cache_bytes: float
     quantised: int = 0
     quantised_bytes: float = 0.0
@@ -123,8 +121,8 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
 
 
 def _activations(model: ModelSizes, layout: MemoryLayout) -> float:
-    if layout.checkpointing:  # what is kept of all layers, and one layer that is run again
-        return layout.tokens * (model.kept_bytes * model.layers + model.token_bytes)
+    if layout.checkpointing:  # the input of every layer, and one layer that is run again
+        return layout.tokens * (model.hidden * model.weight_bytes * model.layers + model.token_bytes)
     return layout.tokens * model.token_bytes * model.layers
 
 

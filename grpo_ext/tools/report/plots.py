@@ -21,50 +21,26 @@ LOG_SCALE = "fp16/loss_scale"
 
 # title, unit, and the curves: names of logged values as regular expressions, with labels, in which \1 is the group.
 # Where runs are compared, the first value that was logged stands for the plot.
+_CLIPPED = {f"clip_ratio/({side})_mean": r"\1" for side in ("region", "low", "high")} | {"cispo_clip_ratio": "cispo"}
+_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_(.+_mean@\d+)": r"\1"}
+_ACCURACY = {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"}
+_SPEED = {"layout/useful_tokens_per_second": "useful tokens"}
 PLOTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Evaluation: pass@k", "share of prompts", {f"eval_({PASS})": r"\1"}),
     ("Reward", "reward", {"reward": "reward", "rewards/(.+)/mean": r"\1"}),
-    (
-        "Evaluation",
-        "reward",
-        {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_(.+_mean@\d+)": r"\1"},
-    ),
-    (
-        "Accuracy",
-        "share",
-        {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"},
-    ),
-    (
-        "Completion length",
-        "tokens",
-        {
-            "completions/mean_length": "mean",
-            "completions/min_length": "shortest",
-            "completions/max_length": "longest",
-        },
-    ),
+    ("Evaluation", "reward", _EVALUATION),
+    ("Accuracy", "share", _ACCURACY),
+    ("Completion length", "tokens", {"completions/(mean|min|max)_length": r"\1"}),
     ("Completions cut at the longest length", "share", {"completions/clipped_ratio": "cut"}),
     ("Tool calls", "calls per completion", {"tools/call_frequency": "calls"}),
     ("Tool calls that failed", "share", {"tools/failure_frequency": "failed"}),
     ("Entropy", "nats per token", {"entropy": "entropy"}),
-    (
-        "Tokens whose ratio is clipped",
-        "share",
-        {
-            "clip_ratio/region_mean": "both sides",
-            "clip_ratio/(low|high)_mean": r"\1",
-            "cispo_clip_ratio": "cispo",
-        },
-    ),
+    ("Tokens whose ratio is clipped", "share", _CLIPPED),
     ("KL to the reference", "nats per token", {"kl": "kl"}),
     ("Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
     ("Dynamic sampling", "groups", {"dynamic_sampling/(replaced_groups)": r"\1", "dynamic_sampling/(.+)": r"\1"}),
     ("Time per phase", "seconds per step", {"step_time": "step", "time/(.+)": r"\1"}),
-    (
-        "Useful tokens per second of the optimizer step",
-        "tokens/s",
-        {"layout/useful_tokens_per_second": "useful tokens"},
-    ),
+    ("Useful tokens per second of the optimizer step", "tokens/s", _SPEED),
     ("Peak memory of the main process", "MiB", {MEMORY: "peak"}),
     ("Loss scale (fp16)", "scale", {LOG_SCALE: "loss scale"}),
     ("Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),

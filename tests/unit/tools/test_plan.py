@@ -19,7 +19,6 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import expected_memory, largest_micro_batch, load_config, measure
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
-from grpo_ext.tools.plan.prompts import Prompts, known_prompts
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -114,7 +113,6 @@ SIZES = ModelSizes(
     weight_bytes=4,
     compute_bytes=2,
     token_bytes=100_000,
-    kept_bytes=8192,
     cache_bytes=50_000,
 )
 
@@ -207,54 +205,12 @@ def test_a_small_model_has_sizes_in_units_that_fit(tmp_path):
     assert re.search(r"training +│ +[\d.]+ MiB", done.stdout)
 
 
-@pytest.fixture
-def local_run(tmp_path) -> dict[str, Any]:
-    """The settings of a run whose model and data are in folders: 300 rows, of 1 to 10 letters."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = "".join(json.dumps({"question": "a" * (1 + n % 10)}) + "\n" for n in range(300))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    model, data = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
-    return {"model_name_or_path": model, "dataset_name": data, "prompt_column": "question"}
-
-
-def test_data_on_this_machine_are_read(local_run):
-    found = known_prompts(local_run)
-    assert (found.rows, found.longest, found.basis) == (300, 10, "measured on 256 of 300 rows")
-    few = known_prompts({**local_run, "max_samples": 40, "eval_fraction": 0.25})
-    assert (few.rows, few.basis) == (30, "measured on all rows")
-    # a configuration with its tokenizer beside it
-    config = f"{local_run['model_name_or_path']}/config.json"
-    assert known_prompts({**local_run, "model_name_or_path": config}) == found
-    given = known_prompts(local_run, 99)
-    assert (given.longest, given.basis, given.rows) == (99, "as given", 300)
-    done = plan(*(word for name, value in local_run.items() for word in (f"--{name}", value)))
-    assert done.returncode == 0, done.stderr
-    assert "epoch                   300 prompts = 300 optimizer steps" in done.stdout
-    assert "Prompts: up to 10 tokens (measured on 256 of 300 rows); completions: up to 512" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows", "basis"),
-    [
-        ({"dataset_name": "some/set"}, None, "some/set is on the Hub and is not read"),
-        ({"model_name_or_path": "some/model"}, 300, "there is no tokenizer of some/model on this machine"),
-        ({"conversational": True}, 300, "has no chat template, which messages need"),
-    ],
-)
-def test_what_is_assumed_of_prompts_is_said(local_run, changes, rows, basis):
-    found = known_prompts({**local_run, **changes})
-    assert (found.longest, found.rows) == (512, rows)
-    assert found.basis.startswith("assumed: ")
-    assert basis in found.basis
-
-
 def test_the_longest_prompt_decides_the_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     settings = {"num_generations": 8, "max_completion_length": 16}
     where = str(tmp_path / "config.json")
     short, long = (
-        expected_memory(where, geometry_of(settings, 1), settings, Prompts(longest))[0] for longest in (64, 512)
+        expected_memory(where, geometry_of(settings, 1), settings, prompt=longest)[0] for longest in (64, None)
     )
     assert "Largest micro-batch: 192 tokens" in short
     assert "Largest micro-batch: 640 tokens" in long
