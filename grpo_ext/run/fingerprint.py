@@ -65,6 +65,8 @@ _EXTENSIONS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+# what a checkpoint of the optimizer holds: another value would have no effect
+_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
@@ -286,7 +288,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     """Compare a checkpoint's fingerprint with that of the run that resumes it.
 
     Args:
-        allowed: names that may differ; "model" stands for all its parts.
+        allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
 
     Returns:
         The differences, all of them allowed.
@@ -295,13 +297,14 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
+    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - _OPTIMIZER
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
     if saved["settings"].pop("packed_forward", True) is False:  # one of config.REMOVED_SETTINGS
         saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
+    fixed = sorted(changes.keys() & _OPTIMIZER)
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
         lines = "\n".join(
@@ -310,8 +313,14 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             for part, old, new in differences(name, *values)
         )
         names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in changes})
-        raise CheckpointError(
-            f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
+        remedy = (
+            "Put these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
         )
+        if fixed:
+            remedy = (
+                "Put these back, or start a new run with the checkpoint's weights: the optimizer goes on with the "
+                f"checkpoint's {', '.join(fixed)}."
+            )
+        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}")
     return changes

@@ -23,8 +23,6 @@ from .state import RunState, load_reference
 
 logger = get_logger(__name__)
 LATEST, AUTO = "latest", "auto"
-# settings that a checkpoint of the optimizer holds: another value would have no effect
-_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 @dataclass
@@ -100,7 +98,7 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
     """Compare a checkpoint with a trainer's run, and read its state; weights and optimizer are read by transformers.
 
     Raises:
-        CheckpointError: it belongs to another run, a change would have no effect, or a file is broken.
+        CheckpointError: it belongs to another run, or a file is broken.
     """
     args, accelerator = trainer.args, trainer.accelerator
     allowed = args.allow_changed_on_resume or ()
@@ -109,11 +107,6 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
     if "global_batch_size" in changes:
         logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-    if without_effect := ", ".join(sorted(changes.keys() & _OPTIMIZER)):
-        raise CheckpointError(
-            f"the optimizer goes on with the checkpoint's {without_effect}, so another value would have no effect; put "
-            "it back, or begin a new run with the checkpoint's weights."
-        )
     state = RunState.load(checkpoint, trainer.num_generations)
     if state is None:
         logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
