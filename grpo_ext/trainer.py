@@ -39,7 +39,7 @@ from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
-from .run.loading import all_loaded, fill_missing_state, preserve_settings
+from .run.loading import all_loaded, fill_missing_state
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
@@ -424,7 +424,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._rollouts.end_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             checks.warn_before_training(self, self._uncovered)
-            self._keeper.announce()
             with (
                 quiet(),
                 pinned(self.args.pinned_threads),
@@ -503,11 +502,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Nothing: `run.loading` loads missing weights, or raises."""
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """transformers', without resetting settings of the optimizer that were changed on purpose."""
-        with preserve_settings(self.optimizer, self.lr_scheduler, self._keeper.resumed.changed):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint that is whole or absent."""
         if self.is_fsdp_enabled:
@@ -517,7 +511,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._save_checkpoint(model, trial)
         if self._keeper.push_due:
             super()._push_from_checkpoint(str(final))
-        self._keeper.rotate(final, self.state.best_model_checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
         """transformers'; while a checkpoint is written, the folder in which it becomes whole."""

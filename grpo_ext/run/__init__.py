@@ -1,1 +1,1 @@
-"""Keeping a run: checkpoints, state, fingerprint, manifest, interrupts, log."""
+"""Keeping a run: checkpoints, state, fingerprint, interrupts, log."""

@@ -219,7 +219,7 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
     if whole := next((path for path in reversed(existing) if why_broken(path, deep=False) is None), None):
         keep.add(whole.resolve())
     deletable = [path for path in existing if path.resolve() not in keep]
-    for path in deletable[: max(0, len(existing) - max(limit, len(existing) - len(deletable)))]:
+    for path in deletable[: max(0, len(existing) - limit)]:
         # under another name first: what is half deleted is not a checkpoint
         doomed = path.with_name(f"{_REMOVING}{path.name}")
         os.rename(path, doomed)

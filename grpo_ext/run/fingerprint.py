@@ -65,6 +65,8 @@ _EXTENSIONS = (
 )
 # what may change in the middle of a rollout batch: its completions and their advantages stay what they are
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
+# what a checkpoint of the optimizer holds: another value would have no effect
+_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
@@ -218,11 +220,14 @@ def config_fingerprint(config: Any) -> dict[str, Any] | None:
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
-    """The schema of every tool by name, and their order; a tool of an environment is named `Environment.name`."""
+    """The schema of every tool by name, and the order in which a chat template shows them.
+
+    A tool of an environment is named `Environment.name`.
+    """
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
     schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
-    return schemas | {"(order)": list(schemas)}  # in which a chat template shows them
+    return schemas | {"(order)": list(schemas)}
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
@@ -253,30 +258,26 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def save_fingerprint(fingerprint: dict[str, Any], folder: str | Path) -> None:
-    """Write into a checkpoint's folder."""
-    (Path(folder) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=1) + "\n")
-
-
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs, as `name: (saved, current)`; of the model as `model.part`.
 
     Names that only one of the two fingerprints has are not compared: another version wrote it.
     """
+    common = (saved.get("data") or {}).keys() & (current.get("data") or {}).keys()
 
-    def flat(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-        data, of_other = one.get("data"), other.get("data")
-        if data is not None and of_other is not None:
-            data = {name: value for name, value in data.items() if name in of_other}
-        parts = {name: one[name] for name in _PARTS if name in one}
-        return parts | {"data": data} | {f"model.{part}": v for part, v in one["model"].items()} | one["settings"]
+    def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+        data = fingerprint.get("data")
+        parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
+        parts["data"] = {name: data[name] for name in common} if data is not None and common else data
+        model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
+        return parts | model | fingerprint["settings"]
 
-    old, new = flat(saved, current), flat(current, saved)
+    old, new = flat(saved), flat(current)
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """The parts in which two values differ, for people: name, old, new."""
+    """The parts in which two values differ: name, old, new."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [(name, old, new)]
     keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -287,7 +288,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     """Compare a checkpoint's fingerprint with that of the run that resumes it.
 
     Args:
-        allowed: names that may differ; "model" stands for all its parts.
+        allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
 
     Returns:
         The differences, all of them allowed.
@@ -296,13 +297,14 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
+    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - _OPTIMIZER
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
     if saved["settings"].pop("packed_forward", True) is False:  # one of config.REMOVED_SETTINGS
         saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
+    fixed = sorted(changes.keys() & _OPTIMIZER)
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
         lines = "\n".join(
@@ -311,8 +313,14 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             for part, old, new in differences(name, *values)
         )
         names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in changes})
-        raise CheckpointError(
-            f"{folder} belongs to another run:\n{lines}\nPut these back, start a new run, or, if the change is meant, "
+        remedy = (
+            "Put these back, start a new run, or, if the change is meant, "
             f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
         )
+        if fixed:
+            remedy = (
+                "Put these back, or start a new run with the checkpoint's weights: the optimizer goes on with the "
+                f"checkpoint's {', '.join(fixed)}."
+            )
+        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}")
     return changes

@@ -1,14 +1,16 @@
 """Keeping a run: it can stop anywhere and resume with the same result.
 
 Differs from transformers: a checkpoint is whole or absent, is verified before it is read, and holds the rollout batch
-in progress; signals end a run after its step. A callback where the Trainer has an event; elsewhere the trainer's
-override points call it.
+in progress; signals end a run after its step. The Trainer's events and the trainer's override points call it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +25,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.plan_text import describe_plan
 from ..config import GRPOConfig
-from ..errors import CheckpointError
 from ..rollouts.build_ahead import described
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
+from ..runtime.determinism import environment
 from .checkpoint import checkpoints, publish, rotate, set_aside_later, write_listing, writing_folder
-from .fingerprint import fingerprint_of, save_fingerprint
+from .fingerprint import FINGERPRINT, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .log import RunLog
-from .manifest import closing, opening, read_manifest, write_manifest
 from .output_folder import HeldFolder
-from .recorded_completions import record
 from .resume import Resumed, find_checkpoint, is_path, read_checkpoint
 from .state import RunState, save_reference
 
@@ -43,7 +43,7 @@ class RunKeeper(TrainerCallback):
     """See the module.
 
     Args:
-        trainer: whose run is kept.
+        trainer: owns this object.
         user_args: the user's configuration, whose `output_dir` follows that of the loop's.
 
     Attributes:
@@ -133,8 +133,8 @@ class RunKeeper(TrainerCallback):
         folder, self.folder.writer, in_place = from_main_process(self.accelerator, take)
         return folder, in_place
 
-    def announce(self) -> None:
-        """Print the plan of the run."""
+    def announce(self) -> str:
+        """Print the plan of the run; returns it."""
         trainer, args = self.trainer, self.args
         prompts = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
@@ -149,31 +149,40 @@ class RunKeeper(TrainerCallback):
             ahead=described(trainer),
         )
         self.say(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
+        return plan
 
     @contextlib.contextmanager
     def running(self, checkpoint: str | None) -> Iterator[None]:
-        """Inside, a run: signals stop it after a step; its end is recorded in its manifest and told its callbacks."""
+        """Inside, a run: signals stop it after a step. Its plan is printed; its start and end are logged."""
+        plan = self.announce()
         with contextlib.ExitStack() as ending, self.watch.listening():
             ending.callback(self._tell_callbacks)
             if not self.args.should_save:
                 yield
                 return
-            folder = str(self.args.output_dir)
-            earlier = read_manifest(folder) if checkpoint is not None else []
-            entry = opening(self.trainer, self.fingerprint, checkpoint)
-            write_manifest(folder, [*earlier, entry])
-            self._log.begin(folder, checkpoint)
-            ended, model = "failed", None
+            self._log_start(checkpoint, plan)
+            end: dict[str, Any] = {"ended": "failed"}
             try:
                 yield
-                ended = "interrupted" if self.watch.stopping else "finished"
-                model = None if self.sharded else self.accelerator.unwrap_model(self.trainer.model)
+                end["ended"] = "interrupted" if self.watch.stopping else "finished"
+                if not self.sharded:
+                    hashes = state_hashes(self.accelerator.unwrap_model(self.trainer.model), optimizer=None)
+                    lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
+                    end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
-                entry |= closing(self.trainer.state.global_step, ended, model)
-                try:
-                    write_manifest(folder, [*earlier, entry])
-                except CheckpointError as error:  # what was trained matters more
-                    logger.warning(str(error))
+                self._log.end(self.trainer.state.global_step, end)
+
+    def _log_start(self, checkpoint: str | None, plan: str) -> None:
+        config = getattr(self.accelerator.unwrap_model(self.trainer.model), "config", None)
+        name = str(getattr(config, "_name_or_path", None) or "")
+        about = {
+            "model_name": Path(name).name if Path(name).is_dir() else name,  # without paths of this machine
+            "environment": environment(),
+            "geometry": dataclasses.asdict(self.trainer.geometry),
+            "plan": plan,
+            **self.fingerprint,
+        }
+        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.step, about)
 
     def _tell_callbacks(self) -> None:
         for callback in self.trainer.callback_handler.callbacks:
@@ -223,7 +232,7 @@ class RunKeeper(TrainerCallback):
             if saves:
                 run.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(folder, ignore_errors=True)
-        recorded, best_step = record(self.trainer), state.best_global_step
+        best_step = state.best_global_step
         # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it
         self.output_dir, self.push_due, state.best_global_step = str(folder), False, None
         try:
@@ -238,23 +247,18 @@ class RunKeeper(TrainerCallback):
         with failing_together(explain):
             if saves:
                 self._complete(folder / final.name, state, run_state)
-                if recorded is not None:
-                    recorded.save(folder / final.name)
                 write_listing(
                     folder / final.name,
                     {"step": state.global_step, "processes": self.accelerator.num_processes},
                 )
             self._publish(folder / final.name, final)
-
-    def rotate(self, final: Path, best: str | None) -> None:
-        """Remove the oldest checkpoints beyond `save_total_limit`; never `final` or `best`."""
-        if self.args.should_save:
-            rotate(final.parent, self.args.save_total_limit, final, best)
+        if saves:
+            rotate(run, self.args.save_total_limit, final, state.best_model_checkpoint)
 
     def _complete(self, folder: Path, state: TrainerState, run_state: RunState | None) -> None:
         """Add to a checkpoint what transformers leaves out."""
         state.save_to_json(str(folder / TRAINER_STATE_NAME))  # with the best checkpoint's final name
-        save_fingerprint(self.fingerprint, folder)
+        (folder / FINGERPRINT).write_text(json.dumps(self.fingerprint, indent=1) + "\n")
         if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
             # the engine wrote its shards of the weights alone
             model = self.accelerator.unwrap_model(self.trainer.model)

@@ -1,13 +1,13 @@
 """Loading a checkpoint: what transformers' Trainer leaves out of weights and optimizer.
 
-transformers loads weights by name and only warns of those it does not find. It restores the optimizer's settings too,
-so that a changed `learning_rate` would have no effect. Used on resume and where the best checkpoint is loaded.
+transformers loads weights by name and only warns of those it does not find. Used on resume and where the best
+checkpoint is loaded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,6 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
-
-# setting -> its name in an optimizer's parameter groups
-CHANGEABLE = {
-    "learning_rate": "initial_lr",
-    "weight_decay": "weight_decay",
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": "eps",
-}
-
 
 # ---- Weights --------------------------------------------------------------------------------------------------------
 
@@ -99,28 +89,6 @@ def _some(names: list[str]) -> str:
 
 
 # ---- Optimizer ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def preserve_settings(optimizer: Any, scheduler: Any, changed: Collection[str]) -> Iterator[None]:
-    """Inside, a checkpoint is loaded; afterwards the `changed` settings among `CHANGEABLE` are the optimizer's again.
-
-    A learning rate keeps its place in the schedule: the present rate moves by the same factor.
-    """
-    names = {CHANGEABLE[name] for name in changed if name in CHANGEABLE}
-    if not names:
-        yield
-        return
-    chosen = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
-    yield
-    inner = getattr(scheduler, "scheduler", scheduler)  # without Accelerate's wrapper
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, chosen)):
-        if "initial_lr" in values:
-            old, new = group["initial_lr"], values["initial_lr"]
-            group["lr"] = group["lr"] * new / old if old else new
-            if hasattr(inner, "base_lrs"):
-                inner.base_lrs[number], inner._last_lr[number] = new, group["lr"]
-        group.update(values)
 
 
 def fill_missing_state(optimizer: Any) -> None:

@@ -1,32 +1,44 @@
-"""`log.jsonl` in a run's folder: every log line as it is made.
+"""`log.jsonl` in a run's folder: how each training call started, every log line as it is made, and how the call ended.
 
-Differs from transformers' `log_history`, which only checkpoints hold. Completions are in the files of TRL's
-`log_completions`. Written on the main process; read by
-`grpo-ext report`.
+Differs from transformers' `log_history`, which only checkpoints hold. A line has "step" and one of "start" (settings,
+versions and data), "values" and "end". Completions are in the files of TRL's `log_completions`. Written on the main
+process; read by `grpo-ext report`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
-import shutil
+import platform
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 LOG = "log.jsonl"
+_PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
 
 logger = get_logger(__name__)
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """Installed versions of what a run depends on."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            installed[name] = None
+    return installed
 
 
 class RunLog:
@@ -36,32 +48,29 @@ class RunLog:
         self.path: Path | None = None
         self._start = 0.0
 
-    def begin(self, folder: str | Path, checkpoint: str | None) -> None:
+    def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
         """Start the log of a training call.
 
-        A log that another run left in the folder is renamed (`log-1.jsonl`). A run that resumes from a checkpoint of
-        another folder starts with a copy of the log there.
+        A log is only added to. A start at step 0 supersedes all that stands before it. A run that resumes from a
+        checkpoint of another folder adds the log there first.
 
         Args:
             checkpoint: the checkpoint that the run resumes from, or None.
+            step: optimizer steps done before.
+            about: what is trained, with which settings.
         """
         root = Path(folder)
         self.path, self._start = root / LOG, time.perf_counter()
         earlier = None if checkpoint is None else Path(checkpoint).resolve().parent / LOG
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and self.path.resolve() != earlier:
-                os.replace(self.path, next(p for i in count(1) if not (p := root / f"log-{i}.jsonl").exists()))
-            if earlier is not None and earlier.is_file() and not self.path.exists():
-                shutil.copy(earlier, self.path)
-            with open(self.path, "a+b") as file:
-                if file.tell() and not self.path.read_bytes().endswith(b"\n"):  # a kill has cut the last line
-                    file.write(b"\n")
+            with open(self.path, "ab") as file:
+                file.write(b"\n" if file.tell() else b"")  # a kill may have cut the last line
+                if earlier is not None and earlier.is_file() and earlier != self.path.resolve():
+                    file.write(earlier.read_bytes() + b"\n")
         except OSError as error:
             self._give_up(error)
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-            self._append({"resumed_from": state.global_step})
+        self._append(step, start={"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about})
 
     def write(self, step: int, epoch: float | None, values: Mapping[str, Any], device: torch.device) -> None:
         """Append one line.
@@ -73,22 +82,24 @@ class RunLog:
             device: of the model; memory is that of the accelerator, or of the process on a CPU.
         """
         self._append(
-            {
-                "step": step,
-                "epoch": epoch,
-                "time": round(time.perf_counter() - self._start, 3),
-                "peak_memory_mib": peak_memory_mib(device),
-                "memory_of": "process" if device.type == "cpu" else "accelerator",
-                "values": {name: value for name, value in values.items() if name != "epoch"},
-            }
+            step,
+            epoch=epoch,
+            time=round(time.perf_counter() - self._start, 3),
+            peak_memory_mib=peak_memory_mib(device),
+            memory_of="process" if device.type == "cpu" else "accelerator",
+            values={name: _plain(value) for name, value in values.items() if name != "epoch"},
         )
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def end(self, step: int, about: Mapping[str, Any]) -> None:
+        """Append how the training call ended."""
+        self._append(step, end={"finished": _now(), **about})
+
+    def _append(self, step: int, **line: Any) -> None:
         if self.path is None:
             return
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(strict(line), allow_nan=False) + "\n")
+                file.write(json.dumps({"step": step, **line}, default=str) + "\n")
         except OSError as error:
             self._give_up(error)
 
@@ -102,12 +113,14 @@ class LoggedRun:
     """A log without the lines that a resume has superseded.
 
     Attributes:
+        starts: one for each training call, oldest first, with "ended" and the final "step" where it has ended.
         entries: log lines, oldest first; each has step, epoch, time and values.
         resumed_from: the steps that were resumed from.
         seconds: spent in training calls, superseded steps included.
         unreadable: lines that are not JSON; a kill in the middle of a write leaves one.
     """
 
+    starts: list[dict[str, Any]] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
     resumed_from: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -125,20 +138,22 @@ def read_log(path: str | Path) -> LoggedRun:
         for raw in file:
             try:
                 line = json.loads(raw)
-                resumed = "resumed_from" in line
-                step = int(line["resumed_from" if resumed else "step"])
-                if not resumed and not isinstance(line["values"], dict):
-                    raise TypeError
+                step = int(line["step"])
             except (ValueError, TypeError, KeyError):
                 run.unreadable += bool(raw.strip())
                 continue
-            if resumed:
-                run.entries = [entry for entry in run.entries if entry["step"] <= step]
-                run.resumed_from.append(step)
-                run.seconds, last_time = run.seconds + last_time, 0.0
-            else:
+            if "values" in line:
                 run.entries.append(line)
                 last_time = float(line.get("time") or 0.0)
+            elif "start" in line:
+                if step == 0:  # a new run in the same folder
+                    run, last_time = LoggedRun(), 0.0
+                run.entries = [entry for entry in run.entries if entry["step"] <= step]
+                run.resumed_from += [step] if step else []
+                run.seconds, last_time = run.seconds + last_time, 0.0
+                run.starts.append(line["start"])
+            elif "end" in line and run.starts:
+                run.starts[-1] |= {"step": step, **line["end"]}
     run.seconds += last_time
     return run
 
@@ -154,16 +169,16 @@ def peak_memory_mib(device: torch.device) -> float | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def strict(value: Any) -> Any:
-    """A value as strict JSON: NaN and infinities become None, unknown objects their text."""
-    if isinstance(value, Mapping):
-        return {str(name): strict(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(part) for part in value]
-    if value is None or isinstance(value, (str, bool, int)):
+def _plain(value: Any) -> Any:
+    """A logged value as strict JSON: None for a number that is not finite, the text of what is no number."""
+    if value is None or isinstance(value, (str, int)):
         return value
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         return str(value)
     return number if math.isfinite(number) else None
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

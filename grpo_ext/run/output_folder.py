@@ -7,7 +7,6 @@ the trainer; the recipe refuses a folder with checkpoints before anything is loa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import tempfile
@@ -97,33 +96,34 @@ class HeldFolder:
                     "checkpoints; wait until that one has ended, end it, or name another output_dir."
                 )
         else:
-            folder = self._take_free(folder)
+            folder, self._lock = _take_free(folder)
         return folder, f"{os.getpid()}-{secrets.token_hex(4)}"
-
-    def _take_free(self, folder: str) -> str:
-        reasons = list[str]()
-        for number in itertools.count(1):
-            name = f"{folder.rstrip('/')}-{number}" if number > 1 else folder
-            lock = None if checkpoints(name) else _acquire(name)
-            if lock is not None and not checkpoints(name):  # a run may have saved and ended in between
-                break
-            if lock is not None:
-                lock.release()
-            reasons.append(
-                f"{name} holds checkpoints of an earlier run, which are left alone"
-                if checkpoints(name)
-                else f"{name} belongs to another run, which has not ended"
-            )
-        if reasons:
-            logger.warning(
-                f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
-                "resume_from_checkpoint the path of one of its checkpoints."
-            )
-        self._lock = lock
-        return name
 
     def release(self) -> None:
         """Let other runs take the folder."""
         if self._lock is not None and os.getpid() == self._process:  # a forked child's release would be its parent's
             self._lock.release()
             self._lock = None
+
+
+def _take_free(folder: str) -> tuple[str, FileLock]:
+    """The first of `folder`, `folder-2`, ... without checkpoints and without another run, with its lock."""
+    name, number, reasons = folder, 1, list[str]()
+    while True:
+        lock = None if checkpoints(name) else _acquire(name)
+        if checkpoints(name):  # perhaps of a run that has saved and ended in between
+            if lock is not None:
+                lock.release()
+            reasons.append(f"{name} holds checkpoints of an earlier run, which are left alone")
+        elif lock is None:
+            reasons.append(f"{name} belongs to another run, which has not ended")
+        else:
+            break
+        number += 1
+        name = f"{folder.rstrip('/')}-{number}"
+    if reasons:
+        logger.warning(
+            f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
+            "resume_from_checkpoint the path of one of its checkpoints."
+        )
+    return name, lock

@@ -19,7 +19,6 @@ from ..errors import CheckpointError
 from ..runtime.collectives import from_main_process
 from .checkpoint import checkpoints, newest_whole, read_listing, why_not_resumable
 from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences
-from .loading import CHANGEABLE
 from .state import RunState, load_reference
 
 logger = get_logger(__name__)
@@ -32,13 +31,13 @@ class Resumed:
 
     Attributes:
         state: of the run; None where another trainer wrote the checkpoint.
-        changed: settings that differ from the checkpoint's and are allowed to.
         micro_batch_size: completions on one device, when it was written.
+        step: optimizer steps done.
     """
 
     state: RunState | None = None
-    changed: frozenset[str] = frozenset()
     micro_batch_size: int | None = None
+    step: int = 0
 
 
 def is_path(wanted: str | bool | None) -> bool:
@@ -99,7 +98,7 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
     """Compare a checkpoint with a trainer's run, and read its state; weights and optimizer are read by transformers.
 
     Raises:
-        CheckpointError: it belongs to another run, a change would have no effect, or a file is broken.
+        CheckpointError: it belongs to another run, or a file is broken.
     """
     args, accelerator = trainer.args, trainer.accelerator
     allowed = args.allow_changed_on_resume or ()
@@ -108,7 +107,6 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
     if "global_batch_size" in changes:
         logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
-    _refuse_changes_without_effect(changes.keys() & CHANGEABLE.keys(), args, accelerator)
     state = RunState.load(checkpoint, trainer.num_generations)
     if state is None:
         logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
@@ -118,18 +116,6 @@ def read_checkpoint(checkpoint: str, trainer: Any, fingerprint: dict[str, Any]) 
         state.forget_rollouts()
     if trainer.ref_model is not None:
         load_reference(accelerator.unwrap_model(trainer.ref_model), checkpoint)
-    size = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).train_batch_size
-    return Resumed(state, frozenset(changes), None if size is None else size // max(1, args.n_gpu))
-
-
-def _refuse_changes_without_effect(changed: set[str], args: Any, accelerator: Accelerator) -> None:
-    if changed and _uses_deepspeed(accelerator):
-        name, reason = ", ".join(sorted(changed)), "DeepSpeed goes on with the checkpoint's"
-    elif "learning_rate" in changed and args.lr_scheduler_type == "reduce_lr_on_plateau":
-        name, reason = "learning_rate", "lr_scheduler_type='reduce_lr_on_plateau' goes on with the checkpoint's"
-    else:
-        return
-    raise CheckpointError(
-        f"{reason} {name}, so another {name} would have no effect; put it back, or export the model and begin a new "
-        "run with it."
-    )
+    loop = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    size = None if loop.train_batch_size is None else loop.train_batch_size // max(1, args.n_gpu)
+    return Resumed(state, size, loop.global_step)

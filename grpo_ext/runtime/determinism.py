@@ -1,6 +1,6 @@
 """Threads, kernels and settings that change bits: set or refused in bitwise mode.
 
-Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's manifest.
+Used by the trainer around a run; the settings are put back afterwards, and recorded in the run's log.
 """
 
 from __future__ import annotations

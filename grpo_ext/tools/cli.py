@@ -88,15 +88,13 @@ def plan(
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     engine: Annotated[str, typer.Option(help="With a model: ddp, zero2, zero3 or fsdp2.")] = "ddp",
     prompt_length: Annotated[
-        int | None, typer.Option(min=1, help="With a model: tokens of a prompt (default: measured where data are).")
-    ] = None,
-    mean_completion_length: Annotated[
-        int | None, typer.Option(min=1, help="With a model (default: half of max_completion_length).")
+        int | None,
+        typer.Option(min=1, help="With a model: tokens of the longest prompt (default: 512)."),
     ] = None,
 ) -> None:
-    """Print the batch plan for any settings and number of processes; with a model, tokens and memory per device too.
+    """Print the batch plan for any settings and number of processes; with a model, memory per device too.
 
-    The model is that of the run: an id, a folder, or a config.json. Data on this machine are read.
+    The model is that of the run: an id, a folder, or a config.json.
     """
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import check_lag, geometry_of
@@ -112,18 +110,12 @@ def plan(
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     check_lag(lag, engine != "ddp")
-    prompts = None
-    if settings.keys() & {"model_name_or_path", "dataset_name"}:
-        from .plan.prompts import known_prompts
-
-        prompts = known_prompts(settings, prompt_length)
-        num_prompts = num_prompts or prompts.rows
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
-    if prompts is not None and (model := settings.get("model_name_or_path")) is not None:
+    if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
-        text, table = expected_memory(model, geometry, settings, prompts, engine, mean_completion_length)
+        text, table = expected_memory(model, geometry, settings, engine, prompt_length)
         say(text)
         Console().print(table)
 
@@ -182,35 +174,17 @@ def export(
     merge_adapter: Annotated[bool, typer.Option(help="Put an adapter into its base model.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapter's base model, if it is another one by now.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest weight file, held in memory while it is copied.")
-    ] = "5GB",
-    check: Annotated[bool, typer.Option(help="Compare with the checkpoint's samples; holds the whole model.")] = True,
     trust_shards: Annotated[bool, typer.Option(help="Read an engine's shards, pickles that can run code.")] = False,
 ) -> None:
-    """Write the trained model of a checkpoint as a plain Hugging Face folder, and check that it is the same model."""
+    """Write the trained model of a checkpoint as a plain Hugging Face folder."""
     load_libraries()
     from ..run.checkpoint import LISTING
     from .export import export as export_model
 
     if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
         say(f"{checkpoint} has no checksums, so it is read unverified.")
-    done = export_model(
-        checkpoint,
-        out,
-        merge_adapter=merge_adapter,
-        base=base,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        check=check,
-        trust_shards=trust_shards,
-    )
+    done = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
     say(f"{out}: {done.kind}, {done.size / 1e6:.1f} MB")
-    if done.difference is None:
-        none = "the checkpoint holds no completions (models that take images record none)."
-        say(f"Not checked: {none if check else 'as asked for.'}")
-    else:
-        say(f"Checked: log-probabilities of saved samples differ by {done.difference:.1e} on average.")
 
 
 @app.command()

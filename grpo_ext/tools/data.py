@@ -67,17 +67,6 @@ def is_local(source: str | Path) -> bool:
     return looks_local or text.count("/") > 1 or path.exists()
 
 
-def prompt_lengths(dataset: Dataset, tokenizer: Any, rows: int = 256) -> list[int]:
-    """Tokens of the prompts, with the chat template where they are messages, of all rows or of `rows` evenly spread."""
-    count = min(rows, len(dataset))
-    lengths = []
-    for prompt in dataset.select([place * len(dataset) // count for place in range(count)])["prompt"]:
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        lengths.append(len(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
-    return lengths
-
-
 def _read(data: DataArguments) -> Dataset:
     source, split = str(data.dataset_name), data.dataset_split
     path = Path(source).expanduser()

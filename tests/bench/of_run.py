@@ -14,7 +14,7 @@ from grpo_ext.batching.sizes import SETTINGS, ceil_div
 from grpo_ext.checks import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.tools.data import load_prompts, prompt_lengths
+from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.options import (
     ScriptArguments,
     as_dataclasses,
@@ -87,6 +87,17 @@ def model_of(source: str) -> Any:
         return json.loads(Path(source).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model_name_or_path {source} cannot be read as a configuration: {error}") from None
+
+
+def prompt_lengths(dataset: Any, tokenizer: Any, rows: int = 256) -> list[int]:
+    """Tokens of the prompts, with the chat template where they are messages, of all rows or of `rows` evenly spread."""
+    count = min(rows, len(dataset))
+    lengths = []
+    for prompt in dataset.select([place * len(dataset) // count for place in range(count)])["prompt"]:
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(prompt, add_special_tokens=False)["input_ids"]))
+    return lengths
 
 
 def prompt_tokens(dataset: Any, model: str) -> int:

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 
 from grpo_ext.errors import ConfigError
-from grpo_ext.run.manifest import versions
+from grpo_ext.run.log import versions
 from grpo_ext.tools.stock import OURS, STOCK
 
 from .shapes import Result, Shape

@@ -289,8 +289,6 @@ def test_every_checkpoint_is_exported(launches, folder, tmp_path, engine, proces
         assert done.kind == ("full" if name == "saved" else SHARD_KINDS.get(engine, "full"))
         assert {path.name for path in (tmp_path / name).iterdir()} == FILES | {"tokenizer_config.json"}
         written = load_file(tmp_path / name / "model.safetensors")
-        assert done.difference is not None
-        assert done.difference < 1e-5
         for key, value in written.items():
             assert torch.allclose(value, expected[key], atol=1e-7), key
     if engine in SHARD_KINDS:
@@ -312,7 +310,6 @@ def test_every_checkpoint_of_an_adapter_is_exported(launches, folder, tmp_path, 
     found = load_file(tmp_path / "joined" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], atol=1e-7) for name in found)
-    assert max(merged.difference, alone.difference, joined.difference) < 1e-5
 
 
 FP16 = Job(

@@ -116,7 +116,7 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_l
     result = accelerate_launch("--max_steps", "2", "--demo_eval_every", "1")
     assert list(taken.iterdir()) == []
     assert (tmp_path / "runs" / "demo-2" / "model.safetensors").is_file()
-    assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d$", result.stdout, re.M)) == 2
+    assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", result.stdout, re.M)) == 2
     assert "{'" not in result.stdout, "a dictionary was dumped"
     assert result.stderr == "Loading torch, transformers and TRL ...\n"
 

@@ -19,7 +19,8 @@ from transformers import Trainer, TrainerCallback
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run.checkpoint import checkpoints, why_broken
-from grpo_ext.run.manifest import MANIFEST, read_manifest
+from grpo_ext.run.interrupts import RunCallback
+from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
 from tests.support.architectures import architecture
@@ -78,7 +79,7 @@ def templated(template: str) -> Any:
     ("changes", "named"),
     [
         ({"seed": 4}, ["seed: 3 in the checkpoint, 4 now"]),
-        ({"learning_rate": 2e-3, "beta": 0.1}, ["learning_rate", "beta"]),
+        ({"max_grad_norm": 2.0, "beta": 0.1}, ["max_grad_norm", "beta"]),
         (
             {"global_batch_size": 8, "loss_type": "grpo"},
             ["global_batch_size: 16 in the checkpoint", "loss_type"],
@@ -254,35 +255,16 @@ def test_a_run_goes_on_with_another_global_batch_that_cuts_groups(tmp_path, capl
 def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, dropped):
     usual = {"rollout_batch_size": 32, "global_batch_size": 16, "max_steps": 2, "save_steps": 1}
     other(tmp_path, **usual).train()
-    allowed = ["advantage_estimator", "learning_rate"]
-    again = other(tmp_path, **usual, **setting, learning_rate=2e-3, allow_changed_on_resume=allowed)
+    allowed = ["advantage_estimator", "max_grad_norm"]
+    again = other(tmp_path, **usual, **setting, max_grad_norm=2.0, allow_changed_on_resume=allowed)
     again.train(str(tmp_path / "checkpoint-1"))  # in the middle of a rollout batch
     assert ("the rollout batch of the checkpoint is not used" in caplog.text) is dropped
 
 
-def test_a_changed_learning_rate_is_refused_where_it_would_have_no_effect(tmp_path):
-    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
-    plateau |= {"metric_for_best_model": "eval_reward"}
-    other(tmp_path, **plateau, eval_dataset=prompts(4)).train()
-    changes = {**plateau, "learning_rate": 3e-3, "allow_changed_on_resume": ["learning_rate"]}
-    with pytest.raises(CheckpointError, match="another learning_rate would have no effect"):
-        other(tmp_path, **changes, eval_dataset=prompts(4)).train("latest")
-
-
-def test_a_learning_rate_that_was_changed_on_purpose_is_used(tmp_path):
-    usual = {"learning_rate": 1e-3, "lr_scheduler_type": "linear", "max_steps": 4, "adam_epsilon": 1e-8}
-    other(tmp_path, **usual, save_steps=2).train()
-    changed = {**usual, "learning_rate": 4e-3, "weight_decay": 0.3, "adam_epsilon": 1e-6, "adam_beta2": 0.95}
-    allowed = ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta2"]
-    trainer = other(tmp_path, **changed, allow_changed_on_resume=allowed)
-    trainer.train(str(tmp_path / "checkpoint-2"))
-    rates = {line["step"]: line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line}
-    assert rates[2] == pytest.approx(1e-3 * 3 / 4)  # of the second step, from the checkpoint
-    assert rates[3] == pytest.approx(4e-3 * 2 / 4)
-    assert rates[4] == pytest.approx(4e-3 * 1 / 4)
-    decays, plain = trainer.optimizer.param_groups
-    assert (decays["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    assert (decays["eps"], decays["betas"]) == (1e-6, (0.9, 0.95))
+def test_a_changed_learning_rate_is_refused_because_it_would_have_no_effect(run, tmp_path):
+    trainer = other(tmp_path, learning_rate=3e-3, allow_changed_on_resume=["learning_rate"])
+    with pytest.raises(CheckpointError, match=r"optimizer goes on with the checkpoint's learning_rate\.$"):
+        trainer.train(str(run / "checkpoint-2"))
 
 
 def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
@@ -294,7 +276,7 @@ def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
         find_checkpoint(folder, str(tmp_path), accelerator)
 
 
-def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
+def test_a_run_that_fails_says_so_in_its_log(tmp_path):
     trainer = make(tmp_path, **SAVE)
 
     def broken(**kwargs: Any) -> list[float]:
@@ -303,9 +285,21 @@ def test_a_run_that_fails_says_so_in_its_manifest(tmp_path):
     trainer.reward_funcs = [broken]
     with pytest.raises(RewardError, match="no such column"):
         trainer.train()
-    (entry,) = read_manifest(tmp_path)
+    (entry,) = read_log(tmp_path / LOG).starts
     assert entry["ended"] == "failed"
     assert "parameters_sha256" not in entry
+
+
+def test_callbacks_that_learn_of_the_end_find_it_in_the_log(tmp_path):
+    class Reads(RunCallback):
+        def on_run_end(self) -> None:
+            ends.append(read_log(tmp_path / LOG).starts[-1]["ended"])
+
+    ends: list[str] = []
+    trainer = make(tmp_path)
+    trainer.add_callback(Reads())
+    trainer.train()
+    assert ends == ["finished"]
 
 
 def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
@@ -339,8 +333,8 @@ def test_a_reference_that_moves_is_restored(tmp_path):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-def test_the_manifest_tells_what_was_run(copy, run):
-    (entry,) = read_manifest(run)
+def test_the_log_tells_what_was_run(copy, run):
+    (entry,) = read_log(run / LOG).starts
     assert entry["ended"] == "finished"
     assert entry["step"] == 3
     assert entry["versions"]["trl"] == version("trl")
@@ -350,18 +344,17 @@ def test_the_manifest_tells_what_was_run(copy, run):
     assert len(entry["parameters_sha256"]) == 64
     trainer = make(copy, **SAVE)
     trainer.train(resume_from_checkpoint="latest")
-    first, second = read_manifest(copy)
+    first, second = read_log(copy / LOG).starts
     assert first == entry
     assert second["resumed_from"].endswith("checkpoint-3")
     assert second["parameters_sha256"] == entry["parameters_sha256"]  # nothing was left to train
-    assert json.loads((copy / MANIFEST).read_text())["format"] == 1
 
 
-def test_the_manifest_names_the_model_without_the_path_to_it(tmp_path):
+def test_the_log_names_the_model_without_the_path_to_it(tmp_path):
     tiny_model().save_pretrained(tmp_path / "my-model")
     trainer = other(tmp_path / "out", model=str(tmp_path / "my-model"), peft_config=LoraConfig(**LORA), max_steps=1)
     trainer.train()
-    (entry,) = read_manifest(tmp_path / "out")
+    (entry,) = read_log(tmp_path / "out" / LOG).starts
     assert entry["model_name"] == "my-model"
 
 

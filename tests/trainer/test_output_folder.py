@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from grpo_ext.errors import CheckpointError, RewardError
+from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run import output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
-from grpo_ext.run.manifest import MANIFEST, read_manifest
+from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.output_folder import HeldFolder
 from tests.support.trainers import SAVE, make
 
@@ -43,7 +43,7 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     for trainer, name in ((first, "out"), (second, "out-2")):
         assert Path(str(trainer.args.output_dir)) == tmp_path / name
         assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
-        assert read_manifest(tmp_path / name)[-1]["ended"] == "finished"
+        assert read_log(tmp_path / name / LOG).starts[-1]["ended"] == "finished"
     assert "out belongs to another run, which" in caplog.text
     assert "two runs would overwrite each other's checkpoints" in refusals[0]
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again
@@ -60,24 +60,10 @@ def test_a_resume_that_was_refused_changes_no_folder(tmp_path):
     assert trainer.state.global_step == 3
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_disk_that_fills_up_while_training_costs_the_end_of_the_manifest_alone(tmp_path, caplog, fails):
-    trainer = make(tmp_path)
-
-    def fill() -> None:
-        (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
-        if fails:
-            raise RewardError("a failure of its own")
-
-    trainer.add_callback(AtStep(3, fill))
-    if fails:
-        with pytest.raises(RewardError, match="a failure of its own"):
-            trainer.train()
-    else:
-        assert trainer.train().global_step == 3
-    assert "manifest.json could not be written (No space left on device)" in caplog.text
-    assert not (tmp_path / f".{MANIFEST}").is_symlink()
-    assert read_manifest(tmp_path)[-1]["ended"] is None
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_built(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir='.*file/out' cannot be written to \(Not a directory\)"):
+        make(tmp_path / "file" / "out")
 
 
 def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):

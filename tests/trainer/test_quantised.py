@@ -193,9 +193,7 @@ def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, bas
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert torch.equal(trained(resumed), trained(trainer))
     checkpoint = tmp_path / "out" / "checkpoint-3"
-    done = export(checkpoint, tmp_path / "adapter")
-    assert (done.difference is not None) == (bits == 4)  # on weights that are quantised as they were in training
-    assert (done.difference or 0) < 1e-2
+    export(checkpoint, tmp_path / "adapter")
     expected = peft.get_peft_model_state_dict(trainer.model)
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected.items())

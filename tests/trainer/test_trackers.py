@@ -59,7 +59,7 @@ def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
     run = load_run(tmp_path / "out")
     for name in ("reward", "kl", "grad_norm", "time/train", "eval_reward"):
         assert run.series(name)[1] == logged(trainer, name), name
-    training = [entry for entry in run.entries if "reward" in entry["values"]]
+    training = [entry for entry in run.log.entries if "reward" in entry["values"]]
     assert [entry["step"] for entry in training] == [1, 2, 3]
     assert run.status == "finished"
     assert (tmp_path / "out" / "report" / "index.html").is_file()

@@ -1,1 +1,1 @@
-"""`grpo-ext plan`: sizes, balance between processes and memory of a run, before anything is started."""
+"""`grpo-ext plan`: sizes and memory of a run, before anything is started."""

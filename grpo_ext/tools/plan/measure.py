@@ -1,4 +1,4 @@
-"""The planning table of `grpo-ext plan` for a model: tokens, balance and memory per device, before anything is started.
+"""The memory of a run per device, for `grpo-ext plan` of a model, before anything is started.
 
 The saved activations are counted, not guessed: two layers of the architecture, with random weights and a tiny
 vocabulary, run forward once on the CPU, and every tensor autograd keeps is added up.
@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
-from ...algorithms.keyed_random import uniform
-from ...batching.micro_batches import Form, StepSizes, assign_rows
-from ...batching.sizes import BatchGeometry, ceil_div, group_numbers
+from ...batching.micro_batches import Form
+from ...batching.sizes import BatchGeometry, ceil_div
 from ...checks import find_model
 from ...config import forms_of
 from ...errors import ConfigError
-from ...forward.architecture import attention_sizes, token_cost
+from ...forward.architecture import attention_sizes
 from ...forward.choice import ForwardChoice
 from .memory import MemoryLayout, ModelSizes, count, in_units, memory_of
-from .prompts import Prompts
 
 HUB = "https://huggingface.co"
-_TOKENS = 192
+_PROMPT_TOKENS = 512  # assumed
+_TOKENS = 192  # of the forward pass that is measured
 _QUANTISED_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}  # 4 bits have a float32 factor for every 64 weights
 
 
@@ -149,31 +148,12 @@ def measure(
         weight_bytes=getattr(torch, weights).itemsize,
         compute_bytes=size,
         token_bytes=saved,
-        kept_bytes=text.hidden_size * getattr(torch, weights).itemsize,
         cache_bytes=attention_sizes(config)[1] * size,
-        cost=token_cost(model),
         quantised=sum(m.weight.numel() for m in linear) if bits else 0,
         quantised_bytes=_QUANTISED_BYTES[bits] if bits else 0.0,
         form=choice.form(model),
         form_in_words=choice.described(model),
     )
-
-
-def simulated(geometry: BatchGeometry, prompt: int, longest: int, mean: int) -> StepSizes:
-    """Lengths of a first step: prompts of one length, completions of exponential length, cut at the longest."""
-    rows = geometry.global_batch_size
-    numbers = uniform(torch.arange(rows), 0)
-    lengths = (-mean * torch.log1p(-numbers)).clamp(1, longest).long().tolist()
-    return StepSizes(group_numbers(rows, geometry.num_generations), [prompt] * rows, lengths)
-
-
-def balance(geometry: BatchGeometry, sizes: StepSizes, model: ModelSizes) -> tuple[float, float]:
-    """Tokens per device and step, and the largest load over the mean."""
-    rows = range(len(sizes.completions_B))
-    loads = [sizes.load(mine, model.cost) for mine in assign_rows(sizes, rows, geometry.num_processes, model.cost)]
-    alone = sum(sizes.prompts_B) + sum(sizes.completions_B)
-    tokens = (alone if model.form == "padded" else sizes.tokens(rows, "packed")) / geometry.num_processes
-    return tokens, max(loads) / (sum(loads) / len(loads))
 
 
 def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
@@ -185,10 +165,8 @@ def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form
 
 
 def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
-    """Memory per device, by part; what it is of stands above it."""
-    table = Table()
-    table.add_column("part")
-    table.add_column("memory", justify="right")
+    """Memory per device, by part."""
+    table = Table("part", Column("memory", justify="right"))
     for name, size in memory_of(model, layout).items():
         total = name in ("training", "rollout")
         if size or total:
@@ -196,39 +174,15 @@ def memory_table(model: ModelSizes, layout: MemoryLayout) -> Table:
     return table
 
 
-def _layout(
-    geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, micro_batch: int, longest: int
-) -> MemoryLayout:
-    """What is in memory at once: a micro-batch of so many tokens, a row of `longest`."""
-    return MemoryLayout(
-        engine,
-        geometry.num_processes,
-        micro_batch,
-        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
-        longest,
-        checkpointing=bool(settings.get("gradient_checkpointing", True)),
-        reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
-        bitwise=bool(settings.get("bitwise_invariant", False)),
-        lag=settings.get("rollout_lag") or 0,
-        beside=settings.get("rollout_device") is None,
-    )
-
-
 def expected_memory(
-    model: str,
-    geometry: BatchGeometry,
-    settings: Mapping[str, Any],
-    prompts: Prompts,
-    engine: str = "ddp",
-    mean_completion_length: int | None = None,
+    model: str, geometry: BatchGeometry, settings: Mapping[str, Any], engine: str = "ddp", prompt: int | None = None
 ) -> tuple[str, Table]:
-    """The step in words, and the memory per device by part.
+    """What the memory depends on, in words, and the memory per device by part.
 
     Args:
         model: id, folder or config.json.
         settings: of the run, by the names of GRPOConfig and of trl's ModelConfig.
-        prompts: how long they are.
-        mean_completion_length: tokens; None assumes half of `max_completion_length`.
+        prompt: tokens of the longest prompt; None assumes 512.
 
     Raises:
         ConfigError: a configuration that cannot be read, an unknown engine.
@@ -237,23 +191,28 @@ def expected_memory(
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
     longest = settings.get("max_completion_length") or 512
-    mean = mean_completion_length or max(longest // 2, 1)
     forms = forms_of(settings.get("forward", "auto"))
     bits = next((n for n in _QUANTISED_BYTES if settings.get(f"load_in_{n}bit")), None)
     sizes = measure(load_config(model), compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
-    tokens, imbalance = balance(geometry, simulated(geometry, prompts.mean, longest, mean), sizes)
-    tokens_at_once = largest_micro_batch(
-        geometry, prompts.longest, longest, sizes.form, settings.get("micro_batch_tokens")
+    budget, longest_prompt = settings.get("micro_batch_tokens"), prompt or _PROMPT_TOKENS
+    layout = MemoryLayout(
+        engine,
+        geometry.num_processes,
+        largest_micro_batch(geometry, longest_prompt, longest, sizes.form, budget),
+        min(geometry.rollout_chunk_size, geometry.rollout_batch_size),
+        longest_prompt + longest,
+        checkpointing=bool(settings.get("gradient_checkpointing", True)),
+        reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
+        bitwise=bool(settings.get("bitwise_invariant", False)),
+        lag=settings.get("rollout_lag") or 0,
+        beside=settings.get("rollout_device") is None,
     )
-    layout = _layout(geometry, settings, engine, tokens_at_once, prompts.longest + longest)
-    lengths = "as given" if mean_completion_length else "assumed"
     return (
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "
         f"{in_units(sizes.token_bytes)} per token and layer\n"
         f"Forward: {sizes.form_in_words}\n"
-        f"Prompts: {prompts.described}\n"
-        f"Completions: {mean} tokens on average ({lengths}), up to {longest}\n"
-        f"Step: about {tokens:,.0f} tokens per device, slowest device {imbalance:.3f} x the mean; largest micro-batch "
-        f"{layout.tokens:,} tokens\n"
+        f"Prompts: up to {longest_prompt} tokens ({'assumed' if prompt is None else 'as given'}); completions: up to "
+        f"{longest}\n"
+        f"Largest micro-batch: {layout.tokens:,} tokens\n"
         f"Expected memory per device, {layout.engine} on {layout.processes}:"
     ), memory_table(sizes, layout)

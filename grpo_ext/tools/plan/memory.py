@@ -6,9 +6,9 @@ follows from the number of parameters and from what an engine shards. Used by `g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ...batching.micro_batches import Form, TokenCost
+from ...batching.micro_batches import Form
 from ...errors import ConfigError
 from ...forward.tiled_log_probs import TILE
 
@@ -26,9 +26,7 @@ class ModelSizes:
         weight_bytes: per parameter, as it is trained (4: float32).
         compute_bytes: per number in a forward (2: autocast to a half precision).
         token_bytes: saved per token and layer for the backward pass.
-        kept_bytes: saved per token and layer under gradient checkpointing (the layer's input).
         cache_bytes: of keys and values per token of a sequence, all layers, while sampling.
-        cost: of a token in training, for assigning groups to processes.
         quantised: parameters that are held in `quantised_bytes` each.
         form: how its completions run; form_in_words: that, and why not in another form.
     """
@@ -42,9 +40,7 @@ class ModelSizes:
     weight_bytes: int
     compute_bytes: int
     token_bytes: float
-    kept_bytes: float
     cache_bytes: float
-    cost: TokenCost = field(default_factory=TokenCost)
     quantised: int = 0
     quantised_bytes: float = 0.0
     form: Form = "packed"
@@ -125,8 +121,8 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
 
 
 def _activations(model: ModelSizes, layout: MemoryLayout) -> float:
-    if layout.checkpointing:  # what is kept of all layers, and one layer that is run again
-        return layout.tokens * (model.kept_bytes * model.layers + model.token_bytes)
+    if layout.checkpointing:  # the input of every layer, and one layer that is run again
+        return layout.tokens * (model.hidden * model.weight_bytes * model.layers + model.token_bytes)
     return layout.tokens * model.token_bytes * model.layers
 
 

@@ -7,18 +7,47 @@ numbers (tests compare them with the log), `draw` the picture; page.py puts both
 from __future__ import annotations
 
 import io
-import itertools
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...algorithms.pass_at_k import PASS
 from ..plots import figure_class
-from .runs import HELD_OUT, MEMORY, Run, number
+from .runs import HELD_OUT, MEMORY, Run
 
 COLOURS = ("#3566b8", "#d1622b", "#3f8f4f", "#a3417e", "#8a6d1d", "#4c9aa8", "#7a5cc0", "#777777")
+LOG_SCALE = "fp16/loss_scale"
+
+# title, unit, and the curves: names of logged values as regular expressions, with labels, in which \1 is the group.
+# Where runs are compared, the first value that was logged stands for the plot.
+_CLIPPED = {f"clip_ratio/({side})_mean": r"\1" for side in ("region", "low", "high")} | {"cispo_clip_ratio": "cispo"}
+_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_(.+_mean@\d+)": r"\1"}
+_ACCURACY = {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"}
+_SPEED = {"layout/useful_tokens_per_second": "useful tokens"}
+PLOTS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Evaluation: pass@k", "share of prompts", {f"eval_({PASS})": r"\1"}),
+    ("Reward", "reward", {"reward": "reward", "rewards/(.+)/mean": r"\1"}),
+    ("Evaluation", "reward", _EVALUATION),
+    ("Accuracy", "share", _ACCURACY),
+    ("Completion length", "tokens", {"completions/(mean|min|max)_length": r"\1"}),
+    ("Completions cut at the longest length", "share", {"completions/clipped_ratio": "cut"}),
+    ("Tool calls", "calls per completion", {"tools/call_frequency": "calls"}),
+    ("Tool calls that failed", "share", {"tools/failure_frequency": "failed"}),
+    ("Entropy", "nats per token", {"entropy": "entropy"}),
+    ("Tokens whose ratio is clipped", "share", _CLIPPED),
+    ("KL to the reference", "nats per token", {"kl": "kl"}),
+    ("Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
+    ("Dynamic sampling", "groups", {"dynamic_sampling/(replaced_groups)": r"\1", "dynamic_sampling/(.+)": r"\1"}),
+    ("Time per phase", "seconds per step", {"step_time": "step", "time/(.+)": r"\1"}),
+    ("Useful tokens per second of the optimizer step", "tokens/s", _SPEED),
+    ("Peak memory of the main process", "MiB", {MEMORY: "peak"}),
+    ("Loss scale (fp16)", "scale", {LOG_SCALE: "loss scale"}),
+    ("Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),
+    ("Gradient norm", "norm", {"grad_norm": "before clipping"}),
+    ("Learning rate", "learning rate", {"learning_rate": "learning rate"}),
+    ("Loss", "loss", {"loss": "loss"}),
+)
 
 
 @dataclass(frozen=True)
@@ -30,139 +59,45 @@ class Line:
     values: list[float]
     band: list[float] | None = None
 
-    @property
-    def words(self) -> str:
-        """First and last value, and least and most where they are others."""
-        first, last, low, high = self.values[0], self.values[-1], min(self.values), max(self.values)
-        ends = f"{number(first)} at step {self.steps[0]}, {number(last)} at step {self.steps[-1]}"
-        return ends if {low, high} <= {first, last} else f"{ends} (least {number(low)}, most {number(high)})"
-
-    def gap(self, other: Line) -> float:
-        """The largest difference at a step that both have; infinite where they share none."""
-        values = dict(zip(self.steps, self.values))
-        shared = (abs(values[step] - value) for step, value in zip(other.steps, other.values) if step in values)
-        return max(shared, default=math.inf)
-
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot.
+    """One plot; `log`: with a logarithmic axis of values."""
 
-    Attributes:
-        name: of the figure on the page.
-        unit: of the values.
-        runs: how many runs have a curve in it.
-        log: a logarithmic axis of values.
-    """
-
-    name: str
     title: str
     unit: str
     lines: list[Line]
-    runs: int = 1
     log: bool = False
-
-    @property
-    def still(self) -> bool:
-        """Whether there is one value alone."""
-        return len({value for line in self.lines for value in line.values}) == 1
-
-    @property
-    def difference(self) -> float:
-        """The largest difference between two curves at a step that both have; infinite where there is none."""
-        return max((a.gap(b) for a, b in itertools.combinations(self.lines, 2)), default=math.inf)
-
-    @property
-    def identical(self) -> bool:
-        """Whether several runs have the same steps and values."""
-        return self.runs > 1 and self.difference == 0.0 and len({tuple(line.steps) for line in self.lines}) == 1
-
-    @property
-    def caption(self) -> str:
-        """The numbers of every curve in words, after how much those of several runs differ."""
-        curves = "; ".join(f"{line.label}: {line.words}" for line in self.lines)
-        if self.runs == 1 or self.difference == math.inf:
-            return curves
-        agree = f"differ by at most {number(self.difference)}" if self.difference else "are identical"
-        return f"At the steps that the runs share they {agree}. {curves}"
+    identical: bool = False
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a plot shows.
-
-    Attributes:
-        curves: a regular expression of names of logged values, and their label, in which `\\1` is the group of it.
-        main: the value that stands for the plot where runs are compared; the first one that is logged if empty.
-    """
-
-    name: str
-    title: str
-    unit: str
-    curves: Mapping[str, str] = field(default_factory=dict)
-    main: str = ""
-    log: bool = False
-
-    def names(self, run: Run) -> dict[str, str]:
-        """The values of a run that belong to this plot, with their labels."""
-        labels: dict[str, str] = {}
-        for pattern, label in self.curves.items():
-            for name in run.names():
-                if match := re.fullmatch(pattern, name):
-                    labels.setdefault(name, match.expand(label))
-        return labels
-
-
-_LENGTHS = {
-    f"completions/{k}_length": label for k, label in (("mean", "mean"), ("min", "shortest"), ("max", "longest"))
-}
-_SIDES = (("region", "both sides"), ("low", "low"), ("high", "high"))
-_CLIPPED = {**{f"clip_ratio/{side}_mean": label for side, label in _SIDES}, "cispo_clip_ratio": "cispo"}
-_REWARD = {"reward": "reward", "rewards/(.+)/mean": r"\1"}
-_SPEED = {"layout/useful_tokens_per_second": "useful tokens"}
-_ACCURACY = {HELD_OUT: "held-out exact match", r"((?!rewards/|eval_rewards/).*accuracy.*)": r"\1"}
-_EVALUATION = {"eval_reward": "reward", "eval_rewards/(.+)/mean": r"\1", r"eval_(.+_mean@\d+)": r"\1"}
-_SAMPLING = "dynamic_sampling/replaced_groups"
-SPECS = (
-    Spec("pass_at_k", "Evaluation: pass@k", "share of prompts", {f"eval_({PASS})": r"\1"}),
-    Spec("reward", "Reward", "reward", _REWARD),
-    Spec("evaluation", "Evaluation", "reward", _EVALUATION, main="eval_reward"),
-    Spec("accuracy", "Accuracy", "share", _ACCURACY),
-    Spec("length", "Completion length", "tokens", _LENGTHS),
-    Spec("clipped", "Completions cut at the longest length", "share", {"completions/clipped_ratio": "cut"}),
-    Spec("tool_calls", "Tool calls", "calls per completion", {"tools/call_frequency": "calls"}),
-    Spec("tool_failures", "Tool calls that failed", "share", {"tools/failure_frequency": "failed"}),
-    Spec("entropy", "Entropy", "nats per token", {"entropy": "entropy"}),
-    Spec("clip_share", "Tokens whose ratio is clipped", "share", _CLIPPED),
-    Spec("kl", "KL to the reference", "nats per token", {"kl": "kl"}),
-    Spec("no_variance", "Groups without variance", "share", {"frac_reward_zero_std": "no variance"}),
-    Spec("dynamic_sampling", "Dynamic sampling", "groups", {"dynamic_sampling/(.+)": r"\1"}, main=_SAMPLING),
-    Spec("time", "Time per phase", "seconds per step", {"time/(.+)": r"\1"}, main="step_time"),
-    Spec("tokens_per_second", "Useful tokens per second of the optimizer step", "tokens/s", _SPEED),
-    Spec("memory", "Peak memory of the main process", "MiB", {MEMORY: "peak"}),
-    Spec("loss_scale", "Loss scale (fp16)", "scale", {"fp16/loss_scale": "loss scale"}, log=True),
-    Spec("overflows", "Overflows (fp16)", "count", {"fp16/(?!loss_scale$)(.+)": r"\1"}),
-    Spec("grad_norm", "Gradient norm", "norm", {"grad_norm": "before clipping"}),
-    Spec("learning_rate", "Learning rate", "learning rate", {"learning_rate": "learning rate"}),
-    Spec("loss", "Loss", "loss", {"loss": "loss"}),
-)
-
-
-def panels(runs: Sequence[Run], names: Sequence[str]) -> list[Panel]:
-    """The plots of a run, of all that it logged; of several runs, one curve each."""
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """The plots of a run, of all that it logged; of several runs, one curve each. What never changes has no plot."""
     plots = []
-    for spec in SPECS:
-        title, lines = (spec.title, _lines(runs[0], spec)) if len(runs) == 1 else _compared(runs, names, spec)
-        if lines:
-            plots.append(Panel(spec.name, title, spec.unit, lines, len(runs), spec.log))
+    for title, unit, curves in PLOTS:
+        logged = _logged(runs, curves)
+        if not logged:
+            continue
+        name = next(iter(logged))
+        if len(runs) == 1:
+            lines = [Line(label, *runs[0].series(name), _band(runs[0], name)) for name, label in logged.items()]
+        else:
+            lines = [Line(run.name, *run.series(name)) for run in runs if name in run.names()]
+            title = title if len(logged) == 1 else f"{title}: {logged[name]}"
+        if len({value for line in lines for value in line.values}) > 1:
+            same = len(runs) > 1 and all((one.steps, one.values) == (lines[0].steps, lines[0].values) for one in lines)
+            plots.append(Panel(title, unit, lines, name == LOG_SCALE, same and len(lines) == len(runs)))
     return plots
 
 
-def _lines(run: Run, spec: Spec) -> list[Line]:
-    lines = [Line(label, *run.series(name), _band(run, name)) for name, label in spec.names(run).items()]
-    if spec.name in ("reward", "evaluation") and len(lines) == 2 and lines[0].values == lines[1].values:
-        return lines[:1]  # a single function with weight 1
-    return lines
+def _logged(runs: Sequence[Run], curves: dict[str, str]) -> dict[str, str]:
+    """The values that belong to a plot, with their labels, in the order of `curves`."""
+    labels: dict[str, str] = {}
+    names = dict.fromkeys(name for run in runs for name in run.names())
+    for pattern, label in curves.items():
+        for match in filter(None, (re.fullmatch(pattern, name) for name in names)):
+            labels.setdefault(match.string, match.expand(label))
+    return labels
 
 
 def _band(run: Run, name: str) -> list[float] | None:
@@ -171,15 +106,6 @@ def _band(run: Run, name: str) -> list[float] | None:
         return None
     steps, values = run.series(f"{name}_std")
     return values if steps == run.series(name)[0] else None
-
-
-def _compared(runs: Sequence[Run], names: Sequence[str], spec: Spec) -> tuple[str, list[Line]]:
-    """The title with the value that is compared, and its curve in each run that logged it."""
-    logged = {spec.main: spec.main} if spec.main else {n: label for run in runs for n, label in spec.names(run).items()}
-    value, label = next(iter(logged.items()), ("", ""))
-    lines = [Line(name, *run.series(value)) for run, name in zip(runs, names)]
-    title = spec.title if len(logged) == 1 and not spec.main else f"{spec.title}: {label}"
-    return title, [line for line in lines if line.values]
 
 
 def draw(panel: Panel) -> bytes:
@@ -191,11 +117,9 @@ def draw(panel: Panel) -> bytes:
     figure = figure_class()(figsize=(6.4, 3.0), dpi=110, layout="constrained")
     axis = figure.subplots()
     for place, line in enumerate(panel.lines):
-        _curve(axis, line, place)
+        _draw_curve(axis, line, place)
     if panel.log:
         axis.set_yscale("log", base=2)
-    if not any(value for line in panel.lines for value in line.values):
-        axis.set_ylim(0, 1)  # nothing but zeros: no negative share
     axis.set(xlabel="optimizer step", ylabel=panel.unit)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.25)
@@ -206,7 +130,7 @@ def draw(panel: Panel) -> bytes:
     return out.getvalue()
 
 
-def _curve(axis: Any, line: Line, place: int) -> None:
+def _draw_curve(axis: Any, line: Line, place: int) -> None:
     label = line.label.lstrip("_") or line.label  # a leading underscore hides a curve from the legend
     look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.4, "markersize": 3}
     if place:  # dashes, shorter with each curve: those beneath are seen through the gaps

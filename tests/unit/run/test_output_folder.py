@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,6 @@ from accelerate import PartialState
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run import output_folder
-from grpo_ext.run.manifest import MANIFEST, write_manifest
 from grpo_ext.run.output_folder import HeldFolder, create_output_dir
 
 
@@ -81,12 +79,3 @@ def test_a_folder_that_cannot_be_made_or_written_to_is_a_sentence(tmp_path):
         create_output_dir(tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
         HeldFolder().take("/proc/self", in_place=True)  # a folder in which nobody may make a file
-
-
-def test_a_manifest_on_a_full_disk_is_a_sentence_and_leaves_nothing_behind(tmp_path):
-    write_manifest(tmp_path, [{"step": 1}])
-    (tmp_path / f".{MANIFEST}").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"could not be written \(No space left on device\).*free some space"):
-        write_manifest(tmp_path, [{"step": 2}])
-    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
-    assert json.loads((tmp_path / MANIFEST).read_text())["trainings"] == [{"step": 1}]

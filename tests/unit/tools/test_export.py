@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from typer.testing import CliRunner
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import write_listing
-from grpo_ext.run.recorded_completions import RecordedCompletions
 from grpo_ext.tools import export as module
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
@@ -69,8 +67,6 @@ def test_a_full_model_is_the_trained_one(full, tmp_path):
     for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
         assert torch.equal(value, expected), name
     assert done.kind == "full"
-    assert done.difference is not None
-    assert done.difference < 1e-5
     assert done.size == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([5, 6]) != ""
     card = (tmp_path / "out" / "README.md").read_text()
@@ -78,13 +74,9 @@ def test_a_full_model_is_the_trained_one(full, tmp_path):
         assert words in card
 
 
-def test_weights_are_converted_and_cut(full, tmp_path):
+def test_weights_are_converted(full, tmp_path):
     checkpoint, trained = full
-    export(checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size="10KB")
-    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
-    assert len(files) > 2
-    largest = max(p.numel() for p in trained.parameters()) * 2
-    assert all((tmp_path / "out" / name).stat().st_size < max(10_000, largest) + 4000 for name in files)
+    export(checkpoint, tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for (name, value), (_, expected) in zip(model.named_parameters(), trained.named_parameters()):
@@ -102,7 +94,6 @@ def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
     merged = export(checkpoint, tmp_path / "merged", merge_adapter=True)
     assert merged.kind == "merged adapter"
     assert names(tmp_path / "merged") == PLAIN | {"model.safetensors"}
-    assert max(alone.difference or 1, merged.difference or 1) < 1e-5
     expected = trained.merge_and_unload()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     start = dict(tiny_model().named_parameters())
@@ -139,15 +130,6 @@ def test_a_model_with_images_is_the_trained_one_and_has_its_processor(root, tmp_
     assert AutoProcessor.from_pretrained(tmp_path / "out").chat_template == processor.chat_template
 
 
-def test_samples_hold_what_the_policy_said(full):
-    samples = RecordedCompletions.load(full[0])
-    assert samples is not None
-    assert len(samples.prompts) == 4
-    assert samples.temperature == 0.8
-    assert samples.dtype == "float32"
-    assert all(len(c) == len(p) for c, p in zip(samples.completions, samples.logps))
-
-
 # ---- Refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -163,17 +145,6 @@ def nothing_left(folder: Path) -> bool:
 def relist(folder: Path) -> None:
     (folder / "checkpoint.json").unlink()
     write_listing(folder, {"step": 3})
-
-
-def test_another_model_in_the_checkpoint_is_found_by_its_samples(copy, tmp_path):
-    weights = load_file(copy / "model.safetensors")
-    name = next(n for n in weights if "q_proj.weight" in n)
-    weights[name] = weights[name] * 1.05
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    relist(copy)  # as if it had been saved like this
-    with pytest.raises(CheckpointError, match=r"not the one that was trained.*differ by .* Nothing was kept"):
-        export(copy, tmp_path / "out")
-    assert nothing_left(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_refused(copy, tmp_path):
@@ -199,7 +170,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(copy, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module.shutil, "copyfile", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         export(copy, tmp_path / "out")
     assert nothing_left(tmp_path)
@@ -217,7 +188,6 @@ def test_a_folder_that_exists_is_left_alone(copy, tmp_path):
     ("options", "says"),
     [
         ({"dtype": "int8"}, "use one of float32, bfloat16, float16"),
-        ({"max_shard_size": "much"}, "write for example 5GB"),
         ({"merge_adapter": True}, "holds a whole model"),
         ({"base": "x"}, "holds a whole model"),
     ],
@@ -241,50 +211,17 @@ def test_a_base_without_a_name_or_quantised_is_refused(root, base, tmp_path):
     with pytest.raises(ConfigError, match="is quantised"):
         export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(quantised))
     assert nothing_left(tmp_path)
-    assert export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(base)).difference is not None
-
-
-def test_another_base_is_found_by_the_samples(root, base, tmp_path):
-    if not (root / "nameless").exists():
-        other(root / "nameless", peft_config=LoraConfig(**LORA), max_steps=1).train()
-    tiny_model(seed=7).save_pretrained(tmp_path / "wrong")
-    with pytest.raises(CheckpointError, match="not the one that was trained"):
-        export(root / "nameless" / "checkpoint-1", tmp_path / "out", base=str(tmp_path / "wrong"))
+    assert export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(base)).kind == "merged adapter"
 
 
 def test_the_command_says_what_it_did(copy, tmp_path):
     done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert " MB" in done.output
-    assert "Checked: log-probabilities of saved samples differ by" in done.output
     for file in (*copy.glob("grpo_ext_*"), copy / "checkpoint.json"):  # what stock TRL does not write
         file.unlink()
     done = CliRunner().invoke(app, ["export", str(copy), str(tmp_path / "out2")])
     assert "has no checksums" in done.output
-    assert "Not checked" in done.output
-
-
-def test_memory_holds_one_shard(full, tmp_path, monkeypatch):
-    held = []
-    inner = module.save_file
-
-    def watch(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        held.append(sum(t.nbytes for t in tensors.values()))
-        inner(tensors, *args, **kwargs)
-
-    monkeypatch.setattr(module, "save_file", watch)
-    export(full[0], tmp_path / "out", max_shard_size="20KB")
-    with safe_open(full[0] / "model.safetensors", "pt") as file:
-        largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-    assert max(held) <= max(20_000, largest)
-    assert len(held) > 3
-
-
-def test_without_the_check_nothing_is_loaded(full, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "score_alone", None)
-    done = export(full[0], tmp_path / "out", check=False)
-    assert done.difference is None
-    assert "not checked" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_cannot_be_read_is_one_error(copy, tmp_path):
@@ -306,17 +243,20 @@ def test_an_adapter_is_merged_in_float32_into_a_base_in_half_precision(root, tmp
     trainer = other(root / "on_half", model=model, peft_config=LoraConfig(**LORA))
     trainer.train()
     checkpoint = root / "on_half" / "checkpoint-3"
-    done = export(checkpoint, tmp_path / "exact", merge_adapter=True, dtype="float32")
-    assert done.difference is not None
-    assert done.difference < 1e-5  # in bfloat16 it would be some 1e-3
+    export(checkpoint, tmp_path / "exact", merge_adapter=True, dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "exact").state_dict()
+    expected = trainer.model.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], value, atol=1e-6) for name, value in expected.items())
     export(checkpoint, tmp_path / "stored", merge_adapter=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto").dtype == torch.bfloat16
 
 
-def test_samples_of_quantised_weights_are_not_compared_with_plain_ones(copy, tmp_path):
-    samples = RecordedCompletions.load(copy)
-    assert samples is not None
-    samples.quantised = True
-    samples.save(copy)
+def test_a_weight_that_is_missing_is_named(copy, tmp_path):
+    weights = load_file(copy / "model.safetensors")
+    name = next(n for n in weights if "q_proj.weight" in n)
+    del weights[name]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     relist(copy)
-    assert export(copy, tmp_path / "out").difference is None
+    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of the model, for example {name}"):
+        export(copy, tmp_path / "out")
+    assert nothing_left(tmp_path)

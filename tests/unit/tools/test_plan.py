@@ -8,7 +8,6 @@ import subprocess
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
@@ -18,9 +17,8 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
-from grpo_ext.tools.plan.measure import balance, expected_memory, load_config, measure, simulated
+from grpo_ext.tools.plan.measure import expected_memory, largest_micro_batch, load_config, measure
 from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
-from grpo_ext.tools.plan.prompts import Prompts, known_prompts
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -115,7 +113,6 @@ SIZES = ModelSizes(
     weight_bytes=4,
     compute_bytes=2,
     token_bytes=100_000,
-    kept_bytes=8192,
     cache_bytes=50_000,
 )
 
@@ -172,34 +169,14 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
 
 
 def test_the_form_decides_how_many_tokens_there_are():
-    geometry = geometry_of({"global_batch_size": 16}, 1)
-    found = {}
+    geometry = geometry_of({"global_batch_size": 16, "per_device_train_batch_size": 16}, 1)
+    sizes = {}
     for kind, forward in (("llama", "auto"), ("lfm2", "auto"), ("llama", "padded")):
-        sizes = measure(architecture(kind).config, compute="float32", forms=forms_of(forward))
-        found[kind, forward] = (sizes.form, round(balance(geometry, simulated(geometry, 100, 20, 10), sizes)[0]))
-    completions = found["llama", "auto"][1] - 200
-    assert found["llama", "auto"] == ("packed", 200 + completions)
-    assert found["lfm2", "auto"] == ("prefix", 200 + completions)
-    assert found["llama", "padded"] == ("padded", 1600 + completions)
-
-
-def test_a_step_is_dealt_evenly_over_a_thousand_processes():
-    geometry = geometry_of({"per_device_train_batch_size": 4, "global_batch_size": 16384}, 1024)
-    lengths = simulated(geometry, 256, 1024, 512)
-    assert len(lengths.completions_B) == 16384
-    assert 400 < sum(lengths.completions_B) / 16384 < 512
-    tokens, imbalance = balance(geometry, lengths, SIZES)
-    assert tokens == (2048 * 256 + sum(lengths.completions_B)) / 1024
-    assert 1.0 <= imbalance < 1.2
-
-
-def test_the_plan_of_a_step_that_cuts_a_group_counts_the_prompt_of_the_part():
-    sizes = {"global_batch_size": 18, "rollout_batch_size": 36}
-    geometry = geometry_of({"num_generations": 4, "per_device_train_batch_size": 6, **sizes}, 1)
-    lengths = simulated(geometry, 256, 1024, 512)
-    tokens, imbalance = balance(geometry, lengths, SIZES)
-    assert tokens == 5 * 256 + sum(lengths.completions_B)
-    assert imbalance == 1.0
+        form = measure(architecture(kind).config, compute="float32", forms=forms_of(forward)).form
+        sizes[form] = largest_micro_batch(geometry, 100, 20, form, None)
+    assert sizes == {"packed": 200 + 320, "prefix": 200 + 320, "padded": 1600 + 320}
+    assert largest_micro_batch(geometry, 100, 20, "packed", 300) == 300
+    assert largest_micro_batch(geometry, 100, 20, "packed", 50) == 120  # a completion runs whole
 
 
 def test_the_command_shows_it(tmp_path):
@@ -208,7 +185,7 @@ def test_the_command_shows_it(tmp_path):
     words = ["--processes", "1024", "--engine", "fsdp2", "--global_batch_size", "16384"]
     done = plan("--model_name_or_path", str(path), *words)
     assert done.returncode == 0, done.stderr
-    for words in ("memory per device, fsdp2 on 1024", "training", "tokens per device", "x the mean", "1.4M parameters"):
+    for words in ("memory per device, fsdp2 on 1024", "training", "Largest micro-batch", "1.4M parameters"):
         assert words in done.stdout
     done = plan("--model_name_or_path", str(tmp_path / "gone.json"))
     assert done.returncode == 2
@@ -228,62 +205,15 @@ def test_a_small_model_has_sizes_in_units_that_fit(tmp_path):
     assert re.search(r"training +│ +[\d.]+ MiB", done.stdout)
 
 
-@pytest.fixture
-def local_run(tmp_path) -> dict[str, Any]:
-    """The settings of a run whose model and data are in folders: 300 rows, of 1 to 10 letters."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    rows = "".join(json.dumps({"question": "a" * (1 + n % 10)}) + "\n" for n in range(300))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    model, data = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
-    return {"model_name_or_path": model, "dataset_name": data, "prompt_column": "question"}
-
-
-def test_data_on_this_machine_are_read(local_run):
-    found = known_prompts(local_run)
-    assert (found.rows, found.longest, found.basis) == (300, 10, "measured on 256 of 300 rows")
-    assert found.mean in (5, 6)
-    few = known_prompts({**local_run, "max_samples": 40, "eval_fraction": 0.25})
-    assert (few.rows, few.basis) == (30, "measured on all rows")
-    # a configuration with its tokenizer beside it
-    config = f"{local_run['model_name_or_path']}/config.json"
-    assert known_prompts({**local_run, "model_name_or_path": config}) == found
-    given = known_prompts(local_run, 99)
-    assert (given.mean, given.longest, given.basis, given.rows) == (99, 99, "as given", 300)
-    done = plan(*(word for name, value in local_run.items() for word in (f"--{name}", value)))
-    assert done.returncode == 0, done.stderr
-    assert "epoch                   300 prompts = 300 optimizer steps" in done.stdout
-    assert f"Prompts: {found.mean} tokens on average, up to 10 (measured on 256 of 300 rows)" in done.stdout
-    assert "Completions: 256 tokens on average (assumed), up to 512" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows", "basis"),
-    [
-        ({"dataset_name": "some/set"}, None, "some/set is on the Hub and is not read"),
-        ({"model_name_or_path": "some/model"}, 300, "there is no tokenizer of some/model on this machine"),
-        ({"conversational": True}, 300, "has no chat template, which messages need"),
-    ],
-)
-def test_what_is_assumed_of_prompts_is_said(local_run, changes, rows, basis):
-    found = known_prompts({**local_run, **changes})
-    assert (found.mean, found.longest, found.rows) == (512, 512, rows)
-    assert found.basis.startswith("assumed: ")
-    assert basis in found.basis
-
-
-def test_the_longest_prompt_decides_the_memory_and_the_mean_the_tokens(tmp_path):
+def test_the_longest_prompt_decides_the_memory(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     settings = {"num_generations": 8, "max_completion_length": 16}
-
-    def expected(mean: int, longest: int) -> list[str]:
-        where = str(tmp_path / "config.json")
-        text, _ = expected_memory(where, geometry_of(settings, 1), settings, Prompts(mean, longest, "measured"))
-        step = next(line for line in text.splitlines() if line.startswith("Step: "))
-        return re.findall(r"([\d,]+) tokens", step)
-
-    (tokens, largest), (others, larger) = expected(64, 64), expected(64, 512)
-    assert (tokens, int(largest)) == (others, int(larger) - 448)
+    where = str(tmp_path / "config.json")
+    short, long = (
+        expected_memory(where, geometry_of(settings, 1), settings, prompt=longest)[0] for longest in (64, None)
+    )
+    assert "Largest micro-batch: 192 tokens" in short
+    assert "Largest micro-batch: 640 tokens" in long
 
 
 def test_without_a_network_a_plan_says_how_to_name_a_configuration(monkeypatch):
@@ -301,16 +231,6 @@ def test_without_a_network_a_plan_says_how_to_name_a_configuration(monkeypatch):
 
 def plan(*args: str) -> subprocess.CompletedProcess:
     return forks.python("-m", "grpo_ext.tools.cli", "plan", *args)
-
-
-def test_a_mean_is_a_mean():
-    assert torch.tensor(simulated(geometry_of_64(), 8, 10**6, 100).completions_B).float().mean() == pytest.approx(
-        100, rel=0.35
-    )
-
-
-def geometry_of_64() -> Any:
-    return geometry_of({"global_batch_size": 64}, 1)
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
