@@ -36,6 +36,14 @@ def splits_of(global_batch_size: int, processes: Sequence[int], sizes: Sequence[
     return list(dict.fromkeys(splits))
 
 
+def _limited(run: Run, splits: Sequence[Split], steps: int, bitwise: bool) -> Run:
+    """The run with so many steps; raises a ConfigError where its sizes do not fit a split."""
+    config = {**run.config, "max_steps": steps, "logging_steps": 1}
+    for split in splits:
+        geometry_of({**config, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+    return replace(run, trace=bitwise, config={**config, "bitwise_invariant": True} if bitwise else config)
+
+
 def check(
     run: Run,
     splits: Sequence[Split],
@@ -68,10 +76,7 @@ def check(
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
-    config = {**run.config, "max_steps": steps, "logging_steps": 1}
-    run = replace(run, trace=bitwise, config={**config, "bitwise_invariant": True} if bitwise else config)
-    for split in splits:
-        geometry_of({**config, "per_device_train_batch_size": split.micro_batch_size}, split.processes)
+    run = _limited(run, splits, steps, bitwise)
     repeated = run.has_float64 and not bitwise
     again = "; float64 follows for those beyond the tolerance" if repeated else ""
     precision = run.half or "float32"
