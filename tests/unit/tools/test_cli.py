@@ -140,7 +140,7 @@ def test_a_check_takes_model_data_rewards_and_adapter_of_the_run(checked, tmp_pa
     assert (seen["model_path"], seen["steps"]) == ("some/model", 2)
     assert seen["dataset"]["prompt"] == ["1 + 1"]
     assert [f.__name__ for f in seen["rewards"]] == ["exact_number", "length_penalty"]
-    assert seen["rewards"][1].max_completion_length == 32
+    assert seen["rewards"][1](completion_ids=[[0] * 16]) == [-0.5]  # of 32 tokens
     assert (
         seen["peft"].to_dict()
         == LoraConfig(
