@@ -1,7 +1,7 @@
 """`GRPOTrainer`: TRL's GRPO trainer, whose update does not depend on the hardware split.
 
 Each override hands over to a component of the trainer: `Rollouts` makes rollout batches (rollouts.source), `Scorer`
-computes log-probabilities (forward.scorer), `OptimizerStep` plans the micro-batches of a step (step.optimizer_step),
+computes log-probabilities (forward.scorer), `StepPlanner` plans the micro-batches of a step (step.optimizer_step),
 `RunKeeper` writes and reads checkpoints (run.keeper). docs/architecture.md follows a step through them. compat.py lists
 the overrides, and compares them with the installed TRL.
 """
@@ -49,7 +49,7 @@ from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
-from .step.optimizer_step import OptimizerStep, StepParts
+from .step.optimizer_step import StepParts, StepPlanner
 from .step.statistics import STEP_PART, StepPart
 from .step.terms import StepTerms, loss_config_of, step_terms_of
 
@@ -116,7 +116,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
         if reference is not None:
-            loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL builds no reference; ours follows
+            loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL loads no reference; `use_reference` does
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model) if config.float32_adapters else {}
@@ -148,7 +148,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
         images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
         parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
-        self._step_runner = OptimizerStep(parts)
+        self._step_planner = StepPlanner(parts)
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
@@ -206,7 +206,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        for attempt in self._step_runner.attempts(model, completions, self._terms()):  # smaller where memory ends
+        for attempt in self._step_planner.attempts(model, completions, self._terms()):  # smaller if memory runs out
             with attempt.fitting():
                 attempt.measure(self.model)
                 with attempt.accumulating() as gradients:
@@ -216,7 +216,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss = self._log_step(attempt.log_values())
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            with self._step_runner.explaining(model, what):
+            with self._step_planner.explaining(model, what):
                 for micro_batch in attempt.micro_batches():
                     self._loss_of(model, micro_batch)
         self._losses.append(loss)
@@ -245,7 +245,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_runner.evaluation(self.model, completions, self._terms())
+            evaluation = self._step_planner.evaluation(self.model, completions, self._terms())
             evaluation.measure(self.model)
             for micro_batch in self._with_events(evaluation.micro_batches()):
                 self._loss_of(self.model, micro_batch)
@@ -312,8 +312,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         `inputs[STEP_PART]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
         if STEP_PART not in inputs:
-            inputs = self._step_runner.as_step(self.model, inputs, self._group_size, self._terms())
-        rows = self._step_runner.tokens_of(inputs, self.model.training)
+            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._terms())
+        rows = self._step_planner.tokens_of(inputs, self.model.training)
         logps, entropies, router = self._score(model, inputs, rows)
         return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
@@ -350,13 +350,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> Any:
-        """TRL's, in the model's form. A padded batch with images that no rollout batch holds runs as in TRL."""
-        batch = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
+        """TRL's, in the model's form. Images that come with a user's own tokens run through TRL's method."""
+        arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
         scorer = self._scorer.of_this_thread
-        known = scorer.knows(input_ids, attention_mask)
-        if not known and any(value is not None for value in images.values()):
-            return super()._get_per_token_logps_and_entropies(*batch, **images)
-        scores = scorer.score_for_trl(*batch)
+        if not scorer.knows(input_ids, attention_mask) and any(value is not None for value in images.values()):
+            return super()._get_per_token_logps_and_entropies(*arguments, **images)
+        scores = scorer.score_for_trl(*arguments)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's hooks, for those who override or call them ------------------------------------------------
@@ -366,7 +365,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._rollouts.score(inputs, context_of(self))
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """TRL's tuple of eight; outside a rollout batch TRL's own method makes it."""
+        """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
         worker = self._rollouts.worker
         return super()._generate(prompts) if worker.active_rollout is None else worker.generate_for_trl(prompts)
 
@@ -377,7 +376,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's; completions of a rollout batch by this trainer's engine."""
+        """TRL's; called by a user's `_generate_single_turn`, this trainer's engine."""
         worker = self._rollouts.worker
         if worker.active_chunk is not None and not self.use_transformers_continuous_batching:
             config = None if self.use_vllm else self.generation_config
@@ -432,7 +431,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 contextlib.closing(self._rollouts),
             ):
                 result = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if (limits := self._step_runner.limits).failures:
+            if (limits := self._step_planner.limits).failures:
                 self._keeper.say(limits.what_fits())
             if self._keeper.watch.stopping:
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)

@@ -144,7 +144,7 @@ class RolloutsAhead:
 
     Args:
         steps: the steps of the training set.
-        last: the number of optimizer steps of the run.
+        max_steps: the number of optimizer steps of the run.
         sample: runs on the thread; samples this process's part of a rollout batch, by weights and terms.
         stopping: whether this process was asked to stop.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
@@ -154,16 +154,18 @@ class RolloutsAhead:
     def __init__(
         self,
         steps: StepDataset,
-        last: int,
+        max_steps: int,
         snapshot: Snapshot,
         thread: RolloutThread,
         sample: Callable[[StepRows, Weights, Terms, float], SampledAhead],
         stopping: Callable[[], bool],
         send: Callable[[], None] | None = None,
     ) -> None:
-        self.steps, self.last, self.snapshot, self.thread = steps, last, snapshot, thread
+        self.steps, self.max_steps, self.snapshot, self.thread = steps, max_steps, snapshot, thread
         self.sample, self.stopping, self.send = sample, stopping, send
-        self.waited = self.idle = 0.0  # seconds in this step that training waited, and the thread before it
+        self.training_waited = self.thread_waited = (
+            0.0  # seconds in this step that training waited, and the thread before it
+        )
         self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
         self._sent: Weights | None = None
         self._next: int | None = None  # the first step of the next rollout batch to submit
@@ -172,8 +174,8 @@ class RolloutsAhead:
         """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
         return [(job.step, job.weights) for job in self.jobs]
 
-    def due(self, step: int, held: tuple[int, int] | None, lag: int) -> list[int]:
-        """First steps of the rollout batches that the weights before an optimizer step sample.
+    def steps_to_submit(self, step: int, held: tuple[int, int] | None, lag: int) -> list[int]:
+        """First steps of the rollout batches that the weights before an optimizer step sample; drops the job of `held`.
 
         Args:
             held: the rollout batch that is trained on, by its epoch and its index in the epoch.
@@ -186,7 +188,7 @@ class RolloutsAhead:
         if self._next is None:
             request = self.steps.request(step)
             self._next = step + 1 if held == (request.epoch, request.layout.rollout) else step
-        starts = itertools.islice(filter(self._starts_rollout, range(step, self.last)), lag + 1)
+        starts = itertools.islice(filter(self._starts_rollout, range(step, self.max_steps)), lag + 1)
         return [start for start in starts if start >= self._next]
 
     def _starts_rollout(self, step: int) -> bool:
@@ -223,13 +225,13 @@ class RolloutsAhead:
                 f"ahead is for {due.name}; a subclass or a callback has moved one of the two."
             )
         sampled = self._result(due)
-        self.idle = sampled.idle
+        self.thread_waited = sampled.idle
         return sampled
 
     def take_waits(self) -> dict[str, float]:
         """The seconds that training waited for the thread in this step, and the thread for work; without zeros."""
-        waits = {"time/wait_train": self.idle, "time/wait_rollout": self.waited}
-        self.idle = self.waited = 0.0
+        waits = {"time/wait_train": self.thread_waited, "time/wait_rollout": self.training_waited}
+        self.thread_waited = self.training_waited = 0.0
         return {name: seconds for name, seconds in waits.items() if seconds}
 
     @property
@@ -253,7 +255,7 @@ class RolloutsAhead:
         start = time.perf_counter()
         while not (done := bool(wait([job.sampled], timeout=0.1).done)) and not self.stopping():
             pass
-        self.waited += time.perf_counter() - start
+        self.training_waited += time.perf_counter() - start
         error = job.sampled.exception() if done else None
         failure = None if error is None else f"{type(error).__name__}: {error}"
         forms = job.sampled.result().forms if done and error is None else ()

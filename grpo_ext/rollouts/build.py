@@ -66,8 +66,8 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
     scorer = Scorer(trainer.accelerator, trainer.args, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
-    worker, load = build_worker(trainer, images, scorer, clock), functools.partial(load_weights, trainer)
-    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, load)
+    worker = build_worker(trainer, images, scorer, clock)
+    return scorer, Rollouts(trainer.accelerator, trainer.args, worker, functools.partial(load_weights, trainer))
 
 
 def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> OverriddenWorker:
@@ -167,7 +167,7 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
         old_logps=steps > 1 or corrects or (training and bool(args.rollout_lag)),
         reference=trainer.beta != 0.0,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-        max_tokens=trainer._step_runner.limits.tokens,
+        max_tokens=trainer._step_planner.limits.tokens,
         ends=frozenset((*trainer.eos_token_ids, trainer._rollouts.worker.parts.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
         limits=TurnLimits(

@@ -51,14 +51,14 @@ def sample_ahead(trainer: Any, only_due: bool = False) -> None:
     """With `rollout_lag`: submit the rollout batches that the current weights sample.
 
     Args:
-        only_due: submit that of this step alone, because it may want further prompts before others have their turn.
+        only_due: submit the rollout batch of this step alone. Its further prompts must enter the queue before others.
     """
     rollouts, lag = trainer._rollouts, trainer.args.rollout_lag
     if not lag:
         return
     if rollouts.ahead is None:
         rollouts.ahead, rollouts.waiting = _rollouts_ahead(trainer), ()
-    due = rollouts.ahead.due(trainer.state.global_step, rollouts.held, 0 if only_due else lag)
+    due = rollouts.ahead.steps_to_submit(trainer.state.global_step, rollouts.held, 0 if only_due else lag)
     if due:
         weights = rollouts.ahead.snapshot.take({name: getattr(trainer.state, name) for name in _PROGRESS})
         for step in due:

@@ -193,8 +193,7 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
     """The columns of a rollout batch but advantages and images, under TRL's names.
 
     Args:
-        whole: with all tokens of a completion that is masked out; else it keeps one, because a scored width of zero is
-            no slice.
+        whole: keep all tokens of a masked-out completion. Otherwise one stays, because `[-0:]` selects every column.
     """
     terms = local.terms
     masked = terms.masked(transcripts)

@@ -58,7 +58,7 @@ class Terms:
     """What is read of the trainer at the start of a rollout batch, because callbacks may change it.
 
     Attributes:
-        training: else evaluation.
+        training: False in an evaluation.
         seed: of the random numbers.
         rewards: the reward functions.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
@@ -71,7 +71,7 @@ class Terms:
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
         limits: of the turns.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
-        hooks: of the user.
+        hooks: methods and functions of the user.
     """
 
     training: bool
@@ -139,10 +139,10 @@ class Parts:
     """What a worker is built from.
 
     Attributes:
-        policy, reference: give the models that score; without a reference model the policy is its own.
-        as_reference: the context for that, which disables its adapters.
+        policy, reference: give the models that score; None from `reference`: the policy inside `as_reference`.
+        as_reference: a context in which the policy is the reference: its adapters are disabled.
         logps: log-probabilities (S,) of the completion tokens of rows under a model.
-        engine, chat, environments, toolbox, rewards, images, settings: see there.
+        engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         memory: the number of completions that fit into one `generate`.
         clock: adds up the seconds of the phases.
     """

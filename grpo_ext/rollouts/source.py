@@ -47,7 +47,7 @@ class Rollouts:
 
     Args:
         worker: samples this process's part.
-        load: sends the current weights to vLLM.
+        sync_vllm: sends the current weights to vLLM.
 
     Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
@@ -64,9 +64,9 @@ class Rollouts:
         accelerator: Accelerator,
         args: GRPOConfig,
         worker: OverriddenWorker,
-        load: Callable[[], None],
+        sync_vllm: Callable[[], None],
     ) -> None:
-        self.accelerator, self.args, self.worker, self.load = accelerator, args, worker, load
+        self.accelerator, self.args, self.worker, self.sync_vllm = accelerator, args, worker, sync_vllm
         self.images, self.sharded = worker.parts.images, worker.parts.settings.sharded
         self.batch: RolloutBatch | None = None
         self.held: tuple[int, int] | None = None
@@ -129,7 +129,8 @@ class Rollouts:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
 
         Args:
-            rows: of this process; none in a step that does not begin a rollout batch.
+            rows: of this process; none where they are not needed: in a step that does not begin a rollout batch, and
+                with a lag.
         """
         request = rows.request
         if not context.terms.training:
@@ -146,11 +147,11 @@ class Rollouts:
         """Sample and score these rows of every process, and log what TRL logs of them."""
         if self.args.dynamic_sampling and context.terms.training:
             return self._in_rounds(rows, context)
-        completed = self._round(rows, context)
+        sampled = self._round(rows, context)
         if context.terms.hooks.score is None:
-            self._log([completed], context)
-        self._take_rewards(completed.rewards_BF if completed.entries else None, context)
-        return completed.batch
+            self._log([sampled], context)
+        self._take_rewards(sampled.rewards_BF if sampled.entries else None, context)
+        return sampled.batch
 
     def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
         self.rewards_BF = rewards_BF
@@ -180,14 +181,14 @@ class Rollouts:
             self.images.refuse_mixed(rows, self.accelerator.device)
         return self._sampled(rows, context)
 
-    def _sampled(self, rows: StepRows, context: Context, call: int = 0) -> LocalRollout:
-        self.load()
+    def _sampled(self, rows: StepRows, context: Context, repeat: int = 0) -> LocalRollout:
+        self.sync_vllm()
         request, hooks = rows.request, context.terms.hooks
         try:
             # code of a user gathers, and processes have different numbers of rows
             uneven = uneven_gathers(self.accelerator, request.empty) if hooks.any else contextlib.nullcontext()
             with uneven:
-                return self.worker.sample(rows, context.terms, call)
+                return self.worker.sample(rows, context.terms, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
             waited_for = why_equal(self.args, self.sharded) or hooks.tokenize or hooks.generate or hooks.turn
@@ -213,24 +214,24 @@ class Rollouts:
         """Groups of further prompts replace groups without variance; logged as one rollout batch."""
         request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.weights_F
         rounds: list[Round] = []
-        teaches: list[list[bool]] = []
+        has_variance: list[list[bool]] = []
         places: list[tuple[int, int]] = []
-        more: StepRows | None = rows
-        free = taken = 0
-        while more is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
-            rounds.append(self._round(more, context))
+        next_rows: StepRows | None = rows
+        open_places = prompts_used = 0
+        while next_rows is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
+            rounds.append(self._round(next_rows, context))
             constant = groups_without_variance(rounds[-1].rewards_BF, weights_F, group, rule.aggregation)
-            teaches.append([not value for value in constant.tolist()])
-            taken += len(constant) if len(rounds) > 1 else 0
-            places, free = fill_places(teaches)
-            more = self.steps.further_rows(request, taken, free) if free else None
+            has_variance.append([not value for value in constant.tolist()])
+            prompts_used += len(constant) if len(rounds) > 1 else 0
+            places, open_places = fill_places(has_variance)
+            next_rows = self.steps.further_rows(request, prompts_used, open_places) if open_places else None
         self._log(rounds, context)
         groups = sum(map(len, rounds)) // group
         values = {
             "rounds": len(rounds) - 1,
             "sampled_groups": groups,
             "replaced_groups": len({source for source in places if source[0]}),
-            "groups_without_variance": free,
+            "groups_without_variance": open_places,
         }
         for name, value in values.items():
             context.metrics[f"dynamic_sampling/{name}"].append(value)
@@ -265,8 +266,8 @@ class Rollouts:
         with assigned(self, _scored=(request, rounds)), uneven_gathers(self.accelerator, request.empty):
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
-        whole = len(rounds) == 1 and len(rounds[0]) == len(batch)
-        if self.args.dynamic_sampling and context.terms.training and not whole:
+        scored_once = len(rounds) == 1 and len(rounds[0]) == len(batch)
+        if self.args.dynamic_sampling and context.terms.training and not scored_once:
             raise RolloutError(
                 f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
                 f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
@@ -317,7 +318,7 @@ class Rollouts:
         """
         rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
         request = self._request(len(rows), context.num_generations)
-        local = self._sampled(StepRows(rows, request), context, call=len(rounds))
+        local = self._sampled(StepRows(rows, request), context, repeat=len(rounds))
         rounds.append(self._joined(local, context))
         if self._scored is None or not (self.args.dynamic_sampling and context.terms.training):
             self._log(rounds[-1:], context)

@@ -38,7 +38,7 @@ class RolloutWorker:
     """Makes one process's part of rollout batches.
 
     Args:
-        parts: see there.
+        parts: models, engine, tools and rewards that it calls.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -57,7 +57,7 @@ class RolloutWorker:
                 local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
         except Exception:
-            if not self.parts.settings.sharded:  # the others compare their forwards with this process
+            if not self.parts.settings.sharded:  # the first comparison of a form is a collective
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
@@ -147,7 +147,7 @@ class RolloutWorker:
             return
         rows = token_rows(local.transcripts, terms, parts)
         counted = bool(len(rows))
-        if not counted:  # a forward may be a collective, and the first comparison of forwards is
+        if not counted:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
             filler = torch.tensor([parts.settings.filler] * 2, device=parts.settings.device)
             rows = TokenRows(filler, [1], [1], [])
 

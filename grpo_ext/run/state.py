@@ -58,7 +58,7 @@ class RunState:
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, limits = trainer._rollouts, trainer._step_runner.limits
+        rollouts, limits = trainer._rollouts, trainer._step_planner.limits
         entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
         return cls(
             rollout=rollouts.batch,
@@ -97,7 +97,7 @@ class RunState:
             trainer.entropy_coef = self.entropy["coefficient"]
             trainer._last_world_entropy = self.entropy["last"]
         if self.limits:
-            trainer._step_runner.limits.restore(self.limits["window"])
+            trainer._step_planner.limits.restore(self.limits["window"])
             trainer._scorer.memory.limit = self.limits["scoring"]
             rollouts.worker.parts.memory.limit = self.limits["generation"]
 

@@ -163,7 +163,7 @@ class Accumulation:
     def __init__(self, accelerator: Accelerator, model: Any, count: int, by_engine: bool) -> None:
         self.accelerator, self.model = accelerator, model
         deepspeed = by_engine and accelerator.distributed_type == DistributedType.DEEPSPEED
-        # more steps than micro-batches, so that none synchronises; a power of two, so that dividing by it is exact
+        # `steps` exceeds the count, so no backward synchronises; a power of two, so that dividing by it is exact
         self.steps = count if by_engine else 1 << count.bit_length()
         self.scale = (accelerator.num_processes if by_engine else 1) * (1 if deepspeed else self.steps)
         self.options: dict[str, Any] = {"scale_wrt_gas": False} if deepspeed else {}

@@ -1,7 +1,7 @@
 """One optimizer step: planned, counted, run micro-batch by micro-batch, and again with smaller ones where memory ends.
 
 Differs from the Trainer's accumulation: the whole step is one call, so its denominators are known before the first
-forward, and the number of micro-batches may differ between processes. `OptimizerStep` plans an `Attempt`, and
+forward, and the number of micro-batches may differ between processes. `StepPlanner` plans an `Attempt`, and
 `training_step` runs it.
 """
 
@@ -166,7 +166,7 @@ class Attempt:
         return inputs
 
     def log_values(self) -> dict[str, float]:
-        """The logged values of the step; all but the seconds are the same on every process. One reduction."""
+        """The logged values of the step: counts and sums are the same on every process, seconds and rates its own."""
         seconds = self.parts.clock.take()
         self.work.add_to(self.context.metrics)
         values = self.context.metrics.reduce()
@@ -174,7 +174,7 @@ class Attempt:
         return values | {f"time/{name}": value for name, value in seconds.items()}
 
 
-class OptimizerStep:
+class StepPlanner:
     """Plans optimizer steps.
 
     Attributes:

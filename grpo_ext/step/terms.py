@@ -18,7 +18,7 @@ class StepTerms:
     """What the loss of a step is made of, as it is set when the step begins.
 
     Attributes:
-        skip_zeros: completions with advantage zero add nothing: only the policy loss acts, linear in the advantage.
+        skip_zeros: a completion with advantage 0 adds nothing to loss or gradient, and is not run.
         top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
         router: a MoE model's load-balancing loss is added.
         experts_per_token: of a MoE model.
@@ -49,7 +49,7 @@ def step_terms_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None) -
         custom_loss, log_probs: as in `StepTerms`.
     """
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
-    # what adds to the loss of a completion whose advantage is zero; "vespo" logs a weight of every sequence
+    # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
     others = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
     skip_zeros = trainer.args.skip_zero_contribution and training and not (others or custom_loss)
     return StepTerms(

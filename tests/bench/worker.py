@@ -305,7 +305,7 @@ def main() -> None:
         adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
         server.answer({"flops": rollouts.flops(width, body - adapters, head)})
         if spec["who"] == OURS:
-            runner = trainer._step_runner  # cuts a micro-batch that does not fit
+            runner = trainer._step_planner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.parts.scorer.choice.form(model), "micro": runner.limits.rows}
         server.base = server.memory.now_and_peak()[0]
         if shape.sample:

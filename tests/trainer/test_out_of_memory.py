@@ -62,9 +62,9 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, capsys, settin
     before = parameters(trainer)
     trainer.train()
     assert error(expected, parameters(trainer) - before) <= UPDATE
-    assert trainer._step_runner.limits.failures >= 1
+    assert trainer._step_planner.limits.failures >= 1
     if "micro_batch_tokens" not in settings:
-        assert trainer._step_runner.limits.rows == 2  # 8 -> 4 -> 2
+        assert trainer._step_planner.limits.rows == 2  # 8 -> 4 -> 2
     assert "What fits here: per_device_train_batch_size=" in capsys.readouterr().out
     for line, other in zip(reference.state.log_history, trainer.state.log_history):
         if "entropy" in line:
@@ -136,12 +136,12 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path):
     trainer = limited(tmp_path / "b", **exact)
     trainer.fails_at = range(2, 3)
     trainer.train()
-    assert trainer._step_runner.limits.failures == 1
+    assert trainer._step_planner.limits.failures == 1
     assert torch.equal(parameters(reference), parameters(trainer))
     twice = limited(tmp_path / "d", **exact)
     twice.fails_at = (2, 8)  # in two steps
     twice.train()
-    assert twice._step_runner.limits.failures == 2
+    assert twice._step_planner.limits.failures == 2
     assert torch.equal(parameters(reference), parameters(twice))
     always = limited(tmp_path / "c", **exact)
     with pytest.raises(MemoryShortageError, match="canonical_unit_size"):
@@ -153,5 +153,5 @@ def test_auto_find_batch_size_means_this(tmp_path):
     trainer = limited(tmp_path / "b", auto_find_batch_size=True)
     before = parameters(trainer)
     trainer.train()
-    assert trainer._step_runner.limits.rows == 2
+    assert trainer._step_planner.limits.rows == 2
     assert error(expected, parameters(trainer) - before) <= UPDATE

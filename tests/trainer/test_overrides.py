@@ -173,7 +173,7 @@ def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(t
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
     trainer.train()
-    attempt = trainer._step_runner.evaluation(trainer.model, trainer._rollouts.batch, trainer._terms())
+    attempt = trainer._step_planner.evaluation(trainer.model, trainer._rollouts.batch, trainer._terms())
     attempt.measure(trainer.model)
     with torch.no_grad():
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0

@@ -112,7 +112,7 @@ def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
 
 def last_metrics(trainer, batch) -> dict[str, float]:
     """The metrics of the batch as one step, under the names they are logged with."""
-    inputs = trainer._step_runner.as_step(trainer.model, dict(batch), trainer.num_generations, trainer._terms())
+    inputs = trainer._step_planner.as_step(trainer.model, dict(batch), trainer.num_generations, trainer._terms())
     trainer._compute_loss(trainer.model, inputs)
     trainer._log_step(inputs[STEP_PART].context.metrics.reduce())
     return {key: values[-1] for key, values in trainer._metrics["train"].items()}
