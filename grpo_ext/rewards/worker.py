@@ -63,7 +63,7 @@ class RemoteError(Exception):
 
 
 def begin() -> None:
-    """Prepare a process that has just started; on Linux alone it ends with its training process. Ctrl-C does not reach it."""
+    """Prepare a process that has just started. On Linux it ends with its training process. Ctrl-C does not reach it."""
     for name in [n for n in os.environ if n in _LAUNCHED or n.startswith(_LAUNCHERS)]:
         del os.environ[name]
     if hasattr(os, "setsid"):
