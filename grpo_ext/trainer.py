@@ -278,7 +278,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         rows = StepRows.checked(generation_batch)
         batch = self._rollouts.completions_of(rows, context_of(self))
-        self._passes.observe(self._rollouts.rewards_BF, self.reward_weights, self.reward_func_names)
+        if (terms := self._rollouts.scored_by) is not None:
+            self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
     def _terms(self) -> StepTerms:

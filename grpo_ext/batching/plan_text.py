@@ -39,14 +39,23 @@ def describe_plan(
     if g.global_batch_size % group:
         rows.append(("note", "steps cut groups; advantages are over whole groups"))
     if chunks < g.num_processes:
-        remedy = "; a smaller rollout_chunk_size spreads it" if g.rollout_chunk_size > group else ""
-        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{remedy}"))
+        rows.append(("note", f"only {chunks} of {g.num_processes} processes sample{_smaller_chunk(g)}"))
     if num_prompts is None:
         rows.append(("epoch", "not known, for want of data (`grpo-ext plan --num_prompts` takes their number)"))
     else:
         rows += _epoch_rows(EpochLayout(g, num_prompts, drop_last), epochs)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _smaller_chunk(geometry: BatchGeometry) -> str:
+    """The chunk size with which every process samples, as the end of a sentence; empty where there is none."""
+    g = geometry
+    prompts = ceil_div(g.prompts_per_rollout, g.num_processes)
+    if ceil_div(g.prompts_per_rollout, prompts) < g.num_processes:
+        prompts = max(1, g.prompts_per_rollout // g.num_processes)
+    size = prompts * g.num_generations
+    return f"; rollout_chunk_size={size} spreads it" if size < g.rollout_chunk_size else ""
 
 
 def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:

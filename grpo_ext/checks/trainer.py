@@ -89,7 +89,7 @@ def check_arguments(
         processing_class = compat.processing_class_of(model, config)
     answers = bool(tools or factories)
     if answers:
-        check_tools(processing_class, first_rows(*data_sets))
+        check_tools(tools or [], processing_class, first_rows(*data_sets))
     check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
     return processing_class
 

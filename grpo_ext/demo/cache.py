@@ -16,6 +16,8 @@ def cached_folder(name: str, build: Callable[[Path], None]) -> Path:
     The cache is `$GRPO_EXT_CACHE`, or `~/.cache/grpo_ext`.
     """
     cache = Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
+    if (cache / name).is_dir():  # before the lock: a filled cache may be read-only
+        return cache / name
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{name}.lock"):
         if not (cache / name).is_dir():

@@ -23,14 +23,14 @@ from tenacity import (
     AsyncRetrying,
     RetryCallState,
     Retrying,
-    retry_if_exception_type,
+    retry_if_exception,
     sleep_using_event,
     stop_after_attempt,
     stop_when_event_set,
     wait_exponential,
 )
 
-from ..errors import RewardError, shortened
+from ..errors import ConfigError, RewardError, shortened
 from .calls import RewardCall
 from .worker import RemoteError, as_list
 
@@ -124,7 +124,7 @@ class Faults:
         return {
             "stop": stop_after_attempt(self.retries + 1) | stop_when_event_set(ended),
             "wait": wait_exponential(multiplier=0.5, max=30),
-            "retry": retry_if_exception_type(Exception),
+            "retry": retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
             "before_sleep": warn,
             "reraise": True,
         }
@@ -205,6 +205,7 @@ class GuardedCall:
 
         Raises:
             RewardError: the last attempt failed, or what was returned is no reward.
+            ConfigError: the function cannot be loaded in the other process; no attempt would succeed.
         """
         ended = ended or threading.Event()
 
@@ -215,6 +216,8 @@ class GuardedCall:
         try:
             retrying = Retrying(sleep=sleep_using_event(ended), **self.faults.policy(self.name, ended))
             rewards, record = retrying(attempt)
+        except ConfigError as error:
+            raise ConfigError(f"reward function '{self.name}' {error}") from error
         except Exception as error:
             if ended.is_set():
                 raise

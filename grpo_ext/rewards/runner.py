@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from trl import apply_chat_template, is_conversational
 
+from ..compat import parameters_of
 from ..errors import RewardError
 from .calls import RewardCall
 from .guard import STRICT, Faults, GuardedCall, ScoredChunk
@@ -62,6 +63,7 @@ class RewardRows:
         prompts, completions: texts, or lists of messages.
         completion_ids: token ids of each completion.
         environments: the environment of each completion; None without environments.
+        retired: the `id` of each environment that has no reward, because a call has not come back.
         first: place of the first of these completions in the rollout batch, over all processes.
         chunk: completions in one call; the rows are whole chunks, so cutting them from the first cuts by global order;
             None: all rows in one call.
@@ -72,6 +74,7 @@ class RewardRows:
     completions: list[Any]
     completion_ids: list[Any]
     environments: list[Any] | None = None
+    retired: Collection[int] = ()
     first: int = 0
     chunk: int | None = None
 
@@ -94,6 +97,13 @@ class RewardRows:
             (self.first + start, {name: values[start : start + size] for name, values in keywords.items()})
             for start in range(0, rows, size)
         ]
+
+    def keywords_of(self, function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keywords of a function: TRL's that calls `get_reward` gets None in the place of a retired environment."""
+        if not self.retired or "_env_type" not in parameters_of(function):
+            return keywords
+        environments = [None if id(value) in self.retired else value for value in keywords["environments"]]
+        return {**keywords, "environments": environments}
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,12 @@ class RewardRunner:
         self.pack_functions(sources)  # before any call, whose thread may import while a function is pickled
         chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
         calls: dict[int, list[GuardedCall]] = {  # by the number of the function
-            number: [GuardedCall(function, name, number, *chunk, recorders or {}, self.faults) for chunk in chunks]
+            number: [
+                GuardedCall(
+                    function, name, number, first, rows.keywords_of(function, keywords), recorders or {}, self.faults
+                )
+                for first, keywords in chunks
+            ]
             for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
         }
         asynchronous = {number: calls[number] for number in calls if is_async(sources.functions[number])}

@@ -63,7 +63,7 @@ class RemoteError(Exception):
 
 
 def begin() -> None:
-    """Prepare a process that has just started; on Linux it ends with its training process. Ctrl-C does not reach it."""
+    """Prepare a process that has just started. On Linux it ends with its training process. Ctrl-C does not reach it."""
     for name in [n for n in os.environ if n in _LAUNCHED or n.startswith(_LAUNCHERS)]:
         del os.environ[name]
     if hasattr(os, "setsid"):
@@ -72,7 +72,19 @@ def begin() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_function: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # keeps what it loads at its first call
+_function: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # loads once
+
+
+def load(packed: bytes) -> None:
+    """Load a function, which imports the modules that it names.
+
+    Raises:
+        RemoteError: it cannot be loaded.
+    """
+    try:
+        _function(packed)
+    except BaseException as error:  # sys.exit() of a module too
+        raise RemoteError(type(error).__name__, str(error)) from error
 
 
 def score(
@@ -81,7 +93,7 @@ def score(
     """What a function returns; and what it logs, as recorder, name and value, in order.
 
     Raises:
-        RemoteError: the function raised, or cannot be loaded.
+        RemoteError: the function raised.
     """
     logged: list[tuple[str, str, Any]] = []
 

@@ -23,7 +23,7 @@ from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 from ..errors import ConfigError
 from .calls import RewardCall
 from .guard import CallTimeout, GuardedCall, ScoredChunk
-from .worker import begin, pack, score
+from .worker import RemoteError, begin, load, pack, score
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -49,10 +49,11 @@ class RewardWorker:
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
 
-    def score(self, *arguments: Any, seconds: float | None) -> Any:
-        """What `rewards.worker.score` returns, within `seconds`; None: in any time.
+    def score(self, packed: bytes, *arguments: Any, seconds: float | None) -> Any:
+        """What `rewards.worker.score` returns, within `seconds`; None: in any time. Loading takes any time.
 
         Raises:
+            ConfigError: the function cannot be loaded.
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
             RemoteError: what the function raised.
@@ -61,7 +62,14 @@ class RewardWorker:
         if executor is None:
             executor = self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
         try:
-            return executor.submit(score, *arguments).result(seconds)
+            try:
+                executor.submit(load, packed).result()
+            except RemoteError as error:
+                raise ConfigError(
+                    f"cannot be loaded in a process of reward_workers ({error.kind}: {error}); define it in the script "
+                    "or in a module that can be imported, or set reward_workers=0."
+                ) from error
+            return executor.submit(score, packed, *arguments).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]

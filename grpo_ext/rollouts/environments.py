@@ -6,9 +6,9 @@ Called where a rollout begins.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import DataError, RolloutError, did_you_mean
@@ -32,10 +32,13 @@ class Environments:
         self.factories = dict(factories or {})
         self.several = None not in self.factories
         self.pools: Pools = {name: [] for name in self.factories} if pools is None else pools
+        self.retired: dict[int, Any] = {}  # by `id`; kept alive, so that its `id` is not reused
 
     def copy(self) -> Environments:
-        """A copy with instances of its own, as a thread needs."""
-        return Environments(self.factories)
+        """A copy with instances of its own, as a thread needs, and the same record of retired ones."""
+        copy = Environments(self.factories)
+        copy.retired = self.retired
+        return copy
 
     def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
         """Give each transcript its environment, reset, and its prompt, with what the environment adds to it.
@@ -47,7 +50,7 @@ class Environments:
 
         Raises:
             DataError: a row names an unknown environment.
-            RolloutError: a `reset` took too long.
+            RolloutError: a `reset` raised, took too long, or returned what cannot be added to a prompt.
         """
         if not self.factories:
             for t in transcripts:
@@ -65,21 +68,28 @@ class Environments:
             in_use[t.environment_name] += 1
         for t in transcripts:
             columns = {name: value for name, value in t.row.items() if not (self.several and name == "environment")}
-            t.prompt = _with_observation(t.prompt, _reset(t.environment, columns, seconds))
+            try:
+                observation = in_time(partial(t.environment.reset, **columns), seconds, "tool_timeout")
+                t.prompt = _with_observation(t.prompt, observation)
+            except Exception as error:
+                cause = str(error) if isinstance(error, CallTimeout) else f"{type(error).__name__}: {error}"
+                raise RolloutError(
+                    f"`reset` of environment {type(t.environment).__name__}: {cause}; a rollout cannot begin without "
+                    "what it returns: a text, a list of content parts, or None."
+                ) from error
 
     def uses(self, environment: Any) -> bool:
         """Whether an environment is in use; one with a call that hangs is not."""
-        return any(environment is other for pool in self.pools.values() for other in pool)
+        return id(environment) not in self.retired
 
     def retire(self, environment: Any) -> None:
         """Use an environment no more whose call has not come back, because its thread may still change it.
 
         Later calls and rollouts do not reach it, and its reward is None.
         """
+        self.retired[id(environment)] = environment
         for pool in self.pools.values():
-            pool[:] = [other for other in pool if other is not environment]
-        if (reward := getattr(environment, "get_reward", None)) is not None:
-            environment.get_reward = _no_reward_later if inspect.iscoroutinefunction(reward) else lambda: None
+            pool[:] = filter(self.uses, pool)
 
 
 def check_names(datasets: Sequence[Any], factories: Any) -> None:
@@ -106,10 +116,6 @@ def _check_name(name: str | None, factories: Mapping[str | None, Any]) -> None:
         )
 
 
-async def _no_reward_later() -> None:
-    return None
-
-
 def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> Messages:
     """A new prompt, with the observation at the end of its last message."""
     if observation is None:
@@ -120,11 +126,3 @@ def _with_observation(prompt: Messages, observation: str | list[Any] | None) -> 
     if isinstance(observation, str) and isinstance(content, list):
         observation = [{"type": "text", "text": observation}]
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
-
-
-def _reset(environment: Any, columns: dict[str, Any], seconds: float | None) -> str | list[Any] | None:
-    try:
-        return in_time(lambda: environment.reset(**columns), seconds, "tool_timeout")
-    except CallTimeout as error:
-        name = type(environment).__name__
-        raise RolloutError(f"`reset` of environment {name}: {error}; a rollout cannot begin without it.") from None

@@ -33,7 +33,7 @@ class Context:
     Attributes:
         terms: of the local phase.
         num_generations: of the mode, training or evaluation.
-        rule, weights_F: from rewards to advantages; the weights are on the CPU.
+        rule: from rewards to advantages.
         images: the columns that lead from a completion to its images.
         logs_images: images are logged (`log_multimodal`).
         metrics, logs: TRL's records of the mode.
@@ -42,7 +42,6 @@ class Context:
     terms: Terms
     num_generations: int
     rule: AdvantageRule
-    weights_F: torch.Tensor
     images: ImageSource
     logs_images: bool = False
     metrics: MutableMapping[str, list[float]] = field(default_factory=dict)
@@ -137,7 +136,7 @@ def join(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
             "completion needs its rewards, and every group has to be whole."
         )
-    advantages = context.rule.advantages(rewards_BF, context.weights_F, group)
+    advantages = context.rule.advantages(rewards_BF, context.terms.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(

@@ -60,7 +60,7 @@ class Terms:
     Attributes:
         training: False in an evaluation.
         seed: of the random numbers.
-        rewards: the reward functions.
+        rewards: the reward functions; weights_F: their weights, on the CPU.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
         pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
         state: of the Trainer; an argument of reward functions.
@@ -77,6 +77,7 @@ class Terms:
     training: bool
     seed: int
     rewards: RewardFunctions
+    weights_F: torch.Tensor
     recorders: Mapping[str, Any]
     pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
     state: Any

@@ -20,7 +20,7 @@ from .join import Context, Round
 
 def rollout_metrics(rounds: Sequence[Round], context: Context, with_tools: bool) -> list[tuple[str, float]]:
     """TRL's log values of a rollout batch, by TRL's names and in its order."""
-    terms, weights_F = context.terms, context.weights_F
+    terms, weights_F = context.terms, context.terms.weights_F
     entries = [entry for part in rounds for entry in part.entries]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])
     lengths_B = torch.tensor([entry.tokens for entry in entries])

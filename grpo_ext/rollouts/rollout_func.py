@@ -32,7 +32,9 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None) -> di
     """
     if not isinstance(output, Mapping):
         raise RolloutError(f"rollout_func returned a {type(output).__name__} in the place of a dictionary. {_REMEDY}")
-    if missing := [name for name in _REQUIRED if name not in output]:
+    missing = [name for name in _REQUIRED if name not in output]
+    missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
+    if missing:
         raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {_REMEDY}")
     if needs_logprobs is not None and output["logprobs"] is None:
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")

@@ -32,7 +32,7 @@ from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
 from .join import Context, Round, exchange, join
 from .keyed import BEYOND
-from .local import LocalRollout
+from .local import LocalRollout, Terms
 from .overrides import OverriddenWorker
 from .records import add_to_table, rollout_metrics
 from .rollout_func import why_equal
@@ -51,7 +51,8 @@ class Rollouts:
 
     Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
-        rewards_BF: of the completions that were sampled last, training's or an evaluation's.
+        rewards_BF, scored_by: rewards of the completions that were sampled last, training's or an evaluation's, and the
+            terms with the functions that they are from; None before.
         ahead: with `rollout_lag`, during training.
         sampled_at: optimizer steps before the weights that sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
@@ -71,6 +72,7 @@ class Rollouts:
         self.batch: RolloutBatch | None = None
         self.held: tuple[int, int] | None = None
         self.rewards_BF: torch.Tensor | None = None
+        self.scored_by: Terms | None = None
         self.ahead: RolloutsAhead | None = None
         self.waiting: Sequence[tuple[int, Weights]] = ()
         self.threads: int | None = None
@@ -145,6 +147,10 @@ class Rollouts:
 
     def make(self, rows: StepRows, context: Context) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them."""
+        if self.ahead is not None and context.terms.training:  # scored by the functions of its submission
+            submitted = self.ahead.jobs[0].terms
+            terms = dataclasses.replace(context.terms, rewards=submitted.rewards, weights_F=submitted.weights_F)
+            context = dataclasses.replace(context, terms=terms)
         if self.args.dynamic_sampling and context.terms.training:
             return self._in_rounds(rows, context)
         sampled = self._round(rows, context)
@@ -154,7 +160,7 @@ class Rollouts:
         return sampled.batch
 
     def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
-        self.rewards_BF = rewards_BF
+        self.rewards_BF, self.scored_by = rewards_BF, context.terms
         if rewards_BF is not None and torch.isnan(rewards_BF).all():
             names = ", ".join(context.terms.rewards.names)
             logger.warning(
@@ -212,7 +218,7 @@ class Rollouts:
 
     def _in_rounds(self, rows: StepRows, context: Context) -> RolloutBatch:
         """Groups of further prompts replace groups without variance; logged as one rollout batch."""
-        request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.weights_F
+        request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.terms.weights_F
         rounds: list[Round] = []
         has_variance: list[list[bool]] = []
         places: list[tuple[int, int]] = []

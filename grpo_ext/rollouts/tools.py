@@ -217,16 +217,20 @@ def continue_with(
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
-def check_tools(processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse templates and prompts that no tool can be shown with.
+def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
+    """Refuse two tools of one name, and templates and prompts that no tool can be shown with.
 
     Args:
+        tools: those that belong to no environment.
         processing_class: the tokenizer or processor.
         first_rows: of every data set.
 
     Raises:
-        ConfigError, DataError: names the prompt.
+        ConfigError, DataError: names the tool or the prompt.
     """
+    names = [getattr(tool, "__name__", None) for tool in tools]
+    if None in names or len(set(names)) < len(names):
+        raise ConfigError(f"the model calls tools by name, and these are named {names}; give each a name of its own.")
     if not supports_tool_calling(processing_class):
         has = "has no chat template" if processing_class.chat_template is None else "has one that leaves them out"
         raise ConfigError(

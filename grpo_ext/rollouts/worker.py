@@ -181,7 +181,8 @@ class RolloutWorker:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
         terms, chunk = local.terms, self.parts.settings.groups_of(local.request.num_generations)
         acting = [t.environment for t in local.counted if t.environment is not None]
-        reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, local.first, chunk)
+        retired = self.parts.environments.retired
+        reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, retired, local.first, chunk)
         with self.parts.rewards.profile("_calculate_rewards"):
             return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 

@@ -312,15 +312,15 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             for name, values in refused.items()
             for part, old, new in differences(name, *values)
         )
-        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in changes})
-        remedy = (
-            "Put these back, start a new run, or, if the change is meant, "
-            f"set allow_changed_on_resume={names} (as an option: --allow_changed_on_resume {' '.join(names)})."
-        )
+        free = changes.keys() - _OPTIMIZER
+        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in free})
+        remedy = "Put these back, or start a new run"
         if fixed:
-            remedy = (
-                "Put these back, or start a new run with the checkpoint's weights: the optimizer goes on with the "
-                f"checkpoint's {', '.join(fixed)}."
+            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {', '.join(fixed)}"
+        if refused.keys() - _OPTIMIZER:
+            remedy += (
+                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
+                f"option: --allow_changed_on_resume {' '.join(names)})"
             )
-        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}")
+        raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")
     return changes

@@ -138,20 +138,20 @@ def read_log(path: str | Path) -> LoggedRun:
         for raw in file:
             try:
                 line = json.loads(raw)
-                step = int(line["step"])
+                step = int(line["step"] if "step" in line else line["resumed_from"])
             except (ValueError, TypeError, KeyError):
                 run.unreadable += bool(raw.strip())
                 continue
             if "values" in line:
                 run.entries.append(line)
                 last_time = float(line.get("time") or 0.0)
-            elif "start" in line:
+            elif "start" in line or "resumed_from" in line:  # the latter alone in logs of older versions
                 if step == 0:  # a new run in the same folder
                     run, last_time = LoggedRun(), 0.0
                 run.entries = [entry for entry in run.entries if entry["step"] <= step]
                 run.resumed_from += [step] if step else []
                 run.seconds, last_time = run.seconds + last_time, 0.0
-                run.starts.append(line["start"])
+                run.starts += [line["start"]] if "start" in line else []
             elif "end" in line and run.starts:
                 run.starts[-1] |= {"step": step, **line["end"]}
     run.seconds += last_time
@@ -171,6 +171,10 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 def _plain(value: Any) -> Any:
     """A logged value as strict JSON: None for a number that is not finite, the text of what is no number."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
     if value is None or isinstance(value, (str, int)):
         return value
     try:

@@ -189,7 +189,7 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or checkpoints; several are compared.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.")],
     output: Annotated[
         Path | None,
         typer.Option(help="Folder to write (default: RUN/report; of several runs report-comparison beside the first)."),

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +180,14 @@ def _check_complete(folder: Path, config: dict[str, Any]) -> None:
     if "auto_map" in config:
         return  # a model with code of its own, which is not run here
     options: dict[str, Any] = {"device_map": "meta", "output_loading_info": True}  # holds no values
-    if missing := sorted(_class_of(config).from_pretrained(folder, **options)[1]["missing_keys"]):
-        raise CheckpointError(f"the checkpoint lacks {len(missing)} weights of the model, for example {missing[0]}.")
+    _check_names(_class_of(config).from_pretrained(folder, **options)[1]["missing_keys"])
+
+
+def _check_names(missing: Iterable[str], unexpected: Iterable[str] = ()) -> None:
+    if names := sorted(missing):
+        raise CheckpointError(f"the checkpoint lacks {len(names)} weights of the model, for example {names[0]}.")
+    if names := sorted(unexpected):
+        raise CheckpointError(f"the model lacks {len(names)} weights of the checkpoint, for example {names[0]}.")
 
 
 def _class_of(config: dict[str, Any]) -> Any:
@@ -201,12 +207,15 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     if not merge:
         return "adapter"
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     model = _load_base(settings["base_model_name_or_path"])
     stored = model.dtype
     # in float32: small updates vanish in a half precision
-    merged = PeftModel.from_pretrained(model.float(), str(alone)).merge_and_unload()
+    with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
+    names, all_names = (get_peft_model_state_dict(with_adapter, save_embedding_layers=b).keys() for b in (False, True))
+    _check_names(names - tensors.keys(), tensors.keys() - all_names)
+    merged = with_adapter.merge_and_unload()
     merged.to(stored if dtype is None else DTYPES[dtype]).save_pretrained(folder)
     return "merged adapter"
 

@@ -81,6 +81,7 @@ BAD = [
         DataError,
         "lists of messages, and",
     ),
+    ({"tools": [count, count]}, ConfigError, r"these are named \['count', 'count'\]"),
     ({"tools": [count], "tokenizer": tiny_tokenizer()}, ConfigError, "this tokenizer has no chat template;"),
     ({"tools": [count], "tokenizer": tiny_tokenizer(chat=True)}, ConfigError, "has one that leaves them out;"),
     ({"environment_factory": Game, "tokenizer": tiny_tokenizer()}, ConfigError, "has no chat template;"),

@@ -166,7 +166,7 @@ class _Launched:
 
 def launched(folder: Path, processes: int, environment: dict[str, str]) -> Processes:
     """A `Starter`: fresh interpreters, several of them through torch's launcher."""
-    command = launch_command(processes, ["-m", "grpo_ext.tools.check.worker", str(folder)])
+    command = launch_command(processes, ["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())])
     return _Launched(command, environment, folder / "output.txt")
 
 
@@ -182,7 +182,7 @@ def train(
     what = f"{len(runs)} run(s) on {processes} process(es)"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "runs.dill").write_bytes(pack(list(runs)))
+        (folder / "runs.pickle").write_bytes(pack(list(runs)))
         started = start(folder, processes, _environment(runs, processes))
         try:
             for run in runs:

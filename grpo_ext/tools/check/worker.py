@@ -9,11 +9,13 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from datasets import load_from_disk
 from safetensors.torch import save_file
@@ -120,7 +122,7 @@ def _train(run: Run, trainer: Any, processes: int) -> tuple[dict[str, Any], dict
 def main(folder: Path) -> None:
     """Train every run of `folder`; an error ends the run it happens in, on every process alike."""
     processes, main_process = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
-    for run in unpack((folder / "runs.dill").read_bytes()):
+    for run in unpack((folder / "runs.pickle").read_bytes()):
         out = folder / run.name
         out.mkdir(exist_ok=True)
         delta, result = _outcome(run, folder, processes)
@@ -162,8 +164,16 @@ def leave(folder: Path, patience_s: float = 60.0) -> None:
     os._exit(0)
 
 
+def end_with(caller: int) -> None:
+    """End this process once its caller has ended, which may have been killed."""
+    while psutil.pid_exists(caller):
+        time.sleep(1.0)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     launch_folder = Path(sys.argv[1])
+    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
     try:
         main(launch_folder)
     except Exception as error:

@@ -51,7 +51,8 @@ class Run:
         """How the last start ended."""
         if self.log.starts and self.log.starts[-1].get("ended"):
             return str(self.log.starts[-1]["ended"])
-        if "train_runtime" in self.names():
+        last_step = max(entry["step"] for entry in self.log.entries)
+        if any("train_runtime" in e["values"] and e["step"] == last_step for e in self.log.entries):
             return "finished"
         return "not finished: it goes on, or was killed"
 

@@ -464,7 +464,7 @@ def test_the_plan_says_that_steps_cut_groups():
 
 def test_the_plan_says_when_processes_have_nothing_to_sample():
     idle = describe_plan(geometry(chunk=12, processes=4), 12, False, None)
-    assert "only 1 of 4 processes sample" in idle
+    assert "only 1 of 4 processes sample; rollout_chunk_size=2 spreads it" in idle
     assert "only" not in describe_plan(geometry(chunk=2, processes=4), 12, False, None)
     assert "not known, for want of data" in describe_plan(geometry(), None, False, None)
 

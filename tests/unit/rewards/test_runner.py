@@ -194,6 +194,26 @@ def test_rewards_of_environments_are_those_of_stock_trl(tmp_path):
     assert rewards_BF.nan_to_num(-1.0).tolist() == [[0.0, -1.0], [-1.0, 0.25], [2.0, -1.0]]
 
 
+def test_an_environment_that_is_retired_has_no_reward_and_reward_functions_see_it():
+    class Slotted:
+        __slots__ = ()
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    def of_slotted(environments, _env_type=Slotted, **kwargs):
+        return [e.get_reward() if type(e) is _env_type else None for e in environments]
+
+    def others(environments, **kwargs):
+        return [float(isinstance(e, Slotted)) for e in environments]
+
+    some = [Slotted() for _ in range(3)]
+    sources = RewardFunctions([of_slotted, others], ["a", "b"], [None, None])
+    scored = rows(environments=some, retired={id(some[1])})
+    rewards_BF, _ = RewardRunner(torch.device("cpu")).score(sources, scored, None)
+    assert rewards_BF.nan_to_num(-1.0).tolist() == [[1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]]
+
+
 def reward_model(dtype: torch.dtype = torch.float32) -> Any:
     config = tiny_model("llama").config
     config.num_labels = 1

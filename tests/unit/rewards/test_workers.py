@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import random
@@ -263,12 +264,28 @@ def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path, mode):
     assert (tmp_path / "notes").read_text() == "header"
 
 
-def test_a_function_that_cannot_be_loaded_is_a_call_that_failed(monkeypatch):
+def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, caplog):
     module = types.ModuleType("made_up_here")
     exec("def graded(completions, **kwargs): return []", vars(module))
     monkeypatch.setitem(sys.modules, "made_up_here", module)
-    with working() as workers, pytest.raises(RewardError, match="raised ModuleNotFoundError: No module named 'made_up"):
-        score([module.graded], workers)
+    says = r"'function_0' cannot be loaded .*No module named 'made_up_here'\); define it in the script or in a module"
+    with working() as workers, pytest.raises(ConfigError, match=says):
+        score([module.graded], workers, Faults(retries=2, on_failure="none"))
+    assert "follows" not in caplog.text
+
+
+def test_the_time_of_a_call_begins_once_its_function_is_loaded(monkeypatch, tmp_path):
+    text = """
+        import sys, time
+        if "torch" not in sys.modules:  # in the worker
+            time.sleep(3)
+        def graded(completions, **kwargs): return [1.0] * len(completions)
+    """
+    (tmp_path / "slow_to_import.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    graded = importlib.import_module("slow_to_import").graded
+    with working() as workers:
+        assert score([graded], workers, Faults(timeout=2.0))[0] == [[1.0] * 5]
 
 
 # ---- What fails there -----------------------------------------------------------------------------------------------

@@ -96,3 +96,26 @@ def test_a_reset_that_hangs_ends_the_run():
 
     with pytest.raises(RolloutError, match=r"`reset` of environment Slow: no answer within tool_timeout=0\.1"):
         Environments({None: Slow}).begin(transcripts(ROW), seconds=0.1)
+
+
+async def later(**row: Any) -> None:
+    pass
+
+
+def raises(**row: Any) -> str:
+    return row["missing"]
+
+
+@pytest.mark.parametrize(
+    ("reset", "cause"), [(raises, "KeyError: 'missing'"), (lambda **row: 3, "TypeError"), (later, "TypeError")]
+)
+@pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited")
+def test_a_reset_that_cannot_be_used_is_named(reset, cause):
+    class Broken:
+        def __init__(self) -> None:
+            self.reset = reset
+
+    with pytest.raises(
+        RolloutError, match=rf"`reset` of environment Broken: {cause}.*a list of content parts, or None"
+    ):
+        Environments({None: Broken}).begin(transcripts(ROW))

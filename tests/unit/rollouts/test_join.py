@@ -21,8 +21,8 @@ from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
-TERMS: Any = SimpleNamespace()  # those of a part count
-CONTEXT = Context(TERMS, 2, AdvantageRule(), torch.ones(1), ImageSource())
+TERMS: Any = SimpleNamespace(weights_F=torch.ones(1))  # those of a part count
+CONTEXT = Context(TERMS, 2, AdvantageRule(), ImageSource())
 
 
 def part(

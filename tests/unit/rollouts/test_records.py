@@ -30,8 +30,8 @@ def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], call
 
 def logged(rounds: list[Round]) -> dict[str, float]:
     values = defaultdict(list)
-    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["f"]), ratios=None)
-    context = Context(terms, 2, AdvantageRule(), torch.ones(1), ImageSource())
+    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["f"]), weights_F=torch.ones(1), ratios=None)
+    context = Context(terms, 2, AdvantageRule(), ImageSource())
     for name, value in rollout_metrics(rounds, context, with_tools=True):
         values[name].append(value)
     assert all(len(entries) == 1 for entries in values.values())

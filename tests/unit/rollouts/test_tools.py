@@ -150,7 +150,7 @@ def test_no_later_call_reaches_an_environment_that_hangs(chat):
     assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
     assert answers(toolbox, chat, ["count"], other) == ["1"]
     assert environments.pools == {None: [other]}
-    assert (stuck.get_reward(), other.get_reward()) == (None, 0.5)
+    assert (environments.uses(stuck), environments.copy().uses(stuck), environments.uses(other)) == (False, False, True)
     environments.begin(transcripts)
     assert transcripts[0].environment is other
     assert transcripts[1].environment not in (stuck, other)
@@ -161,9 +161,9 @@ def free(number):
 
 
 @pytest.mark.parametrize("call", ["stall_now", "stall"])
-def test_an_environment_that_is_asked_later_for_its_reward_has_none_after_a_hang(chat, loop, call):
+def test_an_environment_with_an_asynchronous_method_is_used_no_more_after_a_hang(chat, loop, call):
     environments, (transcript,) = begun(Deaf, 1)
     toolbox = Toolbox([], environments, loop)
     assert answers(toolbox, chat, [call, "ask"], transcript.environment)[0] in (NO_ANSWER, "is 1")
     assert environments.pools == {None: []}
-    assert asyncio.run(transcript.environment.get_reward()) is None
+    assert not environments.uses(transcript.environment)

@@ -195,8 +195,8 @@ def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
 def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:
     """What is logged of how vLLM sampled these rounds."""
     ratios = None if level is None else RatioRule(level, None, None)
-    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["r"]), ratios=ratios)
-    context = Context(terms, 1, AdvantageRule(), torch.ones(1), ImageSource())
+    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["r"]), weights_F=torch.ones(1), ratios=ratios)
+    context = Context(terms, 1, AdvantageRule(), ImageSource())
     rounds = []
     for part in parts:
         entries = [Entry("", "", None, 1, 1, False)] * len(part)

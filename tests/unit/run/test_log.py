@@ -32,9 +32,26 @@ def lines(folder):
 
 def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):
     log = begun(tmp_path)
-    write(log, 3, reward=math.nan, kl=-math.inf, loss=torch.tensor(0.5), epoch=0.3, device=CPU, tokens=7)
+    write(
+        log,
+        3,
+        reward=math.nan,
+        kl=-math.inf,
+        loss=torch.tensor(0.5),
+        epoch=0.3,
+        device=CPU,
+        tokens=7,
+        nested={"a": (1, math.inf)},
+    )
     (line,) = lines(tmp_path)
-    assert line["values"] == {"reward": None, "kl": None, "loss": 0.5, "device": "cpu", "tokens": 7}
+    assert line["values"] == {
+        "reward": None,
+        "kl": None,
+        "loss": 0.5,
+        "device": "cpu",
+        "tokens": 7,
+        "nested": {"a": [1, None]},
+    }
     assert (line["step"], line["epoch"]) == (3, 0.3)
     assert 0 <= line["time"] < 60
     assert line["peak_memory_mib"] > 50
@@ -71,6 +88,14 @@ def test_a_resume_drops_the_lines_of_later_steps(tmp_path):
     assert [entry["values"]["reward"] for entry in run.entries] == [1.0, 2.0, 33.0]
     assert run.resumed_from == [2]
     assert len(lines(tmp_path)) == 6, "the log is only ever added to"
+
+
+def test_a_resume_in_a_log_of_an_older_version_is_read(tmp_path):
+    rows = [{"step": step, "values": {"reward": step}} for step in (1, 2)]
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"resumed_from": 1}, rows[1]])
+    (tmp_path / LOG).write_text(text)
+    run = read_log(tmp_path / LOG)
+    assert ([entry["step"] for entry in run.entries], run.resumed_from, run.unreadable) == ([1, 2], [1], 0)
 
 
 def test_seconds_of_all_starts_are_added_up(tmp_path):

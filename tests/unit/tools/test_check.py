@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.rewards.worker import pack
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import Trained, compare, gradient_error, metric_difference, update_error
 from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
@@ -265,6 +268,26 @@ def test_no_process_is_left_of_a_launch_that_is_ended(tmp_path):
     assert sum(str(tmp_path) in words for words in command_lines()) == 3
     started.kill()
     assert not any(str(tmp_path) in words for words in command_lines())
+
+
+def test_the_processes_of_a_launch_end_with_their_caller(tmp_path):
+    class Hangs:
+        def __reduce__(self) -> Any:
+            return time.sleep, (100,)
+
+    (tmp_path / "runs.pickle").write_bytes(pack(Hangs()))
+    code = "import os, sys, time; from pathlib import Path; from grpo_ext.tools.check.runs import launched; "
+    code += "launched(Path(sys.argv[1]), 1, dict(os.environ)); time.sleep(100)"
+    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    until = time.monotonic() + 90
+    while not any("check.worker" in words and str(tmp_path) in words for words in command_lines()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    caller.terminate()
+    caller.wait()
+    while any(str(tmp_path) in words for words in command_lines()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def command_lines() -> list[str]:

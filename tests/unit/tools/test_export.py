@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from typer.testing import CliRunner
@@ -260,3 +260,20 @@ def test_a_weight_that_is_missing_is_named(copy, tmp_path):
     with pytest.raises(CheckpointError, match=rf"lacks 1 weights of the model, for example {name}"):
         export(copy, tmp_path / "out")
     assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("rename", "says"), [(None, "lacks 1 weights of the model"), ("lora_Z", "the model lacks 1")])
+def test_an_adapter_of_other_weights_is_not_merged(root, base, tmp_path, rename, says):
+    checkpoint = tmp_path / "checkpoint-1"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA)).save_pretrained(checkpoint)
+    weights = load_file(checkpoint / "adapter_model.safetensors")
+    name = next(n for n in weights if "q_proj.lora_A" in n)
+    if rename is None:
+        del weights[name]
+    else:
+        weights[name.replace("lora_A", rename)] = weights[name].clone()
+    save_file(weights, checkpoint / "adapter_model.safetensors", metadata={"format": "pt"})
+    export(checkpoint, tmp_path / "alone")
+    with pytest.raises(CheckpointError, match=says):
+        export(checkpoint, tmp_path / "out", merge_adapter=True)
+    assert not (tmp_path / "out").exists()

@@ -168,6 +168,13 @@ def test_an_unfinished_run_and_one_killed_in_a_line_are_reported(tmp_path):
     assert "1 line(s) of log.jsonl were not finished" in page.text
 
 
+def test_a_run_that_goes_on_after_an_interrupt_is_not_finished(tmp_path):
+    lines = [line(1), line(1, train_runtime=2.0)]
+    assert "state finished" in Page(report([make_run(tmp_path / "ended", lines)])).text
+    again = [*lines, {"step": 1, "start": entry()}, line(2)]
+    assert "state not finished" in Page(report([make_run(tmp_path / "killed", again)])).text
+
+
 def test_steps_that_were_done_again_are_shown_once(tmp_path):
     resumed = {"step": 1, "start": entry(learning_rate=0.5)}
     lines = [line(1), line(2, reward=9.0), resumed, line(2, reward=0.5), {"step": 2, "end": {"ended": "finished"}}]
