@@ -86,7 +86,7 @@ def export(
             else:
                 kind = _write_model(source, folder, dtype)
             _copy_beside(source, folder)
-            _write_card(source, folder, kind)
+            _write_card(source, folder, target.name, kind)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     except GrpoExtError:
         raise
@@ -121,7 +121,7 @@ def _beside(target: Path) -> Iterator[Path]:
     """A folder that becomes `target` if all went well, and is gone otherwise; temporary files may lie beside it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="_exporting-", dir=target.parent) as name:
-        folder = Path(name) / target.name
+        folder = Path(name) / "export"  # a name of its own: temporary folders lie beside it
         folder.mkdir()
         yield folder
         folder.rename(target)
@@ -259,7 +259,7 @@ def _copy_beside(source: Path, folder: Path) -> None:
         shutil.copytree(source / "chat_templates", folder / "chat_templates")
 
 
-def _write_card(source: Path, folder: Path, kind: str) -> None:
+def _write_card(source: Path, folder: Path, title: str, kind: str) -> None:
     fingerprint = json.loads(path.read_text()) if (path := source / FINGERPRINT).is_file() else {}
     state = source / "trainer_state.json"
     step = json.loads(state.read_text()).get("global_step") if state.is_file() else "?"
@@ -269,7 +269,7 @@ def _write_card(source: Path, folder: Path, kind: str) -> None:
     rows = [f"| {n} | {v} |" for n, v in settings if v is not None and not isinstance(v, (dict, list))]
     text = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {folder.name}",
+        f"# {title}",
         f"Trained with GRPO (TRL, grpo_ext), exported after step {step} ({kind}).",
         "Rewards: " + (", ".join(fingerprint.get("rewards", [])) or "unknown"),
         "## Settings\n",

@@ -91,11 +91,11 @@ def test_an_adapter_alone_and_merged(adapter, base, tmp_path):
         "config.json",
         "generation_config.json",
     }
-    merged = export(checkpoint, tmp_path / "merged", merge_adapter=True)
+    merged = export(checkpoint, tmp_path / "adapter", merge_adapter=True)  # as a temporary folder of it might be called
     assert merged.kind == "merged adapter"
-    assert names(tmp_path / "merged") == PLAIN | {"model.safetensors"}
+    assert names(tmp_path / "adapter") == PLAIN | {"model.safetensors"}
     expected = trained.merge_and_unload()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype="auto")
     start = dict(tiny_model().named_parameters())
     moved = 0
     for (name, value), (_, other_value) in zip(model.named_parameters(), expected.named_parameters()):
@@ -266,6 +266,7 @@ def test_a_weight_that_is_missing_is_named(copy, tmp_path):
 def test_an_adapter_of_other_weights_is_not_merged(root, base, tmp_path, rename, says):
     checkpoint = tmp_path / "checkpoint-1"
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA)).save_pretrained(checkpoint)
+    (checkpoint / "trainer_state.json").write_text("{}")
     weights = load_file(checkpoint / "adapter_model.safetensors")
     name = next(n for n in weights if "q_proj.lora_A" in n)
     if rename is None:
