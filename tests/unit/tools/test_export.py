@@ -274,6 +274,7 @@ def test_an_adapter_of_other_weights_is_not_merged(root, base, tmp_path, rename,
     else:
         weights[name.replace("lora_A", rename)] = weights[name].clone()
     save_file(weights, checkpoint / "adapter_model.safetensors", metadata={"format": "pt"})
+    (checkpoint / "trainer_state.json").write_text("{}")
     export(checkpoint, tmp_path / "alone")
     with pytest.raises(CheckpointError, match=says):
         export(checkpoint, tmp_path / "out", merge_adapter=True)
