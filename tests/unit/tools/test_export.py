@@ -266,7 +266,6 @@ def test_a_weight_that_is_missing_is_named(copy, tmp_path):
 def test_an_adapter_of_other_weights_is_not_merged(root, base, tmp_path, rename, says):
     checkpoint = tmp_path / "checkpoint-1"
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**LORA)).save_pretrained(checkpoint)
-    (checkpoint / "trainer_state.json").write_text("{}")
     weights = load_file(checkpoint / "adapter_model.safetensors")
     name = next(n for n in weights if "q_proj.lora_A" in n)
     if rename is None:
