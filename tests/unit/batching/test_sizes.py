@@ -57,7 +57,7 @@ def geometry(generations=2, prompts_per_step=3, steps_per_rollout=2, iterations=
 
 @pytest.mark.parametrize("value", [1, 2.0, "8", None, True])
 def test_a_group_of_fewer_than_two_completions_is_refused(value):
-    with pytest.raises(ConfigError, match=f"num_generations={value!r} .*use 2 or more"):
+    with pytest.raises(ConfigError, match=f"num_generations={value!r}: .*use 2 or more"):
         resolve(num_generations=value)
 
 

@@ -8,17 +8,14 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, GenerationConfig, MambaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.rollouts.decoding import (
     GrowingLayer,
-    _unfinished,
     decodes_compactly,
-    growing_cache,
     own_generate,
-    unique,
 )
 from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
@@ -91,13 +88,6 @@ def test_settings_mean_the_same(options):
     assert sample(model, compact=True, **options) == sample(model, compact=False, **options)
 
 
-def test_a_row_keeps_its_draws_when_others_leave():
-    model = model_of("qwen2")
-    together = sample(model, compact=True)
-    alone = sample(model, compact=True, prompts=PROMPTS[:6])
-    assert together[:6] == alone
-
-
 def forwards(model: Any, compact: bool) -> list[tuple[int, int]]:
     """Rows and columns of every forward."""
     seen: list[tuple[int, int]] = []
@@ -145,20 +135,6 @@ def test_a_growing_layer_does_not_copy_what_it_holds():
 
 
 @pytest.mark.parametrize(
-    ("done", "order"), [([0, 1, 0, 1, 0, 0], [0, 4, 2, 5]), ([0, 0, 0, 1, 1], [0, 1, 2]), ([1, 1, 0, 0, 0], [3, 4, 2])]
-)
-def test_rows_that_go_on_stay_where_they_are(done, order):
-    assert _unfinished(torch.tensor(done, dtype=torch.bool)).tolist() == order
-
-
-def test_sliding_layers_keep_their_own_kind():
-    kinds = [type(layer) for layer in growing_cache(model_of("gemma3")).layers]
-    assert GrowingLayer in kinds
-    assert len(set(kinds)) == 2
-    assert isinstance(growing_cache(model_of("qwen2")), DynamicCache)
-
-
-@pytest.mark.parametrize(
     "setting", [{"cache_implementation": "static"}, {"encoder_repetition_penalty": 1.2}, {"prefill_chunk_size": 8}]
 )
 def test_settings_that_keep_all_rows_are_left_to_transformers(setting):
@@ -173,10 +149,6 @@ def test_models_that_keep_all_rows_are_left_to_transformers():
     assert decodes_compactly(model, GenerationConfig())
     model.peft_config["default"].alora_invocation_tokens = [5]  # looks for tokens in every row
     assert not decodes_compactly(model, GenerationConfig())
-
-
-def test_different_keys_are_numbered_by_first_sight():
-    assert unique([(1,), (2, 3), (1,), (2, 3), (4,)]) == ([0, 1, 4], [0, 1, 0, 1, 2])
 
 
 # ---- Architectures with a `generate` of their own -------------------------------------------------------------------
