@@ -106,22 +106,7 @@ def test_head_dimensions_that_differ_from_layer_to_layer_are_added_up(kind):
     assert measure(config, compute="float32").cache_bytes == 4 * cached
 
 
-MOE = [
-    "qwen2_moe",
-    "qwen3_moe",
-    "mixtral",
-    "olmoe",
-    "gpt_oss",
-    "granitemoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "aria_text",
-    "hunyuan_v1_moe",
-    "phimoe",
-    "llama4_text",
-    "jetmoe",
-]
+MOE = ["qwen2_moe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe", "aria_text", "llama4_text", "jetmoe"]
 
 
 @pytest.mark.parametrize("kind", MOE)

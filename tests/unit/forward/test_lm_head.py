@@ -281,21 +281,6 @@ def test_nothing_to_score_still_reaches_every_parameter():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_an_adapter_scores_through_the_model_inside_it():
-    inputs, labels = labelled()
-    model = tiny_model("qwen2").double()
-    install(model, TEMPERATURE)
-    before = scored(model, inputs, labels).log_probs
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, config).double()
-    output = scored(wrapped, inputs, labels)
-    assert not torch.allclose(output.log_probs, before)
-    with wrapped.disable_adapter():
-        assert torch.allclose(scored(wrapped, inputs, labels).log_probs, before)
-    output.log_probs.sum().backward()
-    assert model.lm_head.weight.grad is None
-
-
 def test_router_logits_come_back_with_the_scores():
     inputs, _ = labelled()
     model = tiny_model("moe")
@@ -307,15 +292,6 @@ def test_router_logits_come_back_with_the_scores():
     assert all(torch.equal(a, b) for a, b in zip(output.router_logits, own.router_logits))
     chosen, probs, rows = router_statistics(output.router_logits, inputs["attention_mask"], 2)
     torch.testing.assert_close(load_balancing_loss(probs, (chosen / rows).to(probs), 4, rows), own.aux_loss)
-
-
-def test_a_head_of_several_layers_is_refused():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))
-    with pytest.raises(ModelError, match=r"BertLMHeadModel has more than a linear layer .*cls\.predictions\.transform"):
-        refuse_unknown_head(model)
-    refuse_unknown_head(tiny_model("qwen2"))
-    refuse_unknown_head(tiny_model("llama"))
 
 
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------
@@ -333,13 +309,6 @@ def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(mo
     assert choose() is None
     monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
     assert choose() is None
-
-
-def test_an_adapter_on_the_head_is_refused():
-    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
-    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
-        refuse_unknown_head(wrapped.get_base_model())
-    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
 
 
 def test_a_copy_of_a_model_runs_its_own_weights():
@@ -360,6 +329,17 @@ def test_a_model_that_returns_tuples_is_scored():
     expected = model(ids, **{SCORE: wanted}).log_probs
     model.config.return_dict = False
     assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+
+
+def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))
+    with pytest.raises(ModelError, match=r"BertLMHeadModel has more than a linear layer .*cls\.predictions\.transform"):
+        refuse_unknown_head(model)
+    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
+        refuse_unknown_head(wrapped.get_base_model())
+    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
 
 
 class CosineHead(torch.nn.Linear):

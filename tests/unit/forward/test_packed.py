@@ -85,7 +85,7 @@ SHAPES = {
 }
 
 
-KINDS = ("qwen2", "llama", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3", "untied", "window_larger")
+KINDS = ("qwen2", "gpt2", "moe", "gemma2", "gemma3", "mistral", "qwen3", "untied", "window_larger")
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
@@ -217,11 +217,9 @@ def _group(prompt: int, *completions: int) -> PackedGroup:
     ("group", "device", "split"),
     [
         (_group(16, *[12] * 8), "cpu", False),  # 12 thousand pairs in one call; 6 thousand in nine
-        (_group(64, *[300] * 8), "cpu", True),  # 6.1 million against 0.5
         (_group(512, *[144] * 8), "cpu", True),
         (_group(512, *[144] * 8), "cuda", False),  # nine calls cost more than the masked pairs
         (_group(4096, *[2048] * 8), "cuda", True),
-        (_group(512), "cpu", True),
     ],
 )
 def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
