@@ -41,10 +41,8 @@ def test_no_test_imports_another_test():
     "statement",
     [
         "from tests.trainer.test_layout import make",
-        "from tests.trainer import test_layout",
         "import tests.trainer.test_layout as layout",
         "from .test_layout import make",
-        "from . import test_layout",
         "def f():\n    from ..trainer.test_layout import make",
     ],
 )
