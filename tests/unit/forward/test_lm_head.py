@@ -15,13 +15,12 @@ from transformers.models.auto import modeling_auto
 from trl.trainer import utils as trl_utils
 
 from grpo_ext import compat
-from grpo_ext.algorithms.losses import load_balancing_loss, router_statistics
 from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
 from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from tests.support.tiny import stock_scores, tiny_model
-from tests.tolerances import PARITY, SAME_ALGEBRA
+from tests.tolerances import PARITY
 
 TEMPERATURE = 0.9
 # ---- The logits of every model --------------------------------------------------------------------------------------
@@ -247,18 +246,6 @@ def test_the_scores_are_those_of_trls_head_which_still_answers(kind):
     assert (found - expected).norm() <= PARITY * expected.norm()
 
 
-def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
-    inputs, labels = labelled()
-    model = tiny_model("llama").double()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    keep = labels[:, 1:] != -100
-    logps = (model(**inputs).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    theirs = gradient_of(model, logps.gather(2, labels[:, 1:, None].clamp(min=0))[keep].sum())
-    install(model, TEMPERATURE)
-    ours = gradient_of(model, scored(model, inputs, labels).log_probs.sum())
-    assert (ours - theirs).norm() <= SAME_ALGEBRA * theirs.norm()
-
-
 def test_every_other_call_and_the_signature_are_the_models_own():
     inputs, labels = labelled()
     model, plain = tiny_model("qwen2"), tiny_model("qwen2")
@@ -279,19 +266,6 @@ def test_nothing_to_score_still_reaches_every_parameter():
     output = scored(model, inputs, torch.full_like(labels, -100))
     (output.log_probs.sum() + output.entropy.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_router_logits_come_back_with_the_scores():
-    inputs, _ = labelled()
-    model = tiny_model("moe")
-    own = model(**inputs, output_router_logits=True)
-    install(model, TEMPERATURE)
-    wanted = Wanted(torch.tensor([4]), torch.tensor([9]), entropy=False, router=True)
-    output = model(**inputs, **{SCORE: wanted})
-    assert output.entropy is None
-    assert all(torch.equal(a, b) for a, b in zip(output.router_logits, own.router_logits))
-    chosen, probs, rows = router_statistics(output.router_logits, inputs["attention_mask"], 2)
-    torch.testing.assert_close(load_balancing_loss(probs, (chosen / rows).to(probs), 4, rows), own.aux_loss)
 
 
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------

@@ -102,18 +102,6 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
-def test_a_pack_runs_under_autocast(monkeypatch, split):
-    """float32 weights and bfloat16 arithmetic: rotary embeddings leave queries and keys in another type than values."""
-    monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
-    model, batch = model_of("qwen2").float(), rows_of(*SHAPES["long"])
-    with torch.autocast("cpu", torch.bfloat16):
-        packed, padded = gradient(score_packed, model, batch), gradient(score_padded, model, batch)
-        scores = [score(model, model, batch).logps_S for score in (score_packed, score_padded)]
-    assert (packed - padded).norm() <= 0.05 * padded.norm()  # bfloat16 has 8 bits
-    assert (scores[0] - scores[1]).abs().max() < 0.2
-
-
 def test_a_window_that_is_in_the_mask_alone_survives():
     torch.manual_seed(1)
     sizes = {**_SMALL, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
@@ -133,15 +121,6 @@ def test_the_layout_reaches_the_layers_as_the_object_it_is():
 
     layout = PackLayout((PackedGroup((0, 2), ()),), 2)
     assert _apply_to_tensors(lambda x: x, {"layout": layout})["layout"] is layout
-
-
-@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_dropping_the_window_would_show(monkeypatch, kind):
-    model, batch = model_of(kind), rows_of(*SHAPES["long"])
-    whole = attention.seen_mask
-    monkeypatch.setattr(attention, "seen_mask", lambda group, window, device: whole(group, None, device))
-    difference = score_packed(model, model, batch).logps_S - score_padded(model, model, batch).logps_S
-    assert difference.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -261,12 +240,3 @@ def test_rows_go_to_trls_layout_and_back(shape, multiple):
     assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
     assert back.same_prompt == rows.same_prompt
     assert torch.equal(rows.to_columns(rows.targets(), width), ids[:, -width:])
-
-
-def test_parts_of_rows_are_rows():
-    rows = rows_of(*SHAPES["groups"])
-    parts = [rows.part(slice(start, start + 4)) for start in range(0, 9, 4)]
-    assert torch.equal(torch.cat([part.ids_N for part in parts]), rows.ids_N)
-    assert torch.equal(torch.cat([part.targets() for part in parts]), rows.targets())
-    assert [len(part) for part in parts] == [4, 4, 1]
-    assert [list(part.same_prompt) for part in parts] == [[True, True, False], [True, False, True], []]

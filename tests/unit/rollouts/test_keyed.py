@@ -153,20 +153,6 @@ def test_completions_depend_on_their_keys_alone_and_not_on_torchs_generator(mode
     assert len({tuple(c) for c in first}) > 4  # one prompt, eight keys
 
 
-def test_a_continued_completion_draws_the_numbers_it_would_have_drawn(model):
-    # a later turn that repeats what was sampled goes on with the random numbers of the positions it has reached
-    keys_B, config = keys(len(PROMPTS)), sampling(suppress_tokens=[EOS], max_new_tokens=10)
-    whole = sample(model, PROMPTS, keys_B, config)
-    start = sample(model, PROMPTS, keys_B, sampling(suppress_tokens=[EOS], max_new_tokens=4))
-    assert [c[:4] for c in whole] == start
-    histories = [p + c for p, c in zip(PROMPTS, start)]
-    rest_config = sampling(suppress_tokens=[EOS], max_new_tokens=6)
-    rest = sample(model, histories, keys_B, rest_config, torch.full((len(PROMPTS),), 4))
-    assert [a + b for a, b in zip(start, rest)] == whole
-    wrong = sample(model, histories, keys_B, rest_config)
-    assert [a + b for a, b in zip(start, wrong)] != whole
-
-
 def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model):
     keys_B = keys(64)
     completions = sample(model, [[5, 6]] * 64, keys_B, sampling(max_new_tokens=20))
@@ -192,27 +178,12 @@ def first_tokens(model, config: GenerationConfig) -> np.ndarray:
     return counts
 
 
-def expected_distribution(model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0) -> np.ndarray:
-    """The distribution by the filters' definitions, from the model's logits."""
+def expected_distribution(model, **options) -> np.ndarray:
+    """The softmax of the model's logits, filtered as transformers does."""
+    ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
-        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1].double().numpy()
-    for token in (5, 6, 7) if repetition_penalty != 1.0 else ():
-        logits[token] = logits[token] * repetition_penalty if logits[token] < 0 else logits[token] / repetition_penalty
-    logits = logits / temperature
-
-    def probabilities() -> np.ndarray:
-        exponentials = np.exp(logits - logits.max())
-        return exponentials / exponentials.sum()
-
-    if top_k:
-        logits[np.argsort(-logits)[top_k:]] = -np.inf
-    if top_p < 1.0:
-        p, order = probabilities(), np.argsort(-logits)
-        kept = np.searchsorted(np.cumsum(p[order]), top_p) + 1  # the smallest set that reaches top_p
-        logits[order[kept:]] = -np.inf
-    if min_p:
-        logits[probabilities() < min_p * probabilities().max()] = -np.inf
-    return probabilities()
+        logits = model(ids).logits[:, -1]
+    return transformers_filters(model, sampling(**options))(ids, logits)[0].double().softmax(-1).numpy()
 
 
 def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -261,10 +232,7 @@ def test_the_penalty_of_a_padded_row_is_that_of_the_row_alone(model):
 def test_a_filter_of_the_models_own_generation_config_is_applied_as_generate_does(model):
     own = copy.deepcopy(model)
     own.generation_config.typical_p = 0.3
-    filled, _ = own._prepare_generation_config(sampling())
-    logits = torch.log(torch.tensor(expected_distribution(model)))[None].float()
-    scores = transformers_filters(own, filled)(torch.tensor([[5, 6, 7]]), logits)
-    possible = set(torch.isfinite(scores[0]).nonzero().flatten().tolist())
+    possible = set(np.flatnonzero(expected_distribution(model, typical_p=0.3)))
     assert len(possible) < VOCABULARY
     tokens = sample(own, [[5, 6, 7]] * 500, keys(500), sampling(max_new_tokens=1))
     assert {c[0] for c in tokens} <= possible

@@ -15,12 +15,11 @@ from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.tool_runs import Game, Shop, count, sampled
+from tests.support.tool_runs import Shop, count, sampled
 
 SECONDS = 0.1
 LIMITS = TurnLimits(10**5, seconds=SECONDS)
 NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
-HANGS = str({"error": "an earlier call has not come back"})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,11 +118,6 @@ def test_a_tools_own_errors_pass_and_wrong_arguments_are_told_as_without_a_limit
     assert "later() got an unexpected keyword argument 'size'" in late
 
 
-class Stuck(Game):
-    def stall(self, number):
-        time.sleep(60)
-
-
 class Deaf(Shop):
     async def stall(self, number):
         while True:
@@ -136,33 +130,11 @@ class Deaf(Shop):
         time.sleep(60)
 
 
-def begun(kind: Any, rows: int) -> tuple[Environments, list[Transcript]]:
-    environments = Environments({None: kind})
-    transcripts = [Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0) for _ in range(rows)]
-    environments.begin(transcripts)
-    return environments, transcripts
-
-
-def test_no_later_call_reaches_an_environment_that_hangs(chat):
-    environments, transcripts = begun(Stuck, 2)
-    stuck, other = (t.environment for t in transcripts)
-    toolbox = Toolbox([free], environments)
-    assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
-    assert answers(toolbox, chat, ["count"], other) == ["1"]
-    assert environments.pools == {None: [other]}
-    assert (stuck.get_reward(), other.get_reward()) == (None, 0.5)
-    environments.begin(transcripts)
-    assert transcripts[0].environment is other
-    assert transcripts[1].environment not in (stuck, other)
-
-
-def free(number):
-    return "free"
-
-
 @pytest.mark.parametrize("call", ["stall_now", "stall"])
 def test_an_environment_that_is_asked_later_for_its_reward_has_none_after_a_hang(chat, loop, call):
-    environments, (transcript,) = begun(Deaf, 1)
+    environments = Environments({None: Deaf})
+    transcript = Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0)
+    environments.begin([transcript])
     toolbox = Toolbox([], environments, loop)
     assert answers(toolbox, chat, [call, "ask"], transcript.environment)[0] in (NO_ANSWER, "is 1")
     assert environments.pools == {None: []}

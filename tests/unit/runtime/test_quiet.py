@@ -17,7 +17,6 @@ BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
 REMARKS = [
     (BITSANDBYTES, "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. ..."),
     ("DeepSpeed", "Setting ds_accelerator to cpu (auto detect)"),
-    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
 ]
 
 
