@@ -147,17 +147,6 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert all(len(set(group)) == 1 for group in groups)
 
 
-@pytest.mark.parametrize("chunk_groups", [1, 2])
-def test_a_process_without_a_share_gets_the_first_prompt_as_a_ghost(chunk_groups):
-    g = geometry(prompts_per_step=4, steps_per_rollout=1, chunk_groups=chunk_groups)
-    shares = [next(iter(loader(data(4), g, 6, rank, shuffle=False))) for rank in range(6)]
-    chunks = 4 // chunk_groups
-    assert [rows.request.empty for rows in shares] == [False] * chunks + [True] * (6 - chunks)
-    for rows in shares[chunks:]:
-        assert rows.request.prompts == range(1)
-        assert names(rows) == ["p0"] * GENERATIONS
-
-
 def test_writing_to_a_row_reaches_neither_its_group_nor_a_later_step():
     g = geometry(prompts_per_step=2, steps_per_rollout=1, iterations=2)
     for prompts in (data(2), Stream(2)):
@@ -274,29 +263,6 @@ def test_skipping_steps_on_resume_keeps_the_epoch(skipped, workers):
     expected = described(uninterrupted)
     assert len(expected) == 6
     assert described(resumed(loader(data(5), g, **options), skipped, 3)) == expected[skipped:]
-
-
-def test_skipped_steps_are_not_loaded():
-    class Counted(list):
-        reads = 0
-
-        def __getitem__(self, index):
-            type(self).reads += 1
-            return super().__getitem__(index)
-
-    prompts = Counted({"prompt": f"p{i}"} for i in range(12))
-    g = geometry(prompts_per_step=2, steps_per_rollout=1)
-    steps = resumed(loader(prompts, g), 4, 0)
-    assert len(steps) == 2
-    assert Counted.reads == 4  # two steps of two prompts
-
-
-@pytest.mark.parametrize("skipped", [1, 8])
-def test_skipping_steps_of_a_stream_arrives_where_the_run_had_been(skipped):
-    g = geometry(iterations=2)  # six steps a pass
-    whole, interrupted = loader(Stream(5), g, shuffle=False), loader(Stream(5), g, shuffle=False)
-    rest = skip_first_batches(interrupted, skipped)
-    assert described(rest, 12 - skipped) == described(whole, 12)[skipped:]
 
 
 # ---- Evaluation -----------------------------------------------------------------------------------------------------

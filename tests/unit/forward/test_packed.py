@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo_ext.batching.packing import PackedGroup, PackLayout
-from grpo_ext.forward import attention, lm_head
+from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
 from grpo_ext.forward.forms import score_packed, score_padded, why_not_packed
 from grpo_ext.forward.lm_head import Scores, install
@@ -171,38 +171,9 @@ def test_a_model_is_left_as_it_was():
     assert dict(vars(model.config)) == settings
 
 
-def test_the_head_sees_scored_positions_only(monkeypatch):
-    model, batch = model_of("qwen2"), rows_of(*SHAPES["groups"])
-    seen = []
-    score = lm_head.log_probs
-
-    def spy(hidden: torch.Tensor, *args: Any) -> Any:
-        seen.append(hidden.size(0))
-        return score(hidden, *args)
-
-    monkeypatch.setattr(lm_head, "log_probs", spy)
-    scored = sum(batch.completions_B)
-    score_packed(model, model, batch)
-    score_padded(model, model, batch)
-    assert seen == [scored, scored]
-
-
 def _group(prompt: int, *completions: int) -> PackedGroup:
     ends = [prompt + sum(completions[: i + 1]) for i in range(len(completions))]
     return PackedGroup((0, prompt), tuple((end - n, end) for n, end in zip(completions, ends)))
-
-
-@pytest.mark.parametrize(
-    ("group", "device", "split"),
-    [
-        (_group(16, *[12] * 8), "cpu", False),  # 12 thousand pairs in one call; 6 thousand in nine
-        (_group(512, *[144] * 8), "cpu", True),
-        (_group(512, *[144] * 8), "cuda", False),  # nine calls cost more than the masked pairs
-        (_group(4096, *[2048] * 8), "cuda", True),
-    ],
-)
-def test_the_cost_rule_weighs_masked_pairs_against_calls(group, device, split):
-    assert attention.split_is_cheaper(group, torch.device(device)) is split
 
 
 def test_a_group_is_attended_to_alike_whatever_runs_beside_it(monkeypatch):

@@ -1,4 +1,4 @@
-"""The loss scale against DeepSpeed's scaler, and by hand."""
+"""The loss scale against DeepSpeed's scaler, and where it ends."""
 
 from __future__ import annotations
 
@@ -16,27 +16,6 @@ def scaler_of(value: float, **options: Any) -> LossScaler:
     scaler = LossScaler(bool)
     vars(scaler).update(options, value=value, patience=options.get("hysteresis", 2))
     return scaler
-
-
-def scales(overflows: str, window: int = 1000, hysteresis: int = 2) -> list[float]:
-    """The scale before the first step and after each; an x is an overflow."""
-    scaler = scaler_of(64.0, window=window, hysteresis=hysteresis)
-    values = [scaler.value]
-    for overflow in overflows:
-        scaler.move(overflow == "x")
-        values.append(scaler.value)
-    return values
-
-
-def test_by_hand():
-    # doubles with the clean step after two clean ones; the first overflow is tolerated, the second halves
-    assert scales("....", window=2) == [64, 64, 64, 128, 128]
-    assert scales("x", window=9) == [64, 64]
-    assert scales("xx", window=9) == [64, 64, 32]
-    assert scales("xxx", window=9) == [64, 64, 32, 16]  # patience comes back with the next doubling only
-    assert scales("x.x", window=9) == [64, 64, 64, 32]
-    assert scales("x...xx", window=2) == [64, 64, 64, 64, 128, 128, 64]
-    assert scales("x", hysteresis=1) == [64, 32]
 
 
 def test_it_never_falls_below_the_minimum():

@@ -73,7 +73,6 @@ def test_a_row_of_an_unknown_environment_is_refused():
         ("a", "b", "ab"),
         ("a", [{"type": "image"}], [{"type": "text", "text": "a"}, {"type": "image"}]),
         ([{"type": "image"}], "b", [{"type": "image"}, {"type": "text", "text": "b"}]),
-        ([{"type": "image"}], [{"type": "image"}], [{"type": "image"}] * 2),
     ],
 )
 def test_an_observation_is_added_to_the_last_message(content, observation, merged):

@@ -67,16 +67,6 @@ def test_a_filter_of_the_user_comes_first():
     assert len(warned({"action": "always", "message": "`is_gradient"})) == 3
 
 
-def test_filters_that_a_user_sets_inside_stay():
-    with warnings.catch_warnings():
-        with quiet():
-            warnings.filterwarnings("ignore", "set inside")
-        assert any("set inside" in str(one) for one in warnings.filters)
-        with quiet():
-            warnings.resetwarnings()
-        assert warnings.filters == []
-
-
 def test_a_run_says_nothing_of_the_old_names_that_trl_calls(tmp_path):
     """From the configuration to a rollout of an evaluation, with TRL's default, `gradient_checkpointing`."""
     settings = config_kwargs(tmp_path, num_generations_eval=2)
