@@ -98,6 +98,9 @@ def test_uneven_gathers_replaces_the_accelerators_gather_and_puts_it_back():
         assert accelerator.gather(torch.tensor([1, 2])).tolist() == [1, 2]
         assert accelerator.gather(torch.tensor(5.0)).sum() == 5.0
     assert "gather" not in vars(accelerator)
+    with uneven_gathers(accelerator, empty=True):  # a process without prompts
+        assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
+        assert accelerator.gather(torch.tensor(5.0)).sum() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -112,13 +115,6 @@ def test_trl_still_takes_as_many_rows_from_every_process(name, line):
     # and so does code that is written for it, which runs here where processes have unequal shares
     source = inspect.getsource(getattr(trl.GRPOTrainer, name))
     assert line in source, f"{name} may take unequal shares now: see whether uneven_gathers is still needed"
-
-
-def test_a_process_without_prompts_adds_no_row_and_nothing_to_a_sum():
-    accelerator = accelerate.Accelerator(cpu=True)
-    with uneven_gathers(accelerator, empty=True):
-        assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
-        assert accelerator.gather(torch.tensor(5.0)).sum() == 0.0
 
 
 # ---- Names ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -131,13 +130,6 @@ def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert same(gradient(score_packed, model, batch), expected)
-
-
-def test_lora_takes_packs():
-    model = model_of("qwen2")
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped, batch = get_peft_model(model, adapter).double(), rows_of(*SHAPES["groups"])
-    assert same(gradient(score_packed, wrapped, batch), gradient(score_padded, wrapped, batch))
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
