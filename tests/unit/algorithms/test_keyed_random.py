@@ -59,18 +59,6 @@ def test_mixing_tensors_equals_mixing_python_integers(keys, values, scalar):
     assert [unsigned(x) for x in mix(keys_B, scalar).tolist()] == [mix_int(unsigned(k), scalar) for k in keys]
 
 
-def test_a_derived_key_depends_on_every_part_and_on_their_order():
-    base = derive_key(42, TRAIN_STREAM, 3, 7)
-    others = [
-        derive_key(43, TRAIN_STREAM, 3, 7),
-        derive_key(42, EVAL_STREAM, 3, 7),
-        derive_key(42, TRAIN_STREAM, 7, 3),
-        derive_key(42, TRAIN_STREAM, 3),
-        derive_key(42, TRAIN_STREAM, 3, 7, 0),
-    ]
-    assert len({base, *others}) == len(others) + 1
-
-
 # ---- Keys of completions --------------------------------------------------------------------------------------------
 
 

@@ -39,19 +39,6 @@ def refusal(**sizes) -> str:
     return str(caught.value)
 
 
-def geometry(generations=2, prompts_per_step=3, steps_per_rollout=2, iterations=1, processes=1, micro=4, chunk=None):
-    step = generations * prompts_per_step
-    return BatchGeometry(
-        num_generations=generations,
-        global_batch_size=step,
-        rollout_batch_size=step * steps_per_rollout,
-        num_iterations=iterations,
-        micro_batch_size=micro,
-        num_processes=processes,
-        rollout_chunk_size=chunk or generations,
-    )
-
-
 # ---- Refusals name a remedy that works; tests/trainer/test_bad_input.py reads the rest of the messages --------------
 
 
@@ -235,15 +222,9 @@ def test_rollout_shares_are_whole_chunks_cut_at_the_same_places_for_every_proces
 
 def cutting(generations: int, rows_per_step: int, multiples: int, iterations: int) -> BatchGeometry:
     """Steps of any number of completions, rollouts of whole groups."""
-    return BatchGeometry(
-        num_generations=generations,
-        global_batch_size=rows_per_step,
-        rollout_batch_size=math.lcm(generations, rows_per_step) * multiples,
-        num_iterations=iterations,
-        micro_batch_size=4,
-        num_processes=1,
-        rollout_chunk_size=generations,
-    )
+    rollout = math.lcm(generations, rows_per_step) * multiples
+    sizes = {"global_batch_size": rows_per_step, "rollout_batch_size": rollout, "num_iterations": iterations}
+    return resolve(num_generations=generations, **sizes)
 
 
 LAYOUTS = st.builds(
@@ -332,14 +313,15 @@ def test_a_step_takes_up_the_group_that_the_one_before_has_cut():
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_step_outside_the_epoch_is_an_index_error(index):
     with pytest.raises(IndexError, match=f"step {index} of an epoch of 4 steps"):
-        EpochLayout(geometry(prompts_per_step=2, steps_per_rollout=2), 8)[index]
+        EpochLayout(resolve(num_generations=2, global_batch_size=4, rollout_batch_size=8), 8)[index]
 
 
 # ---- The plan for people --------------------------------------------------------------------------------------------
 
 
 def test_the_plan_states_the_sizes_what_is_dropped_and_what_is_odd():
-    g = geometry(generations=4, prompts_per_step=3, steps_per_rollout=2, iterations=2, processes=2, micro=5, chunk=8)
+    layout = {"num_processes": 2, "micro_batch_size": 5, "rollout_chunk_size": 8}
+    g = resolve(global_batch_size=12, rollout_batch_size=24, num_iterations=2, **layout)
     text = describe_plan(g, num_prompts=10, drop_last=True, epochs=2.0)
     for part in ("12 completions = 3 prompts x 4", "24 completions", "6 optimizer steps, 1 prompt(s) dropped"):
         assert part in text, f"{part!r} is not in\n{text}"
