@@ -95,19 +95,6 @@ def batch_of(lengths: list[int], num_generations: int, **columns: Any) -> Rollou
     return batch_of_rows(prompts, ids, advantages, num_generations, **columns)
 
 
-def test_selecting_keeps_every_column_and_the_order():
-    logps = [[0.5 + row] * (1 + row) for row in range(4)]
-    rollout = batch_of([1, 2, 3, 4], 2, old_per_token_logps=logps)
-    rollout.fields = {"texts": ["a", "b", "c", "d"], "cube": torch.arange(24.0).view(4, 2, 3)}
-    chosen = rollout.select([3, 1])
-    assert list(chosen.groups) == [1, 0]
-    assert [ids.tolist() for ids in chosen.completion_ids] == [[10] * 4, [8] * 2]
-    assert [logps.tolist() for logps in chosen.old_per_token_logps] == [[3.5] * 4, [1.5] * 2]
-    assert chosen.advantages.tolist() == [4.0, 2.0]
-    assert chosen.fields["texts"] == ["d", "b"]
-    assert torch.equal(chosen.fields["cube"], rollout.fields["cube"][[3, 1]])
-
-
 def test_a_step_counts_the_tokens_that_a_group_has_in_it():
     step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
