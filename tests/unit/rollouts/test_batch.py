@@ -87,16 +87,9 @@ def test_tokens_of_a_tool_carry_no_loss():
     assert [mask.tolist() for mask in rollout.loss_masks] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
 
 
-def batch_of(lengths: list[int], num_generations: int, **columns: Any) -> RolloutBatch:
-    """Completions of these lengths, with prompts of one token for the first group, two for the second, and so on."""
-    prompts = [list(range(1, 2 + row // num_generations)) for row in range(len(lengths))]
-    advantages = columns.pop("advantages", torch.arange(1.0, 1 + len(lengths)))
-    ids = [[7 + row] * n for row, n in enumerate(lengths)]
-    return batch_of_rows(prompts, ids, advantages, num_generations, **columns)
-
-
 def test_a_step_counts_the_tokens_that_a_group_has_in_it():
-    step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
+    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
+    step = batch_of_rows([[1]] * 8, [[7] * n for n in lengths], torch.ones(8), 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
     counts = count_step(step, StepMetrics(torch.device("cpu"))).counts
     assert counts.group_tokens == {0: 5, 1: 10}
