@@ -11,11 +11,11 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from grpo_ext.checks.data import check_prompt_lengths, check_prompts, model_length_limit
-from grpo_ext.checks.model import check_causal_lm, disable_random_parts, random_parts, refuse, split_dependence
-from grpo_ext.errors import DataError, ModelError, SplitDependentError
+from grpo_ext.checks.model import disable_random_parts, random_parts, refuse, split_dependence
+from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import accepts_positions, position_ids
 
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -163,18 +163,6 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
 
-class Headless(nn.Module):
-    def generate(self):
-        return None
-
-
-@pytest.mark.parametrize("make", [lambda: None, Headless, lambda: AutoModel.from_config(LlamaConfig(**ROTARY))])
-def test_what_cannot_sample_and_score_is_refused_with_the_class_to_use(make):
-    model = make()
-    with pytest.raises(ModelError, match=rf"the model is a {type(model).__name__} .*AutoModelForCausalLM"):
-        check_causal_lm(model)
-
-
 def test_position_ids_count_real_tokens_only():
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
     expected = [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
@@ -237,24 +225,14 @@ class Lengths:
 
 
 @pytest.mark.parametrize(
-    ("config", "limit", "absolute", "room"),
-    [
-        (GPT2Config(**GPT2), 64, True, 54),
-        (LlamaConfig(**ROTARY), 64, False, 64),
-    ],
+    ("config", "room"),  # of learned positions the completion takes some
+    [(GPT2Config(**GPT2), 54), (LlamaConfig(**ROTARY), 64)],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, limit, absolute, room):
-    assert model_length_limit(config) == (limit, absolute)
+def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
     check_prompt_lengths(["x" * room], Lengths(), config, max_completion_length=10)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"row 1 has {room + 1} tokens, .*room for {room} .*max_position_embeddings=64"):
         check_prompt_lengths(["a", "x" * (room + 1)], Lengths(), config, max_completion_length=10)
-    message = str(caught.value)
-    assert f"the prompt in row 1 has {room + 1} tokens" in message
-    assert f"room for {room}" in message
-    assert "max_position_embeddings=64" in message
-    assert ("max_completion_length=10" in message) is absolute
-    assert ("lower max_completion_length" in message) is absolute
 
 
 def test_only_prompts_that_could_be_too_long_are_tokenised():

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
 from grpo_ext.errors import PrecisionError
-from grpo_ext.runtime.out_of_memory import StepOutOfMemory
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.metrics import StepMetrics
 
@@ -125,23 +124,6 @@ def test_a_step_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
     with pytest.raises(RuntimeError, match="shapes"):
         run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
     assert accelerator.gradient_accumulation_steps == 1
-
-
-@pytest.mark.parametrize("kind", ["native", "fixed"])
-def test_a_step_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
-    model = torch.nn.Linear(4, 1, bias=False)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        if 6 in part.rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return model(X[list(part.rows)].float()).sum()
-
-    gradients = adding(kind, model, accelerator)
-    with pytest.raises(StepOutOfMemory, match="2 GiB"):
-        run_micro_batches(accelerator, model, gradients, plan(11, 3), loss_of)
-    assert model.weight.grad is None
-    run_micro_batches(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
-    torch.testing.assert_close(model.weight.grad, X.float().sum(0, keepdim=True))
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
