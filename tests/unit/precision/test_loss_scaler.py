@@ -10,10 +10,7 @@ import torch
 
 from grpo_ext.checks.model import check_half_weights
 from grpo_ext.errors import ModelError
-from grpo_ext.precision.loss_scaler import (
-    LossScaler,
-    reduce_in_float32,
-)
+from grpo_ext.precision.loss_scaler import LossScaler, reduce_in_float32
 
 
 def setup(fused: bool = False, anyone: Any = bool, **options: Any):

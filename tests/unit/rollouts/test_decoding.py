@@ -12,11 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import (
-    GrowingLayer,
-    decodes_compactly,
-    own_generate,
-)
+from grpo_ext.rollouts.decoding import GrowingLayer, decodes_compactly, own_generate
 from grpo_ext.rollouts.keyed import sample_chunk
 from tests.support.architectures import HYBRID, architecture
 from tests.support.tiny import tiny_model
