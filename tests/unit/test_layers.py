@@ -189,7 +189,7 @@ def test_only_the_trainer_and_the_config_subclass_trl():
     assert classes == ["grpo_ext/config.py", "grpo_ext/trainer.py"]
 
 
-def tests_imported(path: str, source: str) -> list[str]:
+def imports_of_tests(path: str, source: str) -> list[str]:
     """Tests that a file imports; what several share lies in tests/support, so that each can be split and moved."""
     modules = [module for _, module in imported_modules(path, source)]
     return [module for module in modules if any(part.startswith("test_") for part in module.split("."))]
@@ -198,7 +198,7 @@ def tests_imported(path: str, source: str) -> list[str]:
 def test_no_test_imports_another_test():
     for file in (ROOT / "tests").rglob("*.py"):
         path = file.relative_to(ROOT).as_posix()
-        assert tests_imported(path, source_of(path)) == [], path
+        assert imports_of_tests(path, source_of(path)) == [], path
     assert list((ROOT / "tests" / "support").rglob("test_*.py")) == []
 
 
@@ -235,8 +235,8 @@ def test_an_import_against_the_direction_would_be_found(path, source):
         (collectives, "class T:\n    def f(self, x):\n        return self.accelerator.gather(x)"),
         (collectives, "import torch.distributed as dist\ndist.all_reduce(x)"),
         (collectives, "Accelerator().accelerator.wait_for_everyone()"),
-        (tests_imported, "import tests.trainer.test_layout as layout"),
-        (tests_imported, "def f():\n    from .test_layout import make"),
+        (imports_of_tests, "import tests.trainer.test_layout as layout"),
+        (imports_of_tests, "def f():\n    from .test_layout import make"),
         (trl_subclasses, "import trl as t\nclass T(t.GRPOConfig): ..."),
         (trl_subclasses, "from trl.trainer.grpo_trainer import GRPOTrainer as Base\nclass T(Mixin, Base): ..."),
     ],
