@@ -1,13 +1,13 @@
-"""Rollout batches of tests: from lists of token ids, or from TRL's padded dictionary."""
+"""Rollout batches of tests, from lists of token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.batch import NAMES, ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch
+from grpo_ext.rollouts.batch import ROW_IMAGES, ROW_NUMBER, Column, RolloutBatch
 from grpo_ext.rollouts.ragged import Ragged
 
 
@@ -39,21 +39,4 @@ def batch_of_rows(
         columns[ROW_NUMBER] = torch.tensor(list(row_number))
     if row_images is not None:
         columns[ROW_IMAGES] = Ragged.of(row_images, torch.uint8)
-    return RolloutBatch.of_columns(columns, num_generations)
-
-
-def batch_of_trl(scored: Mapping[str, Any], num_generations: int) -> RolloutBatch:
-    """A rollout batch of TRL's padded dictionary, without its padding."""
-    lengths = scored["completion_mask"].sum(1).clamp(min=1).tolist()
-    prompts = scored["prompt_mask"].sum(1).tolist()
-    columns: dict[str, Column] = {}
-    for name, value in scored.items():
-        if not isinstance(value, torch.Tensor) or name not in NAMES:
-            continue
-        if name.startswith("prompt_"):
-            columns[name] = Ragged.of([row[row.size(0) - n :] for row, n in zip(value, prompts)])
-        elif value.dim() == 2 and value.size(1) > 1:
-            columns[name] = Ragged.of([row[:n] for row, n in zip(value, lengths)])
-        else:
-            columns[name] = value
     return RolloutBatch.of_columns(columns, num_generations)

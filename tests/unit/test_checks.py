@@ -11,11 +11,11 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from grpo_ext.checks.data import check_prompt_lengths, check_prompts, model_length_limit
-from grpo_ext.checks.model import check_causal_lm, disable_random_parts, random_parts, refuse, split_dependence
-from grpo_ext.errors import DataError, ModelError, SplitDependentError
+from grpo_ext.checks.model import disable_random_parts, random_parts, refuse, split_dependence
+from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import accepts_positions, position_ids
 
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
@@ -102,32 +102,27 @@ RANDOM = pytest.mark.parametrize(("make", "part"), RANDOM_MODELS.values(), ids=R
 
 
 @RANDOM
-def test_random_parts_are_found_with_their_rates(make, part):
+def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
     model = make()
     assert is_random(model)
     assert part in list(random_parts(model))
-
-
-@RANDOM
-def test_disabling_random_parts_makes_training_forwards_equal(make, part):
-    model = make()
+    before = copy.deepcopy(model)
     disable_random_parts(model)
     assert list(random_parts(model)) == []
     assert not is_random(model)
+    assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), before.parameters()))
 
 
 UNSEEN = {
     "LoHa rank dropout": lambda: adapted(peft.LoHaConfig(r=4, rank_dropout=0.5, target_modules=["q_proj"])),
-    "LoKr rank dropout": lambda: adapted(peft.LoKrConfig(r=4, rank_dropout=0.5, target_modules=["q_proj"])),
     "BOFT": lambda: adapted(peft.BOFTConfig(boft_block_size=4, boft_dropout=0.5, target_modules=["q_proj"])),
+    "whole number": lambda: nn.Sequential(nn.Dropout(1)),
 }
 
 
 @pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
-def test_dropout_of_other_adapters_is_found(make):
-    model = make()
-    assert is_random(model)
-    assert list(random_parts(model)) != []
+def test_dropout_of_other_kinds_is_found(make):
+    assert list(random_parts(make())) != []
 
 
 def test_a_rate_that_is_read_from_the_config_is_disabled_too():
@@ -137,7 +132,7 @@ def test_a_rate_that_is_read_from_the_config_is_disabled_too():
     assert not is_random(model)
 
 
-@pytest.mark.parametrize("make", [llama, lambda: gpt2(**NO_DROPOUT), lambda: build(Qwen2Config(**ROTARY))])
+@pytest.mark.parametrize("make", [llama, lambda: gpt2(**NO_DROPOUT)])
 def test_a_model_without_dropout_has_no_random_part(make):
     model = make()
     assert not is_random(model)
@@ -145,94 +140,27 @@ def test_a_model_without_dropout_has_no_random_part(make):
     assert split_dependence(model, None) == []
 
 
-def test_disabling_changes_no_parameter_and_no_other_number():
-    model = llama(attention_dropout=0.2)
-    before = copy.deepcopy(model)
-    disable_random_parts(model)
-    for (name, mine), other in zip(model.named_parameters(), before.parameters()):
-        assert torch.equal(mine, other), name
-    assert model.model.layers[0].self_attn.scaling == before.model.layers[0].self_attn.scaling
-    assert model.model.norm.variance_epsilon == before.model.norm.variance_epsilon
-
-
 # ---- What depends on the split --------------------------------------------------------------------------------------
 
 
-class Normalised(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), norm)
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.SyncBatchNorm(4)], ids=lambda m: type(m).__name__
-)
-def test_batch_normalisation_is_refused_by_name(norm):
-    with pytest.raises(
-        SplitDependentError, match=rf"batch normalisation \(inner\.1 \({type(norm).__name__}\), 1 in all"
-    ):
-        refuse(split_dependence(Normalised(norm), None), allow=False)
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4)], ids=lambda m: type(m).__name__)
-def test_layer_and_group_normalisation_pass(norm):
-    assert refuse(split_dependence(Normalised(norm), None), allow=False) == []
-
-
-def test_neftune_noise_is_refused_with_its_value():
-    with pytest.raises(SplitDependentError, match=r"neftune_noise_alpha=5\.0 adds noise per micro-batch; remove it"):
-        refuse(split_dependence(llama(), 5.0), allow=False)
-    assert refuse(split_dependence(llama(), 0.0), allow=False) == []
-
-
-def test_dropout_is_refused_with_places_rates_and_both_remedies():
-    with pytest.raises(SplitDependentError) as caught:
-        refuse(split_dependence(gpt2(), None), allow=False)
-    message = str(caught.value)
-    for part in (
-        "transformer.drop (Dropout): p=0.1",
-        "and 4 more",
-        "set disable_dropout=True",
-        "allow_split_dependent=True",
-    ):
-        assert part in message
-
-
 def test_everything_that_depends_on_the_split_is_told_at_once():
-    model = Normalised(nn.BatchNorm1d(4))
-    model.drop = nn.Dropout(0.25)
+    model = nn.Module()
+    model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
     with pytest.raises(SplitDependentError) as caught:
         refuse(split_dependence(model, 3.0), allow=False)
-    assert all(
-        part in str(caught.value) for part in ("drop (Dropout): p=0.25", "BatchNorm1d", "neftune_noise_alpha=3.0")
-    )
-
-
-def test_what_is_explicitly_allowed_comes_back_as_warnings():
-    found = refuse(split_dependence(gpt2(), 5.0), allow=True)
-    assert len(found) == 2
-    assert "dropout is on" in found[0]
-    assert "neftune" in found[1]
+    for part in (
+        "drop (Dropout): p=0.25",
+        "set disable_dropout=True",
+        "batch normalisation (inner.1 (SyncBatchNorm), 1 in all",
+        "neftune_noise_alpha=3.0 adds noise per micro-batch; remove it",
+        "allow_split_dependent=True",
+    ):
+        assert part in str(caught.value)
+    assert len(refuse(split_dependence(model, 3.0), allow=True)) == 3
+    assert refuse(split_dependence(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)), 0.0), allow=False) == []
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
-
-
-class Headless(nn.Module):
-    def generate(self):
-        return None
-
-
-@pytest.mark.parametrize("make", [lambda: None, object, Headless, lambda: AutoModel.from_config(LlamaConfig(**ROTARY))])
-def test_what_cannot_sample_and_score_is_refused_with_the_class_to_use(make):
-    model = make()
-    with pytest.raises(ModelError, match=rf"the model is a {type(model).__name__} .*AutoModelForCausalLM"):
-        check_causal_lm(model)
-
-
-@pytest.mark.parametrize("make", [llama, gpt2, lambda: adapted(peft.LoraConfig(target_modules=["q_proj"]))])
-def test_a_causal_language_model_passes(make):
-    assert check_causal_lm(make()) is None
 
 
 def test_position_ids_count_real_tokens_only():
@@ -242,17 +170,6 @@ def test_position_ids_count_real_tokens_only():
     assert found.tolist() == expected
     assert found.dtype == torch.int64
     assert torch.equal(position_ids(mask.bool()), found)
-
-
-def test_with_positions_left_padding_does_not_move_a_row_and_without_it_does():
-    model, row = gpt2(**NO_DROPOUT).eval(), torch.tensor([[5, 6, 7]])
-    padded, mask = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[0, 0, 1, 1, 1]])
-    with torch.no_grad():
-        alone = model(row).logits[:, -1]
-        placed = model(padded, attention_mask=mask, position_ids=position_ids(mask)).logits[:, -1]
-        unplaced = model(padded, attention_mask=mask).logits[:, -1]
-    torch.testing.assert_close(placed, alone, rtol=1e-5, atol=1e-6)
-    assert (unplaced - alone).abs().max() > 1e-3
 
 
 def test_position_ids_are_passed_only_to_models_that_take_them():
@@ -269,40 +186,31 @@ def bloom() -> nn.Module:
 # ---- Data -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_data_set_is_refused_by_split():
-    with pytest.raises(DataError, match="the evaluation data set is empty; it needs at least one row with a 'prompt'"):
-        check_prompts(Dataset.from_dict({"prompt": []}), "evaluation")
-
-
-def test_a_missing_prompt_column_is_refused_with_the_columns_there_are():
-    with pytest.raises(DataError) as caught:
-        check_prompts(Dataset.from_dict({"question": ["a"], "answer": ["b"]}), "training")
-    assert "the training data set has no 'prompt' column; it has question, answer" in str(caught.value)
-    assert "rename_column('question', 'prompt')" in str(caught.value)
-
-
-@pytest.mark.parametrize("row", [0, 1000])
-def test_an_empty_prompt_is_refused_with_its_row(row):
-    prompts = [f"p{i}" for i in range(2004)]
-    prompts[row] = ""
-    with pytest.raises(DataError, match=rf"row {row} of the training data set has an empty prompt \(''\)"):
-        check_prompts(Dataset.from_dict({"prompt": prompts}), "training")
-
-
-def test_an_empty_conversation_and_a_missing_prompt_are_refused():
-    talk = [[{"role": "user", "content": "hi"}], []]
-    with pytest.raises(DataError, match=r"row 1 of the training data set has an empty prompt \(\[\]\)"):
-        check_prompts(Dataset.from_dict({"prompt": talk}), "training")
-    with pytest.raises(DataError, match=r"row 1 of the training data set has an empty prompt \(None\)"):
-        check_prompts(Dataset.from_dict({"prompt": ["a", None]}), "training")
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"prompt": []}, "data set is empty; it needs at least one row with a 'prompt'"),
+        (
+            {"question": ["a"], "answer": ["b"]},
+            r"has no 'prompt' column; it has question, answer; .*rename_column\('question', 'prompt'\)",
+        ),
+        (
+            {"prompt": ["p"] * 1000 + [""] + ["p"] * 1000},
+            r"row 1000 of the training data set has an empty prompt \(''\)",
+        ),
+        ({"prompt": [[{"role": "user", "content": "hi"}], []]}, r"row 1 .* has an empty prompt \(\[\]\)"),
+        ({"prompt": ["a", None]}, r"row 1 .* has an empty prompt \(None\)"),
+    ],
+)
+def test_data_without_prompts_is_refused_with_the_row(columns, says):
+    with pytest.raises(DataError, match=says):
+        check_prompts(Dataset.from_dict(columns), "training")
 
 
 def test_good_prompts_and_streams_pass():
     check_prompts(Dataset.from_dict({"prompt": ["a", "b"]}), "training")
     check_prompts(Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]]}), "training")
     check_prompts(Dataset.from_dict({"prompt": ["a", ""]}).to_iterable_dataset(), "training")  # checked when it is read
-    with pytest.raises(DataError):
-        check_prompts(Dataset.from_dict({"prompt": ["a", ""]}), "training")
 
 
 class Lengths:
@@ -317,33 +225,14 @@ class Lengths:
 
 
 @pytest.mark.parametrize(
-    ("config", "limit", "absolute", "room"),
-    [
-        (GPT2Config(**GPT2), 64, True, 54),
-        (LlamaConfig(**ROTARY), 64, False, 64),
-        (Qwen2Config(**ROTARY), 64, False, 64),
-    ],
+    ("config", "room"),  # of learned positions the completion takes some
+    [(GPT2Config(**GPT2), 54), (LlamaConfig(**ROTARY), 64)],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, limit, absolute, room):
-    assert model_length_limit(config) == (limit, absolute)
+def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
     check_prompt_lengths(["x" * room], Lengths(), config, max_completion_length=10)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=f"row 1 has {room + 1} tokens, .*room for {room} .*max_position_embeddings=64"):
         check_prompt_lengths(["a", "x" * (room + 1)], Lengths(), config, max_completion_length=10)
-    message = str(caught.value)
-    assert f"the prompt in row 1 has {room + 1} tokens" in message
-    assert f"room for {room}" in message
-    assert "max_position_embeddings=64" in message
-    assert ("max_completion_length=10" in message) is absolute
-    assert ("lower max_completion_length" in message) is absolute
-
-
-@pytest.mark.parametrize("row", [0, 600])
-def test_a_long_prompt_is_named_by_its_row(row):
-    prompts = ["x" * 60] * 601
-    prompts[row] = "x" * 65
-    with pytest.raises(DataError, match=f"row {row} has 65 tokens"):
-        check_prompt_lengths(prompts, Lengths(), LlamaConfig(**ROTARY), 10)
 
 
 def test_only_prompts_that_could_be_too_long_are_tokenised():
@@ -360,15 +249,8 @@ def test_a_prompt_of_many_bytes_is_not_mistaken_for_a_short_one():
 
 
 def test_a_model_without_a_limit_takes_any_prompt():
-    config = transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2, **IDS)
+    config = bloom().config
     assert model_length_limit(config)[0] is None
     lengths = Lengths()
     check_prompt_lengths(["x" * 10**5], lengths, config, 10)
     assert lengths.asked == 0
-
-
-def test_a_rate_that_is_a_whole_number_is_found():
-    model = nn.Sequential(nn.Dropout(1))
-    assert list(random_parts(model)) != []
-    disable_random_parts(model)
-    assert list(random_parts(model)) == []

@@ -21,7 +21,6 @@ from grpo_ext.algorithms.advantages import (
     estimated_advantages,
     group_advantages,
     groups_without_variance,
-    nan_std,
     register_advantage_estimator,
     weighted_sum,
 )
@@ -106,16 +105,6 @@ def test_advantages_are_trls(scale, aggregation, rewards_weights_generations):
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("missing", [0.0, 0.3])
-def test_advantages_are_trls_in_float32(scale, aggregation, missing):
-    rewards = batch(groups=16, generations=8, functions=3, seed=1, missing=missing, dtype=torch.float32)
-    weights = torch.tensor([1.0, 0.25, -2.0])
-    ours = group_advantages(rewards, weights, 8, scale, aggregation)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, trl_advantages(rewards, weights, 8, scale, aggregation), rtol=1e-5, atol=1e-6)
-
-
-@EVERY_MODE
 @pytest.mark.parametrize("rows", [1, 4])
 def test_advantages_are_trls_for_groups_of_one_in_evaluation(scale, aggregation, rows):
     rewards = batch(groups=rows, generations=1)
@@ -132,34 +121,7 @@ def test_an_oracle_with_another_epsilon_would_be_noticed():
     assert (ours - other).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("dim", [None, 0, 1, 2])
-@pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize("missing", [0.0, 0.5, 0.9])
-def test_the_standard_deviation_is_trls(dim, keepdim, missing):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
-    x = x.masked_fill(torch.rand(x.shape, generator=generator) < missing, NAN)
-    ours = nan_std(x, dim=dim, keepdim=keepdim)
-    torch.testing.assert_close(ours, nanstd(x, dim=dim, keepdim=keepdim), equal_nan=True, **TRL_ROUNDING)
-    if missing == 0.0:
-        reference = x.std() if dim is None else x.std(dim=dim, keepdim=keepdim)
-        torch.testing.assert_close(ours.squeeze() if dim is None else ours, reference)
-
-
-def test_fewer_than_two_numbers_have_no_standard_deviation():
-    assert torch.isnan(nan_std(torch.tensor([1.0, NAN])))
-    assert torch.isnan(nan_std(torch.tensor([NAN, NAN])))
-    assert nan_std(torch.tensor([1.0, NAN, 3.0])).item() == pytest.approx(math.sqrt(2))
-
-
-# ---- By hand --------------------------------------------------------------------------------------------------------
-
-
-def test_the_group_formula_by_hand():
-    rewards = torch.tensor([[1.0], [3.0], [5.0], [5.0]], dtype=torch.float64)
-    # two groups: means 2 and 5, standard deviations sqrt(2) and 0
-    expected = torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=torch.float64) / (math.sqrt(2) + 1e-4)
-    torch.testing.assert_close(group_advantages(rewards, torch.ones(1), 2), expected)
+# ---- Properties -----------------------------------------------------------------------------------------------------
 
 
 def test_weights_multiply_and_missing_functions_do_not_count():
@@ -168,32 +130,26 @@ def test_weights_multiply_and_missing_functions_do_not_count():
     assert weighted_sum(rewards, torch.tensor([2.0, 0.0])).nan_to_num(nan=-9.0).tolist() == [2.0, 0.0, 2.0, -9.0]
 
 
-# ---- Properties -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("scale", "aggregation"), MODES)
+@EVERY_MODE
 @given(reward_batches())
-def test_the_scored_completions_of_a_group_have_zero_mean(scale, aggregation, rewards_weights_generations):
-    rewards, weights, generations = rewards_weights_generations
-    advantages = group_advantages(rewards, weights, generations, scale, aggregation).view(-1, generations)
-    scored = ~torch.isnan(rewards).all(1).view(-1, generations)
-    if aggregation == "normalize_then_sum":
-        # the mean over the scored completions of the batch is subtracted; it is zero when each function has zero mean
-        total = advantages.sum()
-    else:
-        total = torch.where(scored, advantages, 0.0).sum(1)
+def test_scored_completions_have_mean_zero_and_others_are_exactly_zero(scale, aggregation, drawn):
+    rewards, weights, generations = drawn
+    before = rewards.clone()
+    advantages = group_advantages(rewards, weights, generations, scale, aggregation)
+    torch.testing.assert_close(rewards, before, equal_nan=True, rtol=0, atol=0)  # they are logged afterwards
+    scored = ~torch.isnan(rewards).all(1)
+    assert torch.isfinite(advantages).all()
+    assert (advantages[~scored] == 0.0).all()
+    # "normalize_then_sum" subtracts the mean over the batch
+    whole = aggregation == "normalize_then_sum"
+    total = advantages.sum() if whole else advantages.view(-1, generations).sum(1)
     torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-8)
 
 
-@EVERY_MODE
-@given(reward_batches(), st.sampled_from([-7.0, 0.25, 64.0]))
-def test_a_constant_added_to_every_reward_changes_nothing(scale, aggregation, rewards_weights_generations, constant):
-    rewards, weights, generations = rewards_weights_generations
-    # a constant for a function that scored only some completions does change their sums
-    assume(rewards.size(1) == 1 or not torch.isnan(rewards).any())
-    before = group_advantages(rewards, weights, generations, scale, aggregation)
-    after = group_advantages(rewards + constant, weights, generations, scale, aggregation)
-    torch.testing.assert_close(after, before, rtol=1e-7, atol=1e-7)
+def test_equal_rewards_in_a_group_give_no_signal():
+    rewards = torch.tensor([[0.5]] * 4 + [[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64)
+    for scale, aggregation in MODES:
+        assert (group_advantages(rewards, torch.ones(1), 4, scale, aggregation)[:4] == 0).all()
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -210,41 +166,6 @@ def test_part_of_a_batch_has_other_advantages_under_batch_scaling():
     rewards = batch(groups=6, generations=4)
     together = group_advantages(rewards, torch.ones(2), 4, "batch")[:12]
     assert (group_advantages(rewards[:12], torch.ones(2), 4, "batch") - together).abs().max() > 1e-3
-
-
-@EVERY_MODE
-@given(reward_batches())
-def test_an_unscorable_completion_gets_exactly_zero_and_nothing_is_nan(scale, aggregation, rewards_weights_generations):
-    rewards, weights, generations = rewards_weights_generations
-    advantages = group_advantages(rewards, weights, generations, scale, aggregation)
-    assert torch.isfinite(advantages).all()
-    assert (advantages[torch.isnan(rewards).all(1)] == 0.0).all()
-
-
-@pytest.mark.parametrize("scale", ["group", "none", "batch"])
-def test_an_unscorable_completion_does_not_move_its_group(scale):
-    rewards = torch.tensor([[1.0], [2.0], [4.0], [NAN], [0.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
-    advantages = group_advantages(rewards, torch.ones(1), 4, scale)
-    as_zero = group_advantages(torch.nan_to_num(rewards), torch.ones(1), 4, scale)
-    assert advantages[3] == 0.0
-    assert (advantages[:3] - as_zero[:3]).abs().max() > 1e-2  # taking it for a zero would have moved them
-    centred = rewards[:3, 0] - rewards[:3, 0].mean()
-    ratio = advantages[:3] / centred
-    torch.testing.assert_close(ratio, ratio[:1].expand(3))
-
-
-def test_equal_rewards_in_a_group_give_no_signal():
-    rewards = torch.tensor([[0.5]] * 4 + [[1.0], [0.0], [1.0], [0.0]], dtype=torch.float64)
-    for scale, aggregation in MODES:
-        assert (group_advantages(rewards, torch.ones(1), 4, scale, aggregation)[:4] == 0).all()
-
-
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-def test_the_rewards_are_left_as_they_were(aggregation):
-    rewards = batch(missing=0.3)
-    before = rewards.clone()
-    group_advantages(rewards, torch.ones(2), 4, "group", aggregation)
-    torch.testing.assert_close(rewards, before, equal_nan=True, rtol=0, atol=0)
 
 
 # ---- Named estimators -----------------------------------------------------------------------------------------------
@@ -311,7 +232,6 @@ def test_an_estimator_of_ones_own_takes_five_lines():
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda r: r.T, r"returned \(4, 2\) for rewards of shape \(2, 4\)"),
         (lambda r: r.mean(1), r"returned \(2,\) for rewards of shape \(2, 4\)"),
         (lambda r: r / 0, "returned nan for completion 0 of group 0, whose reward is 0"),
         (lambda r: r.tolist(), "returned list"),

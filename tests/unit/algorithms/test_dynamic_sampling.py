@@ -12,9 +12,6 @@ def test_places_are_filled_in_order():
     places, free = fill_places([[True, False, False, True], [False, True], [True]])
     assert places == [(0, 0), (1, 1), (2, 0), (0, 3)]
     assert free == 0
-
-
-def test_what_is_not_replaced_keeps_its_group():
     assert fill_places([[False, True, False], [True, False]]) == ([(1, 0), (0, 1), (0, 2)], 1)
     assert fill_places([[True, True]]) == ([(0, 0), (0, 1)], 0)
 

@@ -13,7 +13,6 @@ from scipy import stats
 
 from grpo_ext.algorithms.keyed_random import (
     EVAL_STREAM,
-    ORDER_STREAM,
     TRAIN_STREAM,
     choose,
     choose_by_integers,
@@ -60,32 +59,6 @@ def test_mixing_tensors_equals_mixing_python_integers(keys, values, scalar):
     assert [unsigned(x) for x in mix(keys_B, scalar).tolist()] == [mix_int(unsigned(k), scalar) for k in keys]
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(-(2**200), 2**200))
-def test_a_huge_or_negative_value_counts_modulo_two_to_the_64(key, value):
-    assert 0 <= mix_int(key, value) < 2**64
-    assert mix_int(key, value) == mix_int(key, unsigned(value))
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 63))
-def test_one_changed_bit_of_the_value_changes_many_bits_of_the_key(key, bit):
-    changed = bin(mix_int(key, 0) ^ mix_int(key, 1 << bit)).count("1")
-    assert 8 <= changed <= 56  # 32 on average, standard deviation 4
-
-
-def test_a_derived_key_depends_on_every_part_and_on_their_order():
-    base = derive_key(42, TRAIN_STREAM, 3, 7)
-    others = [
-        derive_key(43, TRAIN_STREAM, 3, 7),
-        derive_key(42, EVAL_STREAM, 3, 7),
-        derive_key(42, ORDER_STREAM, 3, 7),
-        derive_key(42, TRAIN_STREAM, 7, 3),
-        derive_key(42, TRAIN_STREAM, 3),
-        derive_key(42, TRAIN_STREAM, 3, 7, 0),
-    ]
-    assert len({base, *others}) == len(others) + 1
-    assert derive_key(42, TRAIN_STREAM, 3, 7) == base
-
-
 # ---- Keys of completions --------------------------------------------------------------------------------------------
 
 
@@ -113,16 +86,6 @@ def test_a_completions_key_is_the_fold_of_its_coordinates(seed, epoch, rollout, 
     assert unsigned(int(key)) == derive_key(seed, TRAIN_STREAM, epoch, rollout, prompt, generation)
 
 
-def test_a_completions_key_does_not_depend_on_the_other_rows():
-    prompts, generations = torch.arange(40) // 4, torch.arange(40) % 4
-    together = completion_keys(1, TRAIN_STREAM, 0, 2, prompts, generations)
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(completion_keys(1, TRAIN_STREAM, 0, 2, prompts[order], generations[order]), together[order])
-    for row in range(40):
-        alone = completion_keys(1, TRAIN_STREAM, 0, 2, prompts[row : row + 1], generations[row : row + 1])
-        assert torch.equal(alone, together[row : row + 1])
-
-
 # ---- Uniform numbers ------------------------------------------------------------------------------------------------
 
 NUMBERS = 100_000
@@ -138,34 +101,20 @@ def across_generations() -> np.ndarray:
     return uniform(completion_keys(42, TRAIN_STREAM, 0, 0, index // 8, index % 8), 0).numpy()
 
 
-def across_prompts() -> np.ndarray:
-    index = torch.arange(NUMBERS)
-    return uniform(completion_keys(42, TRAIN_STREAM, 0, 0, index, torch.zeros_like(index)), 17).numpy()
-
-
-def across_rollouts() -> np.ndarray:
-    zero = torch.zeros(1, dtype=torch.long)
-    keys = [completion_keys(42, TRAIN_STREAM, i // 100, i % 100, zero, zero) for i in range(10_000)]
-    return uniform(torch.cat(keys), 0).numpy()
-
-
-NEIGHBOURS = pytest.mark.parametrize(
-    "numbers", [across_positions, across_generations, across_prompts, across_rollouts], ids=lambda f: f.__name__
-)
+NEIGHBOURS = pytest.mark.parametrize("numbers", [across_positions, across_generations], ids=lambda f: f.__name__)
 
 
 @NEIGHBOURS
-def test_numbers_are_uniform(numbers):
+def test_numbers_are_uniform_and_neighbours_not_correlated(numbers):
     u = numbers()
     assert u.dtype == np.float64
     assert u.min() >= 0.0
     assert u.max() < 1.0
+    scaled = u * 2.0**53
+    assert np.array_equal(scaled, np.floor(scaled))
+    assert set(scaled.astype(np.int64) % 2) == {0, 1}  # the last of 53 bits is used
     assert stats.kstest(u, "uniform").pvalue > P_VALUE
-
-
-@NEIGHBOURS
-def test_neighbouring_numbers_are_not_correlated(numbers):
-    centred = numbers() - 0.5
+    centred = u - 0.5
     for lag in (1, 2, 3, 7, 8, 64):
         correlation = (centred[:-lag] * centred[lag:]).mean() * 12
         # standard normal when independent
@@ -179,91 +128,7 @@ def test_the_correlation_of_a_weak_mixer_would_be_seen():
     assert 2 * stats.norm.sf(abs(z)) < P_VALUE / 6
 
 
-def test_numbers_carry_53_bits():
-    u = across_positions()
-    scaled = u * 2.0**53
-    assert np.array_equal(scaled, np.floor(scaled))
-    assert set(scaled.astype(np.int64) % 2) == {0, 1}  # the last bit is used
-
-
-def test_a_number_depends_on_its_key_and_position_alone():
-    keys = completion_keys(0, TRAIN_STREAM, 0, 0, torch.arange(6), torch.zeros(6, dtype=torch.long))
-    positions = torch.arange(6) + 10
-    together = uniform(keys, positions)
-    alone = [uniform(keys[i : i + 1], positions[i : i + 1]) for i in range(6)]
-    assert torch.equal(together, torch.cat(alone))
-    assert torch.equal(uniform(keys, 10)[0], together[0])  # a number for all rows, or one per row
-    assert not torch.equal(uniform(keys, 10), uniform(keys, 11))
-
-
 # ---- Choosing a token -----------------------------------------------------------------------------------------------
-
-
-def zipf(vocabulary: int) -> torch.Tensor:
-    """Scores of a Zipf-like distribution, its tokens in no order."""
-    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
-    return -1.1 * torch.log(torch.arange(1, vocabulary + 1, dtype=torch.float64))[order]
-
-
-def counts(scores: torch.Tensor, draws: int, rows: int) -> np.ndarray:
-    """How often each token is chosen in `draws` draws, `rows` of them at a time."""
-    total = torch.zeros(len(scores), dtype=torch.long)
-    for start in range(0, draws, rows):
-        index = torch.arange(start, start + rows)
-        u = uniform(completion_keys(7, TRAIN_STREAM, 0, 0, index // 8, index % 8), 0)
-        total += torch.bincount(choose(scores.expand(rows, -1), u), minlength=len(scores))
-    return total.numpy()
-
-
-def chi_squared(observed: np.ndarray, probabilities: np.ndarray) -> float:
-    """p-value of the counts under the probabilities; bins are merged in descending order until 5 are expected."""
-    order = np.argsort(-probabilities, kind="stable")
-    expected = probabilities[order] * observed.sum()
-    bins, full = np.zeros(len(order), dtype=int), 0.0
-    for i, value in enumerate(expected[:-1]):
-        full += value
-        bins[i + 1] = bins[i] + (full >= 5)
-        full = 0.0 if full >= 5 else full
-    last = bins[-1]
-    if np.bincount(bins, expected)[last] < 5:
-        bins[bins == last] = last - 1
-    merged = np.bincount(bins, expected)
-    assert merged.min() >= 5
-    return stats.chisquare(np.bincount(bins, observed[order]), merged).pvalue
-
-
-CASES = {
-    "V=5": (torch.tensor([0.3, -1.0, 2.0, 0.0, -4.0]), 200_000, 50_000),
-    "V=1000": (zipf(1000), 60_000, 2_000),
-    "V=50000": (zipf(50_000), 3_000, 100),
-}
-
-
-@pytest.fixture(scope="module", params=list(CASES))
-def sampled(request):
-    scores, draws, rows = CASES[request.param]
-    return scores, counts(scores, draws, rows)
-
-
-def test_choices_follow_the_categorical_distribution(sampled):
-    scores, observed = sampled
-    assert chi_squared(observed, torch.softmax(scores.double(), 0).numpy()) > P_VALUE
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda s: s * 1.1, lambda s: s + 0.3 * (torch.arange(len(s)) % 2), lambda s: s.roll(1)],
-    ids=["temperature 1/1.1", "every other token more likely", "shifted by one token"],
-)
-def test_a_wrong_distribution_is_rejected_by_the_same_test(sampled, wrong):
-    scores, observed = sampled
-    assert chi_squared(observed, torch.softmax(wrong(scores.double()), 0).numpy()) < P_VALUE
-
-
-def exact_token(probabilities: np.ndarray, u: float) -> int:
-    """The inverse of the distribution function, in extended precision."""
-    cumulative = np.cumsum(probabilities.astype(np.longdouble))
-    return int(np.searchsorted(cumulative, np.longdouble(u) * cumulative[-1], side="right"))
 
 
 @given(
@@ -277,16 +142,17 @@ def test_a_choice_is_the_inverse_of_the_distribution_function(scores, u):
     probabilities = torch.softmax(row, 0).numpy()
     token = int(choose(row[None], torch.tensor([u], dtype=torch.float64)))
     assert probabilities[token] > 0
-    distance = np.abs(np.cumsum(probabilities) - u).min()
+    cumulative = np.cumsum(probabilities.astype(np.longdouble))
+    exact = int(np.searchsorted(cumulative, np.longdouble(u) * cumulative[-1], side="right"))
     # within rounding of a boundary either neighbour is right
-    assert token == exact_token(probabilities, u) or distance < 1e-15 * len(scores)
+    assert token == exact or np.abs(np.cumsum(probabilities) - u).min() < 1e-15 * len(scores)
 
 
 EDGES = [0.0, 2.0**-53, 0.5, 1.0 - 2.0**-53]
 
 
 @pytest.mark.parametrize("u", EDGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype):
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(300, 50, generator=generator).to(dtype)
@@ -310,19 +176,6 @@ def test_a_token_whose_probability_underflows_is_never_chosen():
     scores = torch.tensor([[-2000.0, 0.0, -2000.0, 0.0, -2000.0]]).repeat(5, 1)
     u = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
     assert choose(scores, u).tolist() == [1, 1, 3, 3, 3]
-
-
-@pytest.mark.parametrize("vocabulary", [5, 1000])
-def test_a_choice_does_not_depend_on_the_other_rows(vocabulary):
-    generator = torch.Generator().manual_seed(1)
-    scores = 3 * torch.randn(64, vocabulary, generator=generator)
-    u = uniform(torch.arange(64), 0)
-    together = choose(scores, u)
-    order = torch.randperm(64, generator=generator)
-    assert torch.equal(choose(scores[order], u[order]), together[order])
-    alone = torch.cat([choose(scores[i : i + 1], u[i : i + 1]) for i in range(64)])
-    assert torch.equal(alone, together)
-    assert len(together.unique()) > 1
 
 
 # ---- Running sums of whole numbers, for CUDA ------------------------------------------------------------------------

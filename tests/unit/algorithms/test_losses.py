@@ -19,21 +19,16 @@ from trl.trainer import grpo_trainer
 
 from grpo_ext.algorithms.losses import (
     LOSS_TYPES,
-    PPO_CLIPPED,
     LossConfig,
     StepCounts,
     TokenBatch,
     adapted_entropy_coefficient,
-    clip_indicators,
     entropy_threshold,
-    importance_log_ratio,
-    kl_estimate,
     load_balancing_loss,
     off_policy_keep,
     router_statistics,
     token_loss,
     token_weights,
-    vespo_weight,
 )
 from grpo_ext.errors import ConfigError
 
@@ -82,8 +77,9 @@ def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatc
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
-    logps = (-1.5 + noise(0.4)) * mask
-    old, reference = logps + noise(0.3) * mask, logps + noise(0.3) * mask
+    # what is outside the mask is not zero, so that a loss which read it would not add up
+    logps = -1.5 + noise(0.4)
+    old, reference = logps + noise(0.3), logps + noise(0.3)
     # outside the mask TRL's ratio is exactly one
     ratio = torch.exp(noise(0.2) * mask) if sampling == "token" else torch.exp(noise(0.2)[:, :1]) if sampling else None
     batch = TokenBatch(
@@ -92,7 +88,7 @@ def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatc
         torch.tensor([0.7, -1.2, 0.4, 0.0, 1.5, -0.3, -0.9], dtype=torch.float64),
         old_logps_BT=old,
         ref_logps_BT=reference,
-        sampling_logps_BT=(old + noise(0.1) * mask) if option in ("off-policy mask", "everything") else None,
+        sampling_logps_BT=old + noise(0.1) if option in ("off-policy mask", "everything") else None,
         sampling_ratio=ratio,
         entropy_keep_BT=(noise(1.0) > -0.5).double() if keep else None,
     )
@@ -131,13 +127,6 @@ def value_and_gradient(cfg: LossConfig, batch: TokenBatch, parts: list[list[int]
     return total, gradient
 
 
-@st.composite
-def partitions(draw):
-    rows = draw(st.permutations(range(len(LENGTHS))))
-    cuts = sorted(draw(st.sets(st.integers(1, len(LENGTHS) - 1))))
-    return [list(rows[a:b]) for a, b in itertools.pairwise([0, *cuts, len(rows)])]
-
-
 def random_partition(seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(LENGTHS), generator=generator).tolist()
@@ -154,59 +143,20 @@ def test_any_partition_adds_up_to_the_step(loss_type, level, option):
     value, gradient = value_and_gradient(cfg, batch, [list(range(len(LENGTHS)))])
     assert gradient.abs().max() > 1e-4
     singles = [[row] for row in range(len(LENGTHS))]
-    for parts in [singles, *(random_partition(seed) for seed in range(4))]:
+    for parts in [singles, *(random_partition(seed) for seed in range(3))]:
         part_value, part_gradient = value_and_gradient(cfg, batch, parts)
         assert abs(part_value - value) <= EXACT, f"parts {parts}: {part_value} against {value}"
         difference = (part_gradient - gradient).abs()
         assert difference.max() <= EXACT, f"parts {parts}: max {difference.max():.2e}, mean {difference.mean():.2e}"
 
 
-@given(st.sampled_from(VARIANTS), partitions())
-def test_a_drawn_partition_adds_up_to_the_step(variant, parts):
-    cfg, batch = make(*variant)
-    value, gradient = value_and_gradient(cfg, batch, [list(range(len(LENGTHS)))])
-    part_value, part_gradient = value_and_gradient(cfg, batch, parts)
-    assert abs(part_value - value) <= EXACT
-    assert (part_gradient - gradient).abs().max() <= EXACT
-
-
-@pytest.mark.parametrize("loss_type", ["bnpo", "dapo", "cispo", "vespo"])
-def test_dividing_each_part_by_its_own_tokens_does_not_add_up(loss_type):
-    cfg, batch = make(loss_type, "token", "plain")
-    whole = loss_sum(cfg, batch, counts_of(batch.mask_BT))
-    parts = [part_of(batch, rows) for rows in ([0, 1, 2], [3, 4], [5, 6])]
-    own = sum(loss_sum(cfg, part, counts_of(part.mask_BT)) for part in parts) / len(parts)
-    assert abs(own - whole) > 1e-3
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "dr_grpo", "luspo"])
-def test_averaging_parts_of_unequal_size_does_not_add_up(loss_type):
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "dapo"])  # one of each aggregation
+def test_averaging_parts_that_count_for_themselves_does_not_add_up(loss_type):
     cfg, batch = make(loss_type, "token", "plain")
     whole = loss_sum(cfg, batch, counts_of(batch.mask_BT))
     parts = [part_of(batch, rows) for rows in ([0, 1, 2, 3, 4, 5], [6])]
     own = sum(loss_sum(cfg, part, counts_of(part.mask_BT)) for part in parts) / len(parts)
     assert abs(own - whole) > 1e-3
-
-
-@EVERY_VARIANT
-def test_what_is_outside_the_mask_does_not_matter(loss_type, level, option):
-    cfg, batch = make(loss_type, level, option)
-    outside = 1 - batch.mask_BT
-    moved = dataclasses.replace(
-        batch,
-        logps_BT=batch.logps_BT - 0.8 * outside,
-        old_logps_BT=batch.old_logps_BT + 0.9 * outside,
-        ref_logps_BT=batch.ref_logps_BT - 0.7 * outside,
-        sampling_logps_BT=None if batch.sampling_logps_BT is None else batch.sampling_logps_BT + 0.5 * outside,
-        entropy_keep_BT=None if batch.entropy_keep_BT is None else batch.entropy_keep_BT * batch.mask_BT,
-    )
-    counts = counts_of(batch.mask_BT)
-    value, gradient = loss_sum(cfg, batch, counts), torch.autograd.grad(loss_sum(cfg, batch, counts), batch.logps_BT)[0]
-    moved_value = loss_sum(cfg, moved, counts)
-    moved_gradient = torch.autograd.grad(moved_value, batch.logps_BT)[0]
-    assert abs(moved_value - value) <= EXACT
-    assert (moved_gradient - gradient).abs().max() <= EXACT
-    assert (gradient * outside).abs().max() == 0
 
 
 # ---- TRL's numbers --------------------------------------------------------------------------------------------------
@@ -277,35 +227,16 @@ def test_the_loss_of_a_step_is_trls(loss_type, level, option):
         torch.testing.assert_close(ours.vespo_phi_B1, theirs["phi_seq"], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_on_policy_the_loss_is_trls(loss_type, level):
-    cfg, batch = make(loss_type, level, "plain")
-    batch.old_logps_BT = None
-    ours, theirs = token_loss(cfg, batch).loss_BT, trl_loss(cfg, batch)["per_token_loss"]
-    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
-    gradients = [torch.autograd.grad(loss.sum(), batch.logps_BT)[0] for loss in (ours, theirs)]
-    torch.testing.assert_close(*gradients, rtol=EXACT, atol=EXACT)
-    assert gradients[0].abs().max() > 0  # the ratio is one, but its gradient is the policy's
-
-
-@pytest.mark.parametrize("option", ["plain", "off-policy mask"])
-def test_the_case_reaches_both_sides_of_every_switch(option):
-    cfg, batch = make("grpo", "token", option)
+def test_the_case_reaches_both_sides_of_every_switch():
+    cfg, batch = make("grpo", "token", "off-policy mask")
     ratio = torch.exp(batch.logps_BT - batch.old_logps_BT)[batch.mask_BT.bool()]
     assert (ratio < 1 - cfg.epsilon_low).any()
     assert (ratio > 1 + cfg.epsilon_high).any()
     assert ((ratio > 1 - cfg.epsilon_low) & (ratio < 1 + cfg.epsilon_high)).any()
-    if cfg.off_policy_mask_threshold is not None:
-        keep = off_policy_keep(
-            batch.advantages_B[:, None],
-            batch.logps_BT,
-            batch.sampling_logps_BT,
-            batch.mask_BT,
-            cfg.off_policy_mask_threshold,
-        )
-        assert set(keep[batch.advantages_B < 0].flatten().tolist()) == {0.0, 1.0}
-        assert (keep[batch.advantages_B >= 0] == 1).all()
+    advantages_B1, threshold = batch.advantages_B[:, None], cfg.off_policy_mask_threshold
+    keep = off_policy_keep(advantages_B1, batch.logps_BT, batch.sampling_logps_BT, batch.mask_BT, threshold)
+    assert set(keep[batch.advantages_B < 0].flatten().tolist()) == {0.0, 1.0}
+    assert (keep[batch.advantages_B >= 0] == 1).all()
 
 
 def test_a_token_the_engine_could_not_score_is_no_evidence_against_its_sequence():
@@ -322,38 +253,20 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 PER_TOKEN = torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4)
 # rows sum to 10, 5+6 = 11, 9, 0 under the mask; 7 tokens, 4 completions, at most 8 tokens each
 BY_HAND = {
-    "grpo": (10 / 4 + 11 / 2 + 9 / 1 + 0) / 4,
-    "sapo": (10 / 4 + 11 / 2 + 9 / 1 + 0) / 4,
-    "bnpo": 30 / 7,
-    "dapo": 30 / 7,
-    "cispo": 30 / 7,
-    "vespo": 30 / 7,
-    "dr_grpo": 30 / (4 * 8),
-    "luspo": 30 / 4,
+    "token_mean": 30 / 7,
+    "sequence_mean": (10 / 4 + 11 / 2 + 9 / 1 + 0) / 4,
+    "sequence_sum": 30 / 4,
+    "sequence_sum_norm": 30 / (4 * 8),
 }
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_each_aggregation_is_its_formula(loss_type):
-    cfg = LossConfig(loss_type=loss_type, max_completion_length=8)
-    total = (PER_TOKEN * token_weights(cfg, MASK, StepCounts(4, 7, 7))).sum()
-    assert total.item() == pytest.approx(BY_HAND[loss_type], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "same"),
-    [
-        ("token_mean", "dapo"),
-        ("sequence_mean", "grpo"),
-        ("sequence_sum", "luspo"),
-        ("sequence_sum_norm", "dr_grpo"),
-    ],
-)
-def test_an_aggregation_is_that_of_its_loss_type_with_any_other(name, same):
+@pytest.mark.parametrize("name", BY_HAND)
+def test_an_aggregation_is_its_formula_whatever_the_loss_type(name):
     for loss_type in LOSS_TYPES:
         cfg = LossConfig(loss_type=loss_type, max_completion_length=8, aggregation=name)
         total = (PER_TOKEN * token_weights(cfg, MASK, StepCounts(4, 7, 7))).sum()
-        assert total.item() == pytest.approx(BY_HAND[same], rel=1e-6)
+        assert total.item() == pytest.approx(BY_HAND[name], rel=1e-6)
+        assert not token_weights(cfg, torch.zeros(2, 3, dtype=torch.long), StepCounts(0, 0, 0)).any()
 
 
 def test_the_prompt_mean_by_hand():
@@ -367,128 +280,15 @@ def test_the_prompt_mean_by_hand():
     assert total.item() == pytest.approx(by_hand, rel=1e-6)
 
 
-def test_the_prompt_mean_needs_groups_and_unknown_aggregations_are_refused():
+def test_what_is_not_known_is_refused_with_what_is():
     with pytest.raises(ConfigError, match="needs to know the groups"):
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_the_denominators_are_arguments(loss_type):
-    # the same micro-batch in a step that is twice as large weighs half
-    cfg = LossConfig(loss_type=loss_type, max_completion_length=8)
-    alone = token_weights(cfg, MASK, StepCounts(4, 7, 7))
-    torch.testing.assert_close(token_weights(cfg, MASK, StepCounts(8, 14, 14)), alone / 2)
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_a_step_without_tokens_has_loss_zero(loss_type):
-    cfg = LossConfig(loss_type=loss_type, max_completion_length=8)
-    weights = token_weights(cfg, torch.zeros(2, 3, dtype=torch.long), StepCounts(0, 0, 0))
-    assert (weights == 0).all()
-
-
-def test_a_sequence_ratio_is_the_mean_over_the_masked_tokens():
-    log_ratio = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    assert importance_log_ratio(log_ratio, mask, "sequence").tolist() == [[1.5], [4.0], [0.0]]
-    assert importance_log_ratio(log_ratio, mask, "token") is log_ratio
-
-
-def test_the_vespo_weight_is_one_on_policy_and_carries_no_gradient():
-    cfg, batch = make("vespo", "token", "plain")
-    phi = vespo_weight(cfg, batch, torch.zeros_like(batch.logps_BT))
-    torch.testing.assert_close(phi, torch.ones_like(phi))
-    assert not vespo_weight(cfg, batch, batch.logps_BT - batch.old_logps_BT).requires_grad
-
-
-# ---- Gradients ------------------------------------------------------------------------------------------------------
-
-
-def small_logps(seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (-1 + 0.2 * torch.randn(3, 4, generator=generator, dtype=torch.float64)).requires_grad_()
-
-
-SMOOTH = {
-    "sapo": LossConfig(loss_type="sapo"),
-    "sapo, KL with bias correction": LossConfig(loss_type="sapo", beta=0.2, use_bias_correction_kl=True),
-    "sapo, plain KL": LossConfig(loss_type="sapo", beta=0.2, use_bias_correction_kl=False),
-    "sapo per sequence": LossConfig(loss_type="sapo", importance_sampling_level="sequence", beta=0.2),
-    "grpo between the clips": LossConfig(loss_type="grpo", epsilon_low=0.9, epsilon_high=9.0),
-    "grpo per sequence between the clips": LossConfig(
-        loss_type="grpo", importance_sampling_level="sequence", epsilon_low=0.9, epsilon_high=9.0, delta=20.0
-    ),
-    "grpo beyond the clips": LossConfig(loss_type="grpo", epsilon_low=0.001, epsilon_high=0.001),
-}
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_gradients_of_the_smooth_losses_are_right(name):
-    cfg, logps = SMOOTH[name], small_logps()
-    old, reference = small_logps(1).detach(), small_logps(2).detach()
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
-    advantages = torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64)
-    weights = token_weights(cfg, mask, StepCounts(3, 9, 9)).double()
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        batch = TokenBatch(x, mask, advantages, old_logps_BT=old, ref_logps_BT=reference)
-        return (token_loss(cfg, batch).loss_BT * weights).sum()
-
-    assert torch.autograd.gradcheck(loss, logps)
-
-
-def test_the_gradient_of_the_kl_estimate_is_right_and_it_is_never_negative():
-    logps, reference = small_logps(), small_logps(1).detach()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(reference, x), logps)
-    assert (kl_estimate(reference, logps) >= 0).all()
-    assert (kl_estimate(logps, logps) == 0).all()
-
-
-def test_cispo_and_vespo_push_log_probabilities_by_a_constant_weight():
-    for loss_type in ("cispo", "vespo"):
-        cfg, batch = make(loss_type, "token", "plain")
-        losses = token_loss(cfg, batch)
-        gradient = torch.autograd.grad(losses.loss_BT.sum(), batch.logps_BT)[0]
-        weight = losses.vespo_phi_B1 if loss_type == "vespo" else losses.ratio.clamp(max=cfg.epsilon_high)
-        torch.testing.assert_close(gradient, (-weight * batch.advantages_B[:, None]).expand_as(gradient))
-
-
-def test_a_clipped_token_has_no_gradient():
-    cfg, batch = make("grpo", "token", "plain")
-    losses = token_loss(cfg, batch)
-    gradient = torch.autograd.grad(losses.loss_BT.sum(), batch.logps_BT)[0]
-    clipped = clip_indicators(cfg, losses.ratio, batch.advantages_B)["clip_ratio/region"].bool()
-    assert clipped.any()
-    assert (gradient[clipped] == 0).all()
-    moved = ~clipped & (batch.advantages_B[:, None] != 0)
-    assert (gradient[moved] != 0).all()
-
-
-# ---- Clip indicators ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_clip_indicators_are_their_definition(loss_type, level):
-    cfg, batch = make(loss_type, level, "plain")
-    ratio = token_loss(cfg, batch).ratio
-    found = clip_indicators(cfg, ratio, batch.advantages_B)
-    expected: dict[str, list[list[float]]] = {}
-    for values, advantage in zip(ratio.tolist(), batch.advantages_B.tolist()):
-        low = [float(r < 1 - cfg.epsilon_low and advantage < 0) for r in values]
-        high = [float(r > 1 + cfg.epsilon_high and advantage > 0) for r in values]
-        if loss_type in PPO_CLIPPED:
-            expected.setdefault("clip_ratio/low", []).append(low)
-            expected.setdefault("clip_ratio/high", []).append(high)
-            expected.setdefault("clip_ratio/region", []).append([max(pair) for pair in zip(low, high)])
-        elif loss_type == "cispo":
-            cispo = [float(r > cfg.epsilon_high and advantage > 0) for r in values]
-            expected.setdefault("cispo_clip_ratio", []).append(cispo)
-    assert {name: value.tolist() for name, value in found.items()} == expected
-    if loss_type in PPO_CLIPPED and level == "token":
-        assert all(value.sum() > 0 for value in found.values())
+    with pytest.raises(ConfigError, match=r"loss_type='ppo' is unknown; use one of grpo, bnpo, .*vespo"):
+        LossConfig(loss_type="ppo")
+    with pytest.raises(ConfigError, match=r"importance_sampling_level='word' is unknown; use 'token' or 'sequence'"):
+        LossConfig(importance_sampling_level="word")
 
 
 # ---- Entropy quantile -----------------------------------------------------------------------------------------------
@@ -504,24 +304,15 @@ def test_the_entropy_threshold_is_torchs_quantile_less_the_tolerance(entropies, 
     assert threshold == pytest.approx(expected.item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-6])
-def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together(noise):
+def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together():
     exact = torch.tensor([2.0] * 3 + [1.0] * 4 + [0.5] * 3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        seen = exact + noise * (2 * torch.rand(10, generator=generator) - 1)
+        seen = exact + 1e-6 * (2 * torch.rand(10, generator=generator) - 1)
         # the 70th and the 50th of 100 parts: inside a run of ties, and at one
         assert (seen >= entropy_threshold(seen, 0.5)).tolist() == (exact >= 1.0).tolist()
         assert (seen >= entropy_threshold(seen, 0.2)).tolist() == (exact >= 2.0).tolist()
-
-
-def test_without_the_tolerance_rounding_would_choose_between_ties():
-    seen = torch.tensor([1.0, 1.0 + 2e-7, 1.0 - 2e-7, 1.0 + 1e-7])
-    assert (seen >= entropy_threshold(seen, 0.3, tolerance=0.0)).sum() < 4
-    assert (seen >= entropy_threshold(seen, 0.3)).sum() == 4
-
-
-def test_no_tokens_have_an_infinite_threshold():
+        assert (seen >= entropy_threshold(seen, 0.5, tolerance=0.0)).tolist() != (exact >= 1.0).tolist()
     assert entropy_threshold(torch.zeros(0), 0.2) == math.inf
 
 
@@ -542,9 +333,7 @@ def test_the_threshold_takes_more_tokens_than_torchs_quantile():
         (0.10, 1.00, 0.11),  # at the target: up
         (0.10, 1.01, 0.09),  # above: down
         (0.195, 0.5, 0.2),  # not above the highest
-        (0.2, 0.5, 0.2),
         (0.005, 2.0, 0.0),  # not below the lowest
-        (0.0, 2.0, 0.0),
     ],
 )
 def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coefficient, entropy, expected):
@@ -557,8 +346,8 @@ def test_the_entropy_coefficient_moves_towards_the_target_within_bounds(coeffici
 EXPERTS, TOP_K, LAYERS = 4, 2, 3
 
 
-def router_case(seed: int = 0) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def router_case() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 0, 1, 0]])
     logits = [torch.randn(mask.numel(), EXPERTS, generator=generator).requires_grad_() for _ in range(LAYERS)]
     return tuple(logits), mask
@@ -578,9 +367,8 @@ def balanced(logits, mask, parts) -> torch.Tensor:
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2, 3, 4]], [[0, 1], [2, 3, 4]], [[4], [2], [0, 3], [1]], [[0], [1], [2], [3], [4]]]
 )
-@pytest.mark.parametrize("seed", range(3))
-def test_the_load_balancing_loss_of_any_partition_is_transformers(parts, seed):
-    logits, mask = router_case(seed)
+def test_the_load_balancing_loss_of_any_partition_is_transformers(parts):
+    logits, mask = router_case()
     ours, theirs = balanced(logits, mask, parts), load_balancing_loss_func(logits, EXPERTS, TOP_K, mask)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     for mine, reference in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)):
@@ -596,40 +384,3 @@ def test_the_mean_of_the_parts_own_load_balancing_losses_is_another_number():
         layers = tuple(layer.view(*mask.shape, EXPERTS)[rows].flatten(0, 1) for layer in logits)
         means.append(load_balancing_loss_func(layers, EXPERTS, TOP_K, mask[rows]))
     assert abs(sum(means) / 2 - whole) > 1e-4
-
-
-def test_padding_does_not_count_in_the_router_statistics():
-    logits, mask = router_case()
-    chosen, probs, rows = router_statistics(logits, mask, TOP_K)
-    assert rows == int(mask.sum()) * LAYERS
-    assert chosen.sum().item() == rows * TOP_K
-    assert probs.sum().item() == pytest.approx(rows, rel=1e-6)
-    moved = tuple(layer + 5 * (1 - mask).view(-1, 1) * torch.arange(EXPERTS) for layer in logits)
-    moved_chosen, moved_probs, _ = router_statistics(moved, mask, TOP_K)
-    assert torch.equal(moved_chosen, chosen)
-    torch.testing.assert_close(moved_probs, probs)
-
-
-def test_the_gradient_of_the_load_balancing_loss_is_right():
-    share = torch.tensor([0.5, 0.25, 0.75, 0.5], dtype=torch.float64)
-    probs = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: load_balancing_loss(x, share, EXPERTS, 10), probs)
-    assert load_balancing_loss(probs, share, EXPERTS, 10).item() == pytest.approx(4 * (0.5 + 0.5 + 2.25 + 2.0) / 10)
-
-
-def test_a_model_without_router_logits_is_an_error():
-    with pytest.raises(ValueError, match="no router logits"):
-        router_statistics((), torch.ones(1, 3), 2)
-
-
-# ---- Refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_loss_type_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"loss_type='ppo' is unknown; use one of grpo, bnpo, .*vespo"):
-        LossConfig(loss_type="ppo")
-
-
-def test_an_unknown_level_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"importance_sampling_level='word' is unknown; use 'token' or 'sequence'"):
-        LossConfig(importance_sampling_level="word")

@@ -45,33 +45,12 @@ def step(seed: int, groups: int = 6, num_generations: int = 8, skewed: bool = Fa
     return whole(num_generations, prompts, [length() for _ in range(groups * num_generations)])
 
 
-def load(sizes: StepSizes, rows: list[int]) -> float:
-    return sum(COST.prompt(sizes.prompts_B[piece[0]]) for piece in sizes.pieces(rows)) + sum(
-        COST.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows
-    )
-
-
 def imbalance(sizes: StepSizes, shares: list[list[int]]) -> float:
-    loads = [load(sizes, share) for share in shares]
+    loads = [sizes.load(share, COST) for share in shares]
     return max(loads) / (sum(loads) / len(loads))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("max_rows", [3, 8, 1000])
-@pytest.mark.parametrize("max_tokens", [300, 1200, 10**6])
-@pytest.mark.parametrize("multiple", [1, 64])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_token_budget_holds_and_nothing_is_lost_or_twice(seed, multiple, max_tokens, max_rows, form):
-    sizes = replace(step(seed, skewed=seed % 2 == 1), multiple=multiple)
-    rows = [r for r in range(48) if r % 5]
-    parts = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
-    assert sorted(row for part in parts for row in part) == rows
-    for part in parts:
-        assert len(part) <= max_rows
-        assert sizes.tokens(part, form) <= max_tokens or len(part) == 1
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_packs_are_few_and_even(seed):
     sizes = step(seed, groups=40, skewed=True)
     parts = cut_by_tokens(sizes, range(320), 1000, 4000, form="packed")
@@ -86,41 +65,14 @@ def test_a_group_larger_than_the_budget_is_cut_and_repeats_its_prompt():
     assert [sizes.tokens(part, "packed") for part in parts] == [200, 200]
 
 
-def test_a_row_larger_than_the_budget_goes_alone():
-    sizes = whole(2, [10, 10], [500, 20, 20, 20])
-    for form in FORMS:
-        parts = cut_by_tokens(sizes, range(4), 8, 100, form)
-        assert [0] in parts
-        assert sorted(r for part in parts for r in part) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("rows", "max_rows"), [(32, 5), (32, 8), (16, 16), (7, 3), (1, 4), (32, 12)])
-def test_cuts_by_count_are_the_fewest_and_even(rows, max_rows):
-    sizes = whole(8, [10] * 4, [10] * 32)
-    parts = cut_by_count(sizes, range(rows), max_rows)
-    assert [r for part in parts for r in part] == list(range(rows))
-    assert len(parts) == -(-rows // max_rows)
-    assert max(map(len, parts)) <= max_rows
-
-
 def test_cuts_by_count_fall_between_groups_where_they_can():
     sizes = whole(8, [10] * 4, [10] * 32)
     assert [len(part) for part in cut_by_count(sizes, range(32), 12)] == [8, 12, 12]
     assert [len(part) for part in cut_by_count(sizes, range(32), 20)] == [16, 16]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7, 60])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_row_is_dealt_once(seed, processes):
-    sizes = step(seed)
-    rows = [r for r in range(48) if r % 7]
-    shares = assign_rows(sizes, rows, processes, COST)
-    assert len(shares) == processes
-    assert sorted(row for share in shares for row in share) == rows
-
-
-@pytest.mark.parametrize("processes", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
 def test_loads_are_even_where_counts_are_not(seed, processes):
     sizes = step(seed, skewed=True)
     rows = list(range(48))
@@ -160,15 +112,17 @@ def test_passes_without_gradients_are_cut_in_order():
 # ---- Steps that cut groups ------------------------------------------------------------------------------------------
 
 
-def cut_step(seed: int, num_generations: int, first: int, rows: int) -> StepSizes:
+def cut_step(seed: int, num_generations: int, first: int, rows: int, multiple: int = 1) -> StepSizes:
     """Rows `first` to `first + rows` of a rollout batch: groups may be cut at both ends."""
     rng = random.Random(seed)
     groups = [row // num_generations for row in range(first, first + rows)]
     prompts = {group: rng.randint(1, 200) for group in groups}
-    return StepSizes(groups, [prompts[g] for g in groups], [rng.randint(0, 300) for _ in groups])
+    return StepSizes(groups, [prompts[g] for g in groups], [rng.randint(0, 300) for _ in groups], multiple)
 
 
-CUT_STEPS = st.builds(cut_step, st.integers(0, 999), st.integers(2, 6), st.integers(0, 40), st.integers(1, 30))
+CUT_STEPS = st.builds(
+    cut_step, st.integers(0, 999), st.integers(2, 6), st.integers(0, 40), st.integers(1, 30), st.sampled_from([1, 64])
+)
 
 
 @given(CUT_STEPS, st.data())
@@ -183,13 +137,14 @@ def test_pieces_and_units_never_mix_groups_and_keep_every_row_in_order(sizes, da
 
 
 @given(
-    CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.sampled_from(FORMS), st.integers(1, 5), st.integers(1, 6)
+    CUT_STEPS, st.integers(1, 12), st.integers(1, 2000), st.sampled_from(FORMS), st.integers(1, 40), st.integers(1, 6)
 )
 def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, max_tokens, form, processes, unit):
     rows = list(range(len(sizes.groups_B)))
     by_count = cut_by_count(sizes, rows, max_rows)
     assert [row for part in by_count for row in part] == rows
     assert max(map(len, by_count)) <= max_rows
+    assert len(by_count) == math.ceil(len(rows) / max_rows)
     by_tokens = cut_by_tokens(sizes, rows, max_rows, max_tokens, form)
     assert sorted(row for part in by_tokens for row in part) == rows
     for part in by_tokens:
@@ -221,22 +176,13 @@ def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_every_row_is_in_exactly_one_micro_batch_of_weight_one_in_order(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = [part for part in planned if part.weight == 1.0]
-    assert [row for part in real for row in part.rows] == list(range(rows))
-    assert all(1 <= len(part.rows) <= cap for part in real)
-    assert len(real) == math.ceil(rows / cap)
-    assert not real or max(len(p.rows) for p in real) - min(len(p.rows) for p in real) <= 1
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_fillers_come_last_weigh_nothing_and_reach_the_asked_number(rows, cap, at_least):
-    planned = plan(rows, cap, at_least)
-    real = math.ceil(rows / cap)
-    assert len(planned) == max(real, at_least)
-    for filler in planned[real:]:
-        assert filler == MicroBatch((0,), weight=0.0)
+def test_every_row_weighs_one_once_and_fillers_come_last_and_weigh_nothing(rows, cap, at_least):
+    planned, real = plan(rows, cap, at_least), math.ceil(rows / cap)
+    assert [row for part in planned[:real] for row in part.rows] == list(range(rows))
+    assert all(1 <= len(part.rows) <= cap and part.weight == 1.0 for part in planned[:real])
+    sizes = [len(part.rows) for part in planned[:real]]
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
+    assert planned[real:] == [MicroBatch((0,), weight=0.0)] * (max(real, at_least) - real)
 
 
 LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]

@@ -80,17 +80,11 @@ def described(steps, count: int | None = None) -> list:
 def test_the_order_is_a_function_of_seed_and_epoch():
     expected = prompt_order(50, seed=1, epoch=2)
     torch.manual_seed(123)
-    torch.rand(17)
+    before = torch.get_rng_state()
     assert prompt_order(50, seed=1, epoch=2) == expected
+    assert torch.equal(torch.get_rng_state(), before)
     assert sorted(expected) == list(range(50))
     assert expected != list(range(50))
-
-
-def test_asking_for_an_order_draws_nothing_from_the_global_generator():
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    prompt_order(50, seed=1, epoch=2)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_orders_of_different_epochs_and_seeds_differ():
@@ -98,7 +92,7 @@ def test_orders_of_different_epochs_and_seeds_differ():
     assert len(set(orders)) == len(orders)
 
 
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (2**31, 10**6), (2**63, 0), (-1, 3)])
+@pytest.mark.parametrize(("seed", "epoch"), [(2**63, 10**6), (-1, 3)])
 def test_any_seed_and_epoch_give_an_order(seed, epoch):
     assert sorted(prompt_order(9, seed, epoch)) == list(range(9))
 
@@ -132,6 +126,7 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
     layout = EpochLayout(g, count, drop_last)
     loaders = [loader(prompts, g, processes, rank, drop_last=drop_last) for rank in range(processes)]
     for part in loaders:
+        assert len(part) == len(layout)
         part.set_epoch(3)
     order = prompt_order(count, 42, 3)
     steps = [list(part) for part in loaders]
@@ -152,33 +147,13 @@ def test_the_shares_of_all_processes_are_the_rollout_in_global_order(split):
             assert all(len(set(group)) == 1 for group in groups)
 
 
-@pytest.mark.parametrize("chunk_groups", [1, 2])
-def test_a_process_without_a_share_gets_the_first_prompt_as_a_ghost(chunk_groups):
-    g = geometry(prompts_per_step=4, steps_per_rollout=1, chunk_groups=chunk_groups)
-    shares = [next(iter(loader(data(4), g, 6, rank, shuffle=False))) for rank in range(6)]
-    chunks = 4 // chunk_groups
-    assert [rows.request.empty for rows in shares] == [False] * chunks + [True] * (6 - chunks)
-    for rows in shares[chunks:]:
-        assert rows.request.prompts == range(1)
-        assert names(rows) == ["p0"] * GENERATIONS
-
-
-def test_every_completion_has_a_row_of_its_own():
-    rows = next(iter(loader(data(4), geometry(), shuffle=False)))
-    rows[0]["answer"] = "changed"
-    assert [row["answer"] for row in rows[1:3]] == [0, 0]
-    streamed = next(iter(loader(Stream(4), geometry(), shuffle=False)))
-    streamed[0]["answer"] = "changed"
-    assert [row["answer"] for row in streamed[1:3]] == [0, 0]
-
-
-def test_writing_to_a_row_does_not_reach_a_later_step():
+def test_writing_to_a_row_reaches_neither_its_group_nor_a_later_step():
     g = geometry(prompts_per_step=2, steps_per_rollout=1, iterations=2)
     for prompts in (data(2), Stream(2)):
         steps = loader(prompts, g, shuffle=False)
         first, later = itertools.islice(steps, 2)
-        for row in first:
-            row["answer"] = "changed"
+        first[0]["answer"] = "changed"
+        assert [row["answer"] for row in first[1:3]] == [0, 0]
         later = later or steps.dataset.rows(later.request)
         assert [row["answer"] for row in later] == [0, 0, 0, 1, 1, 1]
 
@@ -186,32 +161,16 @@ def test_writing_to_a_row_does_not_reach_a_later_step():
 # ---- Loaders --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_the_loader_has_one_item_per_optimizer_step(count, drop_last, iterations):
-    g = geometry(iterations=iterations)
-    steps = loader(data(count), g, drop_last=drop_last)
-    assert len(steps) == len(EpochLayout(g, count, drop_last)) == len(list(steps))
-
-
-def test_the_epoch_reaches_the_order_and_the_request():
-    steps = loader(data(12), geometry())
+def test_epoch_and_seed_reach_the_order_and_the_request():
     orders = []
-    for epoch in (0, 1, 1):
+    for seed, epoch in ((42, 0), (42, 1), (42, 1), (43, 1)):
+        steps = loader(data(12), geometry(), seed=seed)
         steps.set_epoch(epoch)
         items = list(steps)
         assert {item.request.epoch for item in items} == {epoch}
-        orders.append([name for item in items if item.request.layout.starts_rollout for name in names(item)])
-    assert orders[0] != orders[1]
+        orders.append([name for item in items for name in names(item)])
     assert orders[1] == orders[2]
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_seed_reaches_the_order(seed):
-    first = [names(item) for item in loader(data(12), geometry(), seed=seed)]
-    assert first == [names(item) for item in loader(data(12), geometry(), seed=seed)]
-    assert first != [names(item) for item in loader(data(12), geometry(), seed=seed + 1)]
+    assert len({tuple(order) for order in orders}) == 3
 
 
 @given(SPLITS)
@@ -253,16 +212,13 @@ def test_the_pass_of_a_stream_reaches_the_stream_itself():
     assert stream.epoch == 1
 
 
-def test_an_empty_stream_ends():
-    assert list(loader(Stream(0), geometry(), shuffle=False)) == []
-
-
 def test_a_stream_is_read_one_rollout_at_a_time():
     stream = Stream(100)
     steps = iter(loader(stream, geometry(prompts_per_step=2, steps_per_rollout=2), shuffle=False))
     for _ in range(2):
         next(steps)
     assert stream.read == 4
+    assert list(loader(Stream(0), geometry(), shuffle=False)) == []
 
 
 # ---- Workers, pickling, resuming ------------------------------------------------------------------------------------
@@ -274,24 +230,16 @@ def test_the_data_set_of_steps_can_be_sent_to_a_spawned_worker():
     assert described([copy[(1, 2)]]) == described([steps.dataset[(1, 2)]])
 
 
-def test_two_workers_give_what_no_worker_gives():
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_workers_give_what_no_worker_gives(options):
     g = geometry(iterations=2)
-    plain, parallel = loader(data(9), g), loader(data(9), g, num_workers=2)
+    plain, parallel = loader(data(9), g), loader(data(9), g, **options)
     for epoch in (0, 1):
         plain.set_epoch(epoch)
         parallel.set_epoch(epoch)
         items = list(parallel)
         assert all(type(item) is StepRows for item in items)
         assert described(items) == described(plain)
-
-
-def test_persistent_workers_follow_the_epoch():
-    plain = loader(data(6), geometry())
-    parallel = loader(data(6), geometry(), num_workers=1, persistent_workers=True, prefetch_factor=2)
-    for epoch in (0, 1):
-        plain.set_epoch(epoch)
-        parallel.set_epoch(epoch)
-        assert described(parallel) == described(plain)
 
 
 def resumed(steps, skipped: int, epoch: int):
@@ -306,7 +254,7 @@ def resumed(steps, skipped: int, epoch: int):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("skipped", [0, 1, 3, 5])
+@pytest.mark.parametrize("skipped", [1, 5])
 def test_skipping_steps_on_resume_keeps_the_epoch(skipped, workers):
     g = geometry(iterations=2)
     options = {"num_workers": workers} if workers else {}
@@ -317,33 +265,10 @@ def test_skipping_steps_on_resume_keeps_the_epoch(skipped, workers):
     assert described(resumed(loader(data(5), g, **options), skipped, 3)) == expected[skipped:]
 
 
-def test_skipped_steps_are_not_loaded():
-    class Counted(list):
-        reads = 0
-
-        def __getitem__(self, index):
-            type(self).reads += 1
-            return super().__getitem__(index)
-
-    prompts = Counted({"prompt": f"p{i}"} for i in range(12))
-    g = geometry(prompts_per_step=2, steps_per_rollout=1)
-    steps = resumed(loader(prompts, g), 4, 0)
-    assert len(steps) == 2
-    assert Counted.reads == 4  # two steps of two prompts
-
-
-@pytest.mark.parametrize("skipped", [0, 1, 3, 8])
-def test_skipping_steps_of_a_stream_arrives_where_the_run_had_been(skipped):
-    g = geometry(iterations=2)  # six steps a pass
-    whole, interrupted = loader(Stream(5), g, shuffle=False), loader(Stream(5), g, shuffle=False)
-    rest = skip_first_batches(interrupted, skipped)
-    assert described(rest, 12 - skipped) == described(whole, 12)[skipped:]
-
-
 # ---- Evaluation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("as_stream", [False, True])
 def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream):
     g = geometry(chunk_groups=2)
@@ -357,7 +282,4 @@ def test_evaluation_is_one_item_over_the_whole_set_in_order(processes, as_stream
         assert item.request.layout.rollout_prompts == range(5)
         parts += [] if item.request.empty else names(item)
     assert parts == [f"p{i}" for i in range(5) for _ in range(GENERATIONS)]
-
-
-def test_an_empty_evaluation_set_has_no_item():
-    assert list(make_eval_loader([], rule(geometry()), micro_batch=3)) == []
+    assert list(make_eval_loader([], rule(g), micro_batch=3)) == []

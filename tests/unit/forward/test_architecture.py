@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -106,22 +105,7 @@ def test_head_dimensions_that_differ_from_layer_to_layer_are_added_up(kind):
     assert measure(config, compute="float32").cache_bytes == 4 * cached
 
 
-MOE = [
-    "qwen2_moe",
-    "qwen3_moe",
-    "mixtral",
-    "olmoe",
-    "gpt_oss",
-    "granitemoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "aria_text",
-    "hunyuan_v1_moe",
-    "phimoe",
-    "llama4_text",
-    "jetmoe",
-]
+MOE = ["qwen2_moe", "mixtral", "granitemoe", "deepseek_v2", "ernie4_5_moe", "aria_text", "llama4_text", "jetmoe"]
 
 
 @pytest.mark.parametrize("kind", MOE)
@@ -158,18 +142,3 @@ def test_layers_without_attention_have_none():
         config_of("qwen3_next", layer_types=[kind, "full_attention"]) for kind in ("linear_attention", "full_attention")
     )
     assert 2 * attention_sizes(one)[0] == attention_sizes(both)[0] > 0
-
-
-def test_what_a_configuration_does_not_say_is_left_out():
-    class Silent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = AutoConfig.for_model("mamba", num_hidden_layers=1, hidden_size=8, vocab_size=16)
-            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.head
-
-    cost = token_cost(Silent())
-    assert cost.attention == 0
-    assert cost.head == pytest.approx(4 / 3 * 128 / 72)

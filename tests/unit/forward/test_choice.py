@@ -70,7 +70,7 @@ def tried(model: Any, precision: str, batch: Any = None) -> Trial:
         return try_form("packed", model, model, batch or rows_of(*LONG))
 
 
-@pytest.mark.parametrize("start", range(24))
+@pytest.mark.parametrize("start", range(12))
 def test_a_healthy_start_is_not_refused(start):
     source = random.Random(start)
     kind, precision = list(KINDS)[start % len(KINDS)], PRECISIONS[start % 3]
@@ -122,10 +122,8 @@ def _one_sees_its_neighbour(whole: Any, group: Any, window: Any, device: Any) ->
 
 
 FAULTS: dict[str, Any] = {
-    "ignored": lambda patch, model: _positions(patch, model, lambda position, token, segment: token),
     "ignored_by_the_model": _ignored_by_the_model,
     "one_too_far": lambda patch, model: _positions(patch, model, lambda position, token, segment: position + 1),
-    "one_too_near": lambda patch, model: _positions(patch, model, lambda position, token, segment: position - 1),
     "one_of_them_off": lambda patch, model: _positions(
         patch, model, lambda position, token, segment: position + (segment == 3)
     ),
@@ -145,7 +143,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gemma2"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma2"])
 def test_a_lost_window_is_found(monkeypatch, kind, precision):
     _mask(monkeypatch, lambda whole, group, window, device: whole(group, None, device))
     assert tried(model_of(kind, precision), precision).refused is not None
@@ -177,24 +175,21 @@ def test_an_error_of_the_model_itself_is_no_refusal():
         tried(model, "float32")
 
 
-def test_lora_and_gradient_checkpointing_change_nothing_for_the_check():
-    model = model_of("qwen2")
-    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, adapter)
-    wrapped.train()
-    model.gradient_checkpointing_enable()
-    with arithmetic("autocast"):
-        trial = try_form("packed", wrapped, model, rows_of(*LONG))
-    assert trial.refused is None
-    assert trial.tokens
-
-
 def test_the_check_leaves_the_model_and_the_random_numbers_alone():
     model = model_of("qwen2")
-    state, hooks = torch.get_rng_state(), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    tried(model, "autocast")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, adapter).train()
+    model.gradient_checkpointing_enable()
+
+    def state() -> list[Any]:
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in wrapped.modules()]
+        return [torch.get_rng_state().tolist(), hooks, wrapped.training, model.is_gradient_checkpointing]
+
+    before = state()
+    with arithmetic("autocast"):
+        trial = try_form("packed", wrapped, model, rows_of(*LONG))
+    assert (trial.refused, trial.tokens > 0) == (None, True)
+    assert state() == before
 
 
 def test_rows_that_can_show_a_fault():

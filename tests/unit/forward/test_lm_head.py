@@ -15,13 +15,12 @@ from transformers.models.auto import modeling_auto
 from trl.trainer import utils as trl_utils
 
 from grpo_ext import compat
-from grpo_ext.algorithms.losses import load_balancing_loss, router_statistics
 from grpo_ext.errors import ModelError
 from grpo_ext.forward import lm_head
 from grpo_ext.forward.lm_head import SCORE, Wanted, install, refuse_unknown_head
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from tests.support.tiny import stock_scores, tiny_model
-from tests.tolerances import PARITY, SAME_ALGEBRA
+from tests.tolerances import PARITY
 
 TEMPERATURE = 0.9
 # ---- The logits of every model --------------------------------------------------------------------------------------
@@ -247,18 +246,6 @@ def test_the_scores_are_those_of_trls_head_which_still_answers(kind):
     assert (found - expected).norm() <= PARITY * expected.norm()
 
 
-def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
-    inputs, labels = labelled()
-    model = tiny_model("llama").double()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    keep = labels[:, 1:] != -100
-    logps = (model(**inputs).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    theirs = gradient_of(model, logps.gather(2, labels[:, 1:, None].clamp(min=0))[keep].sum())
-    install(model, TEMPERATURE)
-    ours = gradient_of(model, scored(model, inputs, labels).log_probs.sum())
-    assert (ours - theirs).norm() <= SAME_ALGEBRA * theirs.norm()
-
-
 def test_every_other_call_and_the_signature_are_the_models_own():
     inputs, labels = labelled()
     model, plain = tiny_model("qwen2"), tiny_model("qwen2")
@@ -281,43 +268,6 @@ def test_nothing_to_score_still_reaches_every_parameter():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_an_adapter_scores_through_the_model_inside_it():
-    inputs, labels = labelled()
-    model = tiny_model("qwen2").double()
-    install(model, TEMPERATURE)
-    before = scored(model, inputs, labels).log_probs
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, config).double()
-    output = scored(wrapped, inputs, labels)
-    assert not torch.allclose(output.log_probs, before)
-    with wrapped.disable_adapter():
-        assert torch.allclose(scored(wrapped, inputs, labels).log_probs, before)
-    output.log_probs.sum().backward()
-    assert model.lm_head.weight.grad is None
-
-
-def test_router_logits_come_back_with_the_scores():
-    inputs, _ = labelled()
-    model = tiny_model("moe")
-    own = model(**inputs, output_router_logits=True)
-    install(model, TEMPERATURE)
-    wanted = Wanted(torch.tensor([4]), torch.tensor([9]), entropy=False, router=True)
-    output = model(**inputs, **{SCORE: wanted})
-    assert output.entropy is None
-    assert all(torch.equal(a, b) for a, b in zip(output.router_logits, own.router_logits))
-    chosen, probs, rows = router_statistics(output.router_logits, inputs["attention_mask"], 2)
-    torch.testing.assert_close(load_balancing_loss(probs, (chosen / rows).to(probs), 4, rows), own.aux_loss)
-
-
-def test_a_head_of_several_layers_is_refused():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))
-    with pytest.raises(ModelError, match=r"BertLMHeadModel has more than a linear layer .*cls\.predictions\.transform"):
-        refuse_unknown_head(model)
-    refuse_unknown_head(tiny_model("qwen2"))
-    refuse_unknown_head(tiny_model("llama"))
-
-
 # ---- TRL's kernel ---------------------------------------------------------------------------------------------------
 
 
@@ -333,13 +283,6 @@ def test_trls_kernel_is_used_only_with_triton_and_the_signature_that_is_known(mo
     assert choose() is None
     monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
     assert choose() is None
-
-
-def test_an_adapter_on_the_head_is_refused():
-    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
-    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
-        refuse_unknown_head(wrapped.get_base_model())
-    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
 
 
 def test_a_copy_of_a_model_runs_its_own_weights():
@@ -360,6 +303,17 @@ def test_a_model_that_returns_tuples_is_scored():
     expected = model(ids, **{SCORE: wanted}).log_probs
     model.config.return_dict = False
     assert torch.equal(model(ids, **{SCORE: wanted}).log_probs, expected)
+
+
+def test_a_head_of_several_layers_and_an_adapter_on_it_are_refused():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertLMHeadModel(transformers.BertConfig(vocab_size=60, is_decoder=True, **sizes))
+    with pytest.raises(ModelError, match=r"BertLMHeadModel has more than a linear layer .*cls\.predictions\.transform"):
+        refuse_unknown_head(model)
+    wrapped = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ModelError, match=r"the adapter reaches the language-model head .*modules_to_save"):
+        refuse_unknown_head(wrapped.get_base_model())
+    refuse_unknown_head(get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["q_proj"])).get_base_model())
 
 
 class CosineHead(torch.nn.Linear):

@@ -119,19 +119,15 @@ def test_no_position_gives_no_scores_and_a_gradient_of_zero():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_are_float32_in_half_precision_and_under_autocast(dtype):
     hidden, weight, bias, targets = case(torch.float32, rows=40, hidden=32, vocabulary=300)
-    exact, right = (
-        naive(hidden, weight, bias, targets, LogitTransform()),
-        gradients(naive, (hidden, weight, bias, targets), LogitTransform()),
-    )
+    inputs = (hidden, weight, bias, targets)
+    exact, right = naive(*inputs, LogitTransform()), gradients(naive, inputs, LogitTransform())
     with torch.autocast("cpu", dtype):
-        scores = log_probs(hidden, weight, bias, targets, LogitTransform())
-        found = gradients(log_probs, (hidden, weight, bias, targets), LogitTransform())
+        scores, found = log_probs(*inputs, LogitTransform()), gradients(log_probs, inputs, LogitTransform())
     halves = [x.detach().to(dtype) for x in (hidden, weight, bias)]
     for ours in (scores, log_probs(*halves, targets, LogitTransform())):
         assert {x.dtype for x in ours} == {torch.float32}
-        assert (
-            max(float((a - b).detach().abs().max()) for a, b in zip(ours, exact)) < 0.2
-        )  # products carry 8 or 11 bits
+        # products carry 8 or 11 bits
+        assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, exact)) < 0.2
     for a, b in zip(found, right):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.02 * b.norm()

@@ -127,18 +127,3 @@ def test_a_window_keeps_the_masked_calls(calls):
     model, batch = model_of("window"), rows_of(*ROWS["ragged"])
     assert_same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S)
     assert calls == []
-
-
-def test_the_layers_of_a_forward_share_what_the_calls_are_told(monkeypatch, calls):
-    made = []
-    original = attention._Part
-    monkeypatch.setattr(attention, "_Part", lambda *args: made.append(args) or original(*args))
-    model = model_of("qwen2")
-    with torch.no_grad():
-        score_packed(model, model, rows_of(*ROWS["ragged"]))
-    assert (len(made), len(calls)) == (2, 2 * model.config.num_hidden_layers)
-
-
-def test_states_of_the_cpu_do_not_go_there():
-    states = states_of(layout_of(PACKS["ragged"]), (4, 2), dtype=torch.bfloat16)
-    assert not attention._takes_varlen(*states)

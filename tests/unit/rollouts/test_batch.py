@@ -10,20 +10,19 @@ import pytest
 import torch
 from trl.trainer.utils import pad
 
-from grpo_ext.algorithms.losses import LossConfig, TokenBatch, vespo_weight
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.rows import TokenRows
 from grpo_ext.rollouts.batch import RolloutBatch, gather_scored
 from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import count_step
-from tests.support.batches import batch_of_rows, batch_of_trl
+from tests.support.batches import batch_of_rows
 
 VOCABULARY, PAD = 24, 0
 
 PROMPT_LENGTHS, COMPLETION_LENGTHS = (3, 1, 4, 2), (2, 5, 1, 3)
 
 
-def scored_batch(tools: bool = False, ratio: str | None = None) -> dict:
+def scored_batch() -> dict:
     """What TRL's scoring returns for four rows: padded, prompts on the left, completions on the right."""
     generator = torch.Generator().manual_seed(0)
 
@@ -34,7 +33,7 @@ def scored_batch(tools: bool = False, ratio: str | None = None) -> dict:
         return [torch.randn(n, generator=generator) for n in lengths]
 
     ones = [torch.ones(n, dtype=torch.long) for n in COMPLETION_LENGTHS]
-    scored = {
+    return {
         "prompt_ids": pad(ids(PROMPT_LENGTHS), PAD, "left"),
         "prompt_mask": pad([torch.ones(n, dtype=torch.long) for n in PROMPT_LENGTHS], 0, "left"),
         "completion_ids": pad(ids(COMPLETION_LENGTHS), PAD, "right"),
@@ -44,113 +43,40 @@ def scored_batch(tools: bool = False, ratio: str | None = None) -> dict:
         "advantages": ADVANTAGES,
         "num_items_in_batch": torch.tensor(11),
     }
-    if tools:
-        tool = [torch.tensor([1, 0, 0, 1, 1][:n]) for n in COMPLETION_LENGTHS]
-        scored["tool_mask"] = pad(tool, 1, "right")
-    if ratio == "sequence":
-        scored["importance_sampling_ratio"] = torch.rand(4, 1, generator=generator)
-    elif ratio == "token":
-        scored["importance_sampling_ratio"] = pad([x.exp() for x in floats(COMPLETION_LENGTHS)], 1.0, "right")
-    return scored
 
 
 ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
 
 
-def test_collating_gives_back_what_was_scored():
-    scored = scored_batch(tools=True, ratio="sequence")
-    batch = batch_of_trl(dict(scored), 2).collate(PAD)
-    assert set(batch) == set(scored) - {"num_items_in_batch"}
-    for name, value in batch.items():
-        expected = scored[name]
-        assert value.dtype == expected.dtype
-        assert torch.equal(value, expected), name
+PROMPTS, COMPLETIONS = [[3, 4, 5], [6], [7, 8, 9, 2], [4, 5]], [[5, 6], [7, 8, 9, 5, 6], [8], [9, 3, 4]]
 
 
-@pytest.mark.parametrize("rows", [[2], [3, 0]])
-def test_some_rows_are_padded_to_their_own_longest(rows):
-    rollout = batch_of_trl(scored_batch(), 2)
-    batch = rollout.select(rows).collate(PAD)
-    assert batch["prompt_ids"].shape == (len(rows), max(PROMPT_LENGTHS[r] for r in rows))
-    assert batch["completion_ids"].shape == (len(rows), max(COMPLETION_LENGTHS[r] for r in rows))
-    assert torch.equal(batch["advantages"], ADVANTAGES[rows])
-    for place, row in enumerate(rows):
-        n, p = COMPLETION_LENGTHS[row], PROMPT_LENGTHS[row]
-        assert torch.equal(batch["completion_ids"][place, :n], list(rollout.completion_ids)[row])
-        assert (batch["completion_ids"][place, n:] == PAD).all()
-        assert torch.equal(batch["prompt_ids"][place, -p:], list(rollout.prompt_ids)[row])
-        assert batch["completion_mask"][place].sum() == n
-
-
-def test_padding_to_a_multiple_widens_both_sides():
-    batch = batch_of_trl(scored_batch(), 2).collate(PAD, pad_to_multiple_of=8)
-    assert batch["prompt_ids"].shape == batch["completion_ids"].shape == (4, 8)
-    assert batch["prompt_mask"].sum(1).tolist() == list(PROMPT_LENGTHS)
-    assert batch["prompt_mask"][:, -1].all()
-    assert batch["completion_mask"][:, 0].all()
-
-
-def test_tokens_of_a_tool_carry_no_loss():
-    rollout = batch_of_trl(scored_batch(tools=True), 2)
-    assert [mask.tolist() for mask in rollout.loss_masks] == [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
-
-
-def test_the_vespo_weight_of_a_completion_does_not_depend_on_its_padding():
-    rollout = batch_of_trl(scored_batch(ratio="token"), 2)
-    cfg = LossConfig(loss_type="vespo", correct_sampling=True)
-
-    def weights(rows: list[int]) -> list[float]:
-        batch = rollout.select(rows).collate(PAD)
-        logps, old = torch.zeros_like(batch["old_per_token_logps"]), torch.zeros_like(batch["old_per_token_logps"])
-        tokens = TokenBatch(
-            logps,
-            batch["completion_mask"],
-            batch["advantages"],
-            old_logps_BT=old,
-            sampling_ratio=batch["importance_sampling_ratio"],
-        )
-        return vespo_weight(cfg, tokens, logps - old).flatten().tolist()
-
-    alone = [weights([row])[0] for row in range(4)]
-    assert weights([0, 1, 2, 3]) == pytest.approx(alone, rel=1e-5)
-
-
-def batch_of(lengths: list[int], num_generations: int, **columns: Any) -> RolloutBatch:
-    """Completions of these lengths, with prompts of one token for the first group, two for the second, and so on."""
-    prompts = [list(range(1, 2 + row // num_generations)) for row in range(len(lengths))]
-    advantages = columns.pop("advantages", torch.arange(1.0, 1 + len(lengths)))
-    ids = [[7 + row] * n for row, n in enumerate(lengths)]
-    return batch_of_rows(prompts, ids, advantages, num_generations, **columns)
-
-
-def test_selecting_keeps_every_column_and_the_order():
-    logps = [[0.5 + row] * (1 + row) for row in range(4)]
-    rollout = batch_of([1, 2, 3, 4], 2, old_per_token_logps=logps)
-    rollout.fields = {"texts": ["a", "b", "c", "d"], "cube": torch.arange(24.0).view(4, 2, 3)}
-    chosen = rollout.select([3, 1])
-    assert list(chosen.groups) == [1, 0]
-    assert [ids.tolist() for ids in chosen.completion_ids] == [[10] * 4, [8] * 2]
-    assert [logps.tolist() for logps in chosen.old_per_token_logps] == [[3.5] * 4, [1.5] * 2]
-    assert chosen.advantages.tolist() == [4.0, 2.0]
-    assert chosen.fields["texts"] == ["d", "b"]
-    assert torch.equal(chosen.fields["cube"], rollout.fields["cube"][[3, 1]])
+def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
+    tool_mask = [[1, 0], [1, 0, 0, 1, 1], [1], [1, 0, 0]]
+    names = ("old_per_token_logps", "importance_sampling_ratio")
+    tokens = {name: [[2.0] * len(ids) for ids in COMPLETIONS] for name in names}
+    rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, tool_mask=tool_mask, **tokens)
+    assert [mask.tolist() for mask in rollout.loss_masks] == tool_mask
+    batch = rollout.select([3, 0]).collate(PAD)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "prompt_ids": [[0, 4, 5], [3, 4, 5]],
+        "prompt_mask": [[0, 1, 1], [1, 1, 1]],
+        "completion_ids": [[9, 3, 4], [5, 6, 0]],
+        "completion_mask": [[1, 1, 1], [1, 1, 0]],
+        "tool_mask": [[1, 0, 0], [1, 0, 1]],
+        "old_per_token_logps": [[2.0, 2.0, 2.0], [2.0, 2.0, 0.0]],
+        "importance_sampling_ratio": [[2.0, 2.0, 2.0], [2.0, 2.0, 1.0]],
+        "advantages": [0.0, 0.5],
+    }
 
 
 def test_a_step_counts_the_tokens_that_a_group_has_in_it():
-    step = batch_of([3, 1, 2, 5, 4, 6, 7, 8], 4).select(range(3, 6))
+    lengths = [3, 1, 2, 5, 4, 6, 7, 8]
+    step = batch_of_rows([[1]] * 8, [[7] * n for n in lengths], torch.ones(8), 4).select(range(3, 6))
     assert list(step.sizes().groups_B) == [0, 1, 1]
     counts = count_step(step, StepMetrics(torch.device("cpu"))).counts
     assert counts.group_tokens == {0: 5, 1: 10}
     assert (counts.completions, counts.tokens) == (3, 15)
-
-
-def test_advantages_per_token_survive_gathering():
-    per_token = torch.arange(1.0, 1 + 4 * max(COMPLETION_LENGTHS)).view(4, -1)
-    rollout = batch_of_trl(scored_batch() | {"advantages": per_token}, 2)
-    batch = rollout.collate(PAD)
-    mask = batch["completion_mask"].bool()
-    assert torch.equal(batch["advantages"][mask], per_token[mask])
-    assert not batch["advantages"][~mask].any()
 
 
 # ---- What a user's override returns ---------------------------------------------------------------------------------
@@ -165,6 +91,7 @@ def overridden(changes: dict[str, Any], rows: Sequence[int] = range(4)) -> dict[
 def test_what_an_override_adds_arrives_as_it_was_returned():
     added = {
         "one": torch.arange(4.0),
+        "importance_sampling_ratio": torch.arange(1.0, 5.0)[:, None],
         "few": torch.arange(12.0).view(4, 3),
         "cube": torch.arange(24).view(4, 2, 3),
         "tokens": torch.arange(20).view(4, 5),
@@ -183,6 +110,8 @@ def test_what_an_override_adds_arrives_as_it_was_returned():
         if isinstance(value, torch.Tensor):
             assert torch.equal(some[name], value[[2, 0]] if value.dim() else value), name
     assert some["texts"] == ["c", "a"]
+    arrays = overridden({"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}, [2, 0])
+    assert (arrays["numbers"].tolist(), arrays["words"]) == ([2.0, 0.0], ["c", "a"])
 
 
 def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
@@ -196,12 +125,6 @@ def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
     assert joined.fields["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
     assert joined.fields["texts"] == ["2"] * 4 + ["3"] * 4
     assert joined.widths == (max(PROMPT_LENGTHS), max(COMPLETION_LENGTHS))
-
-
-def test_an_array_with_an_entry_for_each_row_is_cut_with_the_rows():
-    some = overridden({"numbers": np.arange(4.0), "words": np.array(["a", "b", "c", "d"])}, [2, 0])
-    assert some["numbers"].tolist() == [2.0, 0.0]
-    assert some["words"] == ["c", "a"]
 
 
 def test_another_number_of_rows_is_refused():

@@ -20,12 +20,6 @@ def transcripts(*rows: dict[str, Any]) -> list[Transcript]:
     return [Transcript(dict(row), key=0) for row in rows]
 
 
-def test_without_environments_a_prompt_is_that_of_the_row():
-    texts = transcripts({"prompt": "a"}, {"prompt": "b"})
-    Environments().begin(texts)
-    assert [(t.prompt, t.environment, t.environment_name) for t in texts] == [("a", None, None), ("b", None, None)]
-
-
 def test_instances_are_used_again_and_made_only_where_there_are_too_few():
     made = []
 
@@ -73,7 +67,6 @@ def test_a_row_of_an_unknown_environment_is_refused():
         ("a", "b", "ab"),
         ("a", [{"type": "image"}], [{"type": "text", "text": "a"}, {"type": "image"}]),
         ([{"type": "image"}], "b", [{"type": "image"}, {"type": "text", "text": "b"}]),
-        ([{"type": "image"}], [{"type": "image"}], [{"type": "image"}] * 2),
     ],
 )
 def test_an_observation_is_added_to_the_last_message(content, observation, merged):

@@ -49,7 +49,6 @@ def test_a_mask_that_is_none_is_no_mask():
         ({"prompt_ids": [[3], [4]]}, "no completion_ids, logprobs"),
         ({**GOOD, "completion_ids": None}, "no completion_ids"),
         ({**GOOD, "completion_ids": [[5, 1]]}, "1 completion_ids for 2 prompts"),
-        ({**GOOD, "prompt_ids": [[3]] * 3}, "3 prompt_ids for 2 prompts"),
         ({**GOOD, "score": [1.0]}, "1 score for 2 prompts"),
         ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens of prompt or completion in row 1"),
         ({**GOOD, "logprobs": [[-1.0], [-1.0, -1.0]]}, "1 logprobs for the 2 tokens of completion 0"),

@@ -15,12 +15,11 @@ from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.environments import Environments
 from grpo_ext.rollouts.tools import Toolbox, TurnLimits
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.tool_runs import Game, Shop, count, sampled
+from tests.support.tool_runs import Shop, count, sampled
 
 SECONDS = 0.1
 LIMITS = TurnLimits(10**5, seconds=SECONDS)
 NO_ANSWER = str({"error": f"no answer within tool_timeout={SECONDS} seconds"})
-HANGS = str({"error": "an earlier call has not come back"})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,11 +118,6 @@ def test_a_tools_own_errors_pass_and_wrong_arguments_are_told_as_without_a_limit
     assert "later() got an unexpected keyword argument 'size'" in late
 
 
-class Stuck(Game):
-    def stall(self, number):
-        time.sleep(60)
-
-
 class Deaf(Shop):
     async def stall(self, number):
         while True:
@@ -141,23 +135,6 @@ def begun(kind: Any, rows: int) -> tuple[Environments, list[Transcript]]:
     transcripts = [Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0) for _ in range(rows)]
     environments.begin(transcripts)
     return environments, transcripts
-
-
-def test_no_later_call_reaches_an_environment_that_hangs(chat):
-    environments, transcripts = begun(Stuck, 2)
-    stuck, other = (t.environment for t in transcripts)
-    toolbox = Toolbox([free], environments)
-    assert answers(toolbox, chat, ["stall", "count", "free"], stuck) == [NO_ANSWER, HANGS, "free"]
-    assert answers(toolbox, chat, ["count"], other) == ["1"]
-    assert environments.pools == {None: [other]}
-    assert (environments.uses(stuck), environments.copy().uses(stuck), environments.uses(other)) == (False, False, True)
-    environments.begin(transcripts)
-    assert transcripts[0].environment is other
-    assert transcripts[1].environment not in (stuck, other)
-
-
-def free(number):
-    return "free"
 
 
 @pytest.mark.parametrize("call", ["stall_now", "stall"])

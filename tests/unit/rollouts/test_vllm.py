@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.algorithms.keyed_random import completion_keys
@@ -23,8 +19,7 @@ from grpo_ext.rollouts.join import Context, Entry, Round
 from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import VllmEngine, seeded, seeds_of
-from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
+from grpo_ext.rollouts.vllm import seeded, seeds_of
 
 
 def keys(prompts: range, group: int = 4, rollout: int = 0) -> torch.Tensor:
@@ -37,27 +32,15 @@ def seeds(prompts: range, group: int = 4, rollout: int = 0) -> list[int]:
     return seeds_of([Transcript({}, key) for key in rows.tolist()], group)
 
 
-def test_every_completion_has_a_seed_of_its_own_that_a_server_takes():
+def test_seeds_follow_from_the_key_alone_and_fit_a_server():
     found = seeds(range(500))
     assert len(set(found)) == 2000
     assert all(0 <= seed < 2**63 - 2**20 for seed in found)
     assert not set(found) & set(seeds(range(500), rollout=1))
-
-
-def test_seeds_do_not_depend_on_how_prompts_are_dealt():
-    assert seeds(range(6)) == seeds(range(4)) + seeds(range(4, 6))
-
-
-def test_a_group_has_consecutive_seeds_because_vllm_counts_up_within_a_request():
-    found = seeds(range(3))
-    for start in range(0, 12, 4):
-        assert found[start : start + 4] == [found[start] + i for i in range(4)]
-
-
-def test_a_later_turn_has_other_seeds():
-    rows = keys(range(3))
-    first, later = (seeds_of([Transcript({}, key, ids=[0] * n) for key in rows.tolist()], 4) for n in (0, 7))
-    assert len(set(first) | set(later)) == 24
+    assert found == seeds(range(4)) + seeds(range(4, 500))
+    assert found[4:8] == [found[4] + i for i in range(4)]  # vLLM counts up within a request
+    later = seeds_of([Transcript({}, key, ids=[0] * 7) for key in keys(range(500)).tolist()], 4)  # a second turn
+    assert not set(found) & set(later)
 
 
 class Params:
@@ -90,7 +73,7 @@ def test_colocated_engines_get_one_parameter_set_for_each_row():
     assert asked[1] is shared  # the engine itself is as it was
 
 
-def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
+def server() -> tuple[SimpleNamespace, list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
     def generate(prompts: Any, features: Any = None, **params: Any) -> dict[str, Any]:
@@ -104,7 +87,7 @@ def server(main: bool = True) -> tuple[SimpleNamespace, list[dict[str, Any]]]:
         }
 
     client = SimpleNamespace(generate=generate)
-    generation = Generation(mode="server", vllm_client=client, accelerator=SimpleNamespace(is_main_process=main))
+    generation = Generation(mode="server", vllm_client=client, accelerator=SimpleNamespace(is_main_process=True))
     return generation, asked
 
 
@@ -112,20 +95,15 @@ def test_a_server_is_asked_once_for_each_prompt_and_answers_in_order():
     generation, asked = server()
     found = seeds(range(3), 2)
     with seeded(generation, found, 2):
-        answer = generation.generate(prompts=[[1], [2], [3]], n=2, temperature=0.5, generation_kwargs={"min_tokens": 1})
+        given = {"prompts": [[1], [2], [3]], "features": ["x", "y", "z"]}
+        answer = generation.generate(**given, n=2, temperature=0.5, generation_kwargs={"min_tokens": 1})
     assert answer["prompt_ids"] == [[1], [2], [3]]
     assert answer["completion_ids"] == [[seed] for seed in found]  # what colocate mode would sample
     assert len(answer["logprobs"]) == 6
     assert answer["logprob_token_ids"] is None
-    assert sorted(len(question["prompts"]) for question in asked) == [1, 1, 1]
+    asked_for = sorted((*question["prompts"], *question["features"]) for question in asked)
+    assert asked_for == [([1], "x"), ([2], "y"), ([3], "z")]
     assert all(question["generation_kwargs"]["min_tokens"] == 1 for question in asked)
-
-
-def test_images_go_with_their_prompt():
-    generation, asked = server()
-    with seeded(generation, [1, 2], 1):
-        generation.generate(prompts=[[1], [2]], features=["x", "y"], n=1)
-    assert {question["prompts"][0][0]: question["features"] for question in asked} == {1: ["x"], 2: ["y"]}
 
 
 def test_a_failing_request_is_an_error():
@@ -140,56 +118,6 @@ def test_a_failing_request_is_an_error():
 
 
 # ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
-
-
-class Engine:
-    """Stands in for TRL's `VLLMGeneration`: completions and log-probabilities that follow from the prompt alone."""
-
-    mode, tensor_parallel_size = "colocate", 1
-
-    def __init__(self) -> None:
-        limits = SimpleNamespace(max_model_len=512)
-        self.llm = SimpleNamespace(generate=None, llm_engine=SimpleNamespace(model_config=limits))
-
-    def sync_weights(self) -> None:
-        pass
-
-    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
-        found, logps = [], []
-        for row, ids in enumerate(prompts):
-            source = random.Random(str((ids, row % num_generations)))
-            tokens = [source.randint(3, 20) for _ in range(source.randint(1, 11))]
-            found.append(tokens + [1] * (source.random() < 0.6))
-            logps.append([[None if source.random() < 0.1 else source.uniform(-6, -2)] for _ in found[-1]])
-        return None, found, logps, None
-
-
-def sampling_log(trainer: Any) -> list[dict[str, float]]:
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Engine(), -1
-    worker, profile = trainer._rollouts.worker, lambda name: nullcontext()
-    worker.parts = replace(worker.parts, engine=VllmEngine(trainer.vllm_generation, profile))
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "loss" in line]
-    return [{name: value for name, value in line.items() if name.startswith("sampling/")} for line in lines]
-
-
-def test_dynamic_sampling_counts_the_tokens_of_all_rounds(tmp_path):
-    def graded(prompts, completions, **kwargs):
-        return [float(i % 4) if "a" in prompts[i] else 0.5 for i in range(len(prompts))]
-
-    kwargs = config_kwargs(tmp_path, dynamic_sampling=True, vllm_importance_sampling_mode="token_truncate", max_steps=1)
-    trainer = GRPOTrainer(tiny_model(), graded, GRPOConfig(**kwargs), prompts(22), processing_class=tiny_tokenizer())
-    rounds = []
-    make = trainer._rollouts._round
-
-    def remember(*args):
-        rounds.append(make(*args))
-        return rounds[-1]
-
-    trainer._rollouts._round = remember
-    line = sampling_log(trainer)[0]
-    assert len(rounds) > 1
-    assert line == sampling_metrics([part.batch for part in rounds], "token_truncate")
 
 
 def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import MicroBatch, StepSizes, cut_by_count, fill_up
 from grpo_ext.errors import PrecisionError
-from grpo_ext.runtime.out_of_memory import StepOutOfMemory
 from grpo_ext.step.gradients import FixedPointGradients, NativeGradients, accumulating
 from grpo_ext.step.metrics import StepMetrics
 
@@ -67,7 +66,7 @@ def adding(kind: str, model: torch.nn.Module, accelerator) -> NativeGradients | 
     return FixedPointGradients(parameters, accelerator, ["weight"]) if kind == "fixed" else None
 
 
-@pytest.mark.parametrize("cap", [1, 2, 3, 5, 10, 11, 64])
+@pytest.mark.parametrize("cap", [1, 3, 11])
 @pytest.mark.parametrize("at_least", [1, 13])
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
 def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(accelerator, kind, cap, at_least):
@@ -99,45 +98,20 @@ def test_a_step_of_a_weight_zero_micro_batch_gives_every_parameter_a_zero_gradie
     assert torch.equal(gradient(accelerator, plan(0, 4)), torch.zeros(1, 4, dtype=torch.float64))
 
 
-def test_no_micro_batch_synchronises_and_the_optimizer_may_step_afterwards(accelerator):
+@pytest.mark.parametrize(("kind", "last"), [("native", False), ("sharded", True)])
+def test_only_a_sharded_engine_synchronises_and_in_the_last_micro_batch_alone(accelerator, kind, last):
     synced, model = [], torch.nn.Linear(4, 1)
 
     def loss_of(part: MicroBatch) -> torch.Tensor:
         synced.append(accelerator.sync_gradients)
         return model(X[list(part.rows)].float()).sum()
 
-    for _ in range(2):
-        run_micro_batches(accelerator, model, adding("native", model, accelerator), plan(11, 3), loss_of)
+    for started in (0, 2):
+        accelerator.step = started  # 2: as after a step that failed
+        run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
         assert accelerator.gradient_accumulation_steps == 1
-        assert accelerator.sync_gradients
-    assert synced == [False] * 8
-
-
-def test_only_the_last_micro_batch_of_a_sharded_engine_synchronises_and_the_accumulation_is_one_again(accelerator):
-    synced = []
-    model = torch.nn.Linear(4, 1)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        synced.append(accelerator.sync_gradients)
-        return model(X[list(part.rows)].float()).sum()
-
-    for _ in range(2):
-        run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
-        assert accelerator.gradient_accumulation_steps == 1
-    assert synced == [False, False, False, True] * 2
-
-
-def test_a_step_starts_counting_wherever_the_last_one_stopped(accelerator):
-    synced = []
-    model = torch.nn.Linear(4, 1)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        synced.append(accelerator.sync_gradients)
-        return model(X[list(part.rows)].float()).sum()
-
-    accelerator.step = 2  # as after a step that failed
-    run_micro_batches(accelerator, model, None, plan(11, 3), loss_of)
-    assert synced == [False, False, False, True]
+        assert accelerator.sync_gradients  # the optimizer may step
+    assert synced == [False, False, False, last] * 2
 
 
 @pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
@@ -150,23 +124,6 @@ def test_a_step_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
     with pytest.raises(RuntimeError, match="shapes"):
         run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
     assert accelerator.gradient_accumulation_steps == 1
-
-
-@pytest.mark.parametrize("kind", ["native", "fixed"])
-def test_a_step_that_runs_out_of_memory_leaves_no_gradient(accelerator, kind):
-    model = torch.nn.Linear(4, 1, bias=False)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        if 6 in part.rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return model(X[list(part.rows)].float()).sum()
-
-    gradients = adding(kind, model, accelerator)
-    with pytest.raises(StepOutOfMemory, match="2 GiB"):
-        run_micro_batches(accelerator, model, gradients, plan(11, 3), loss_of)
-    assert model.weight.grad is None
-    run_micro_batches(accelerator, model, gradients, plan(11, 3), lambda p: model(X[list(p.rows)].float()).sum())
-    torch.testing.assert_close(model.weight.grad, X.float().sum(0, keepdim=True))
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
@@ -221,12 +178,6 @@ def test_metrics_do_not_depend_on_the_partition_and_weight_zero_adds_nothing(par
     assert metered(parts + [([row], 0.0) for row in fillers]) == pytest.approx(whole, rel=1e-6)
 
 
-def test_leaving_a_part_out_changes_every_metric():
-    whole = metered([(list(range(len(LENGTHS))), 1.0)])
-    part = metered([([1, 2, 4], 1.0)])
-    assert [name for name in whole if abs(whole[name] - part[name]) > 1e-3] == list(whole)
-
-
 def test_a_mean_of_means_would_be_noticed():
     first, second = metered([([0, 1], 1.0)]), metered([([2, 3, 4, 5], 1.0)])
     whole = metered([(list(range(len(LENGTHS))), 1.0)])
@@ -246,13 +197,10 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
 
 
 def test_a_mean_over_nothing_is_nan_and_a_total_over_nothing_is_zero():
-    result = metered([([2], 1.0)])  # the row without tokens
-    assert result["loss"] == 0.0
-    assert math.isnan(result["entropy"])
-    assert math.isnan(result["low_min"])
-    assert math.isnan(result["high_max"])
-    assert math.isnan(metered([([0], 0.0)])["entropy"])
-    assert math.isnan(metered([([0], 0.0)])["high_max"])
+    for parts in ([([2], 1.0)], [([0], 0.0)]):  # the row without tokens, and a part of weight zero
+        result = metered(parts)
+        assert result["loss"] == 0.0
+        assert all(math.isnan(result[name]) for name in ("entropy", "low_min", "high_max"))
 
 
 @pytest.mark.parametrize("lowest", [False, True])
@@ -263,10 +211,6 @@ def test_an_extreme_ignores_nan_and_keeps_its_sign(lowest):
     metrics.add_extreme("x", torch.tensor([-1.0]), 1.0, lowest=lowest)
     metrics.add_extreme("x", torch.tensor([-9.0, 9.0]), 0.0, lowest=lowest)
     assert metrics.reduce() == {"x": -2.0 if lowest else -1.0}
-
-
-def test_a_meter_that_saw_nothing_has_nothing_to_log():
-    assert StepMetrics(CPU).reduce() == {}
 
 
 def test_what_is_metered_carries_no_gradient():
