@@ -204,15 +204,6 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
 
-def test_a_check_names_a_type_of_the_weights_that_it_does_not_take(checked, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    load = {"model_init_kwargs": '{"dtype": "bfloat16", "subfolder": "a"}'}
-    seen, result = checked({"model_name_or_path": "m", "dataset_name": str(tmp_path / "data.jsonl"), **load})
-    assert "float32; without dtype" in result.output
-    assert seen["config"]["model_init_kwargs"].items() >= {"subfolder": "a"}.items()
-    assert "dtype" not in seen["config"]["model_init_kwargs"]
-
-
 def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):
     config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))

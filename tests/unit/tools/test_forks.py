@@ -12,7 +12,7 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check import runs
 from grpo_ext.tools.check.runs import launched
 from tests.support.cases import Bench
-from tests.support.forks import SERVED, environments, forked, python, run_forked, server, serves
+from tests.support.forks import SERVED, environments, forked, run_forked, serves
 from tests.support.launches import run_all
 from tests.support.tiny import letter_reward
 
@@ -125,20 +125,3 @@ def test_another_environment_is_not_served():
     with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):
         assert not serves({**here, "OMP_NUM_THREADS": "2"})
     assert environments(here, 1, 0) == [here]
-
-
-def test_a_fresh_interpreter_imports_the_tests(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a configuration in bitwise mode sets it
-    assert serves({**os.environ, **SERVED})
-    monkeypatch.setenv("ANOTHER_SETTING", "1")
-    with pytest.warns(UserWarning, match="fresh interpreters.*ANOTHER_SETTING"):
-        done = python("-c", "import tests.support.forks", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_server_that_is_gone_is_replaced():
-    first = server()
-    first.process.kill()
-    first.process.wait()
-    assert server() is not first
-    assert server() is server()

@@ -50,15 +50,14 @@ def test_what_its_time_does_not_allow_is_named():
 
 
 class Fake:
-    """A worker of which so many completions fit; `says` is its last word where more do not."""
+    """A worker of which two completions fit."""
 
-    fits, says = 2, "CUDA out of memory"
     asked: list[int] = []
 
     def __init__(self, spec: dict[str, Any], seconds: float, errors: Any) -> None:
         self.asked.append(spec["micro"])
-        if spec["micro"] > self.fits:
-            errors.write(f"Traceback\n{self.says}\n")
+        if spec["micro"] > 2:
+            errors.write("Traceback\nCUDA out of memory\n")
             raise LaunchError("it ended")
 
     def step(self) -> dict[str, Any]:
@@ -68,26 +67,9 @@ class Fake:
         pass
 
 
-@pytest.fixture
-def asked(monkeypatch) -> list[int]:
+def test_half_a_micro_batch_that_does_not_fit_is_tried(monkeypatch):
     monkeypatch.setattr(measure, "Worker", Fake)
-    monkeypatch.setattr(Fake, "asked", [])
-    return Fake.asked
-
-
-def test_half_a_micro_batch_that_does_not_fit_is_tried(asked):
     found = measure.measure(SHAPE, STOCK, {}, 8, time.monotonic() + 60)
-    assert asked == [8, 4, 2]
+    assert Fake.asked == [8, 4, 2]
     assert (found["micro_batch"], found["seconds"], found["tokens_per_second"]) == (2, 2.0, 5.0)
     assert "not_finished" not in found
-
-
-def test_more_than_may_fit_is_not_tried(asked):
-    measure.measure(SHAPE, STOCK, {}, 5, time.monotonic() + 60)
-    assert asked == [4, 2]
-
-
-def test_another_failure_ends_the_search(asked, monkeypatch):
-    monkeypatch.setattr(Fake, "says", "ValueError: wrong")
-    assert measure.measure(SHAPE, STOCK, {}, 8, time.monotonic() + 60) == {"not_finished": "ValueError: wrong"}
-    assert asked == [8]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.plots import figure_class
-
-
-def test_without_matplotlib_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'grpo-ext\[plot\]'"):
-        figure_class(Path("plot.svg"))
 
 
 def test_a_file_that_cannot_be_written_is_refused():
