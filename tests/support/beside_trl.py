@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
@@ -48,6 +49,34 @@ def sampling_model(kind: str = "qwen2") -> Any:
     model = tiny_model(kind)
     model.generate = Sampler()
     return model
+
+
+def setting(name: str, value: Any) -> Callable[[Any], None]:
+    """Sets an attribute of a trainer; `name` may begin with "args."."""
+
+    def changed(trainer: Any) -> None:
+        setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
+
+    return changed
+
+
+def changing(change: Callable[[Any], None], at: int = 2) -> type:
+    """A user's callback that changes the trainer once it has made `at` steps."""
+
+    class Changes(transformers.TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == at:
+                change(self.trainer)
+
+    class Changing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(Changes(self))  # type: ignore[attr-defined]
+
+    return Changing
 
 
 def learns_as_in_trl(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 
 from tests.support.tiny import tiny_model
 
@@ -79,9 +79,6 @@ def model_with(sampler: Sampler, kind: str) -> Any:
     elif kind == "wrapper":
         model = OwnWrapper(model)
     elif kind == "instance":
-        model.generate = sampler
-    elif kind == "adapter instance":
-        model = get_peft_model(model, LORA)
         model.generate = sampler
     object.__setattr__(model, "sampler", sampler)
     return model

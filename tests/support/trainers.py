@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,32 @@ SAVE = {"save_strategy": "steps", "save_steps": 1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
+PARTS = set(inspect.signature(GRPOTrainer.__init__).parameters)
+
+
 def make(
-    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, eval_dataset: Any = None, **settings: Any
+    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, cls: type[GRPOTrainer] = GRPOTrainer, **changes: Any
 ) -> GRPOTrainer:
-    return GRPOTrainer(
-        model=tiny_model(kind) if isinstance(kind, str) else kind,
-        reward_funcs=reward,
-        args=GRPOConfig(str(folder), **{**BASE, **settings}),
-        train_dataset=prompts(12),
-        eval_dataset=eval_dataset,
-        processing_class=tiny_tokenizer(),
-    )
+    """A trainer.
+
+    Args:
+        kind: of the tiny model, or a model.
+        changes: arguments of the trainer in place of those here, and settings.
+    """
+    parts: dict[str, Any] = {
+        "model": tiny_model(kind) if isinstance(kind, str) else kind,
+        "reward_funcs": reward,
+        "train_dataset": prompts(12),
+        "processing_class": tiny_tokenizer(),
+    }
+    parts |= {name: value for name, value in changes.items() if name in PARTS}
+    settings = {name: value for name, value in changes.items() if name not in PARTS}
+    return cls(args=GRPOConfig(str(folder), **{**BASE, **settings}), **parts)
+
+
+def other(folder: Any, **changes: Any) -> GRPOTrainer:
+    """The same, which saves a checkpoint of every step."""
+    return make(folder, **{**SAVE, **changes})
 
 
 def parameters(trainer: GRPOTrainer) -> torch.Tensor:
@@ -76,16 +92,3 @@ def far(folder: Path, model: Any, learning_rate: float, adapter: Any = None, dat
         processing_class=tiny_tokenizer(),
         peft_config=adapter,
     )
-
-
-def other(folder: Path, **changes: Any) -> GRPOTrainer:
-    parts: dict[str, Any] = {
-        "model": tiny_model(),
-        "reward_funcs": letter_reward,
-        "train_dataset": prompts(12),
-        "processing_class": tiny_tokenizer(),
-    }
-    extra = (*parts, "peft_config", "eval_dataset")
-    settings = {k: v for k, v in changes.items() if k not in extra}
-    parts |= {k: v for k, v in changes.items() if k in extra}
-    return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)

@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import make
 
 
 class SignalLast(TrainerCallback):
@@ -21,14 +20,7 @@ class SignalLast(TrainerCallback):
 
 
 def main(folder: Path) -> None:
-    trainer = GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**config_kwargs(folder / "out", max_steps=4)),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        callbacks=[SignalLast()],
-    )
+    trainer = make(folder / "out", max_steps=4, callbacks=[SignalLast()])
     try:
         trainer.train()
     except SystemExit as stopped:

@@ -56,21 +56,6 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
             assert torch.allclose(one.old_per_token_logps.values, expected, atol=2e-5), (step, row)
 
 
-def test_a_checkpoint_names_what_is_on_its_way_and_holds_its_weights(tmp_path):
-    trainer = make(tmp_path, max_steps=6, rollout_lag=2, **SAVE)
-    trainer.train()
-    state = RunState.load(tmp_path / "checkpoint-3", 4)
-    assert state is not None
-    assert [(step, weights.step) for step, weights in state.waiting] == [(3, 1), (4, 2)]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    held = state.waiting[1][1].policy
-    for name, parameter in model.named_parameters():
-        assert torch.equal(held[name], parameter), name
-    last = RunState.load(tmp_path / "checkpoint-6", 4)
-    assert last is not None
-    assert last.waiting == []  # nothing is sampled that is not trained
-
-
 def test_each_prompt_is_sampled_once(tmp_path):
     seen: list[str] = []
 
@@ -321,14 +306,6 @@ def test_what_was_abandoned_stops_at_its_next_forward(adapter):
     for run in (snapshot.policy, snapshot.policy.generate):
         with pytest.raises(Abandoned):
             run(input_ids=ids)
-
-
-def test_weights_of_another_model_are_refused():
-    snapshot = Snapshot(tiny_model(), None, False, "cpu", lambda twin: twin)
-    weights = snapshot.take({"global_step": 0})
-    weights.policy.pop("lm_head.weight")
-    with pytest.raises(ModelError, match="lm_head"):
-        snapshot.put_in_place(weights)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (2, 2)), (4, (1, 4))])

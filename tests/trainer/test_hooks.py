@@ -9,25 +9,17 @@ test_ahead_beside_users.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from tests.support.beside_trl import Mixin, Parts, build, learns_as_in_trl
+from tests.support.beside_trl import Parts, build, changing, learns_as_in_trl, setting
 from tests.support.drop_in import TOOL_CALL, conversations
-from tests.support.own_generate import apart, change
-from tests.support.tiny import (
-    letter_reward,
-    stock_scores,
-    tiny_model,
-)
-from tests.tolerances import DIFFERENT, UPDATE
+from tests.support.tiny import letter_reward, stock_scores, tiny_model
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -125,27 +117,6 @@ def _calculate_rewards(self: Any, inner: Any, inputs: Any, prompts: Any, complet
 @pytest.mark.parametrize("put", [overriding, assigning])
 def test_calculate_rewards_makes_the_rewards(tmp_path, put):
     learns_as_in_trl(tmp_path, put(_calculate_rewards))
-
-
-def test_calculate_rewards_works_with_a_lag(tmp_path):
-    """The same as a reward function that shapes by itself."""
-    where = set()
-
-    def _calculate_rewards(self: Any, inner: Any, *args: Any) -> torch.Tensor:
-        where.add(threading.current_thread().name)
-        return inner(*args) ** 2
-
-    def squared(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        return (torch.tensor(letter_reward(prompts, completions)) ** 2).tolist()
-
-    def trained(name: str, mixin: Mixin = None, **more: Any) -> torch.Tensor:
-        parts = {"model": tiny_model(), **more}
-        return change(build(tmp_path / name, GRPOTrainer, mixin, parts=lambda: parts, rollout_lag=1, max_steps=3))
-
-    shaped = trained("shaped", overriding(_calculate_rewards))
-    assert where == {"MainThread"}
-    assert apart(shaped, trained("function", reward_funcs=squared)) < UPDATE
-    assert apart(shaped, trained("plain")) > DIFFERENT
 
 
 # ---- Sampling -------------------------------------------------------------------------------------------------------
@@ -303,25 +274,6 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
 # ---- Attributes that a rollout reads --------------------------------------------------------------------------------
 
 
-def changing(name: str, value: Any) -> type:
-    """A callback of the user's sets an attribute after the first step."""
-
-    class Changes(transformers.TrainerCallback):
-        trainer: Any
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            setattr(self.trainer, name, value)
-
-    class Changing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            callback = Changes()
-            callback.trainer = self
-            self.add_callback(callback)
-
-    return Changing
-
-
 @stock_scores
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -334,12 +286,12 @@ def changing(name: str, value: Any) -> type:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_an_attribute_that_is_read_at_each_rollout_acts_once_it_is_changed(tmp_path, name, value):
-    learns_as_in_trl(tmp_path, changing(name, value), lambda: {"reward_funcs": [letter_reward, some_alone]})
+    learns_as_in_trl(tmp_path, changing(setting(name, value), 1), lambda: {"reward_funcs": [letter_reward, some_alone]})
 
 
 def test_a_change_that_cannot_be_followed_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"num_generations was changed to 8 .* planned with 4"):
-        build(tmp_path, GRPOTrainer, changing("num_generations", 8)).train()
+        build(tmp_path, GRPOTrainer, changing(setting("num_generations", 8), 1)).train()
 
 
 # ---- What is refused ------------------------------------------------------------------------------------------------

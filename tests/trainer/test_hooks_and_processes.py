@@ -9,18 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, source
 from grpo_ext.runtime.collectives import without_gather
-from tests.support.tiny import given_rollout, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE
-
-
-def build(folder: Any, kind: type[GRPOTrainer], settings: dict[str, Any] | None = None, **parts: Any) -> GRPOTrainer:
-    usual = {"reward_funcs": letter_reward, "train_dataset": prompts(12), "processing_class": tiny_tokenizer()}
-    args = GRPOConfig(str(folder), **{**BASE, "max_steps": 2, **(settings or {})})
-    return kind(model=tiny_model(), args=args, **{**usual, **parts})
+from tests.support.tiny import given_rollout, tiny_tokenizer
+from tests.support.trainers import make
 
 
 class Alone(GRPOTrainer):
@@ -34,14 +28,14 @@ class Alone(GRPOTrainer):
 
 
 def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_path, caplog):
-    build(tmp_path / "plain", Alone).train()
+    make(tmp_path / "plain", cls=Alone, max_steps=2).train()
     assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
     with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
-        build(tmp_path / "bitwise", Alone, {"bitwise_invariant": True}).train()
+        make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
 
 
 def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
-    trainer = build(tmp_path, Alone)
+    trainer = make(tmp_path, cls=Alone)
     monkeypatch.setattr(source, "gather_lists", lambda items: [*items, 8])
     with pytest.raises(RolloutError, match="the processes have 8 to 16 rows"):
         trainer.train()
@@ -61,7 +55,7 @@ class TwoTurns(GRPOTrainer):
 
 def test_a_further_call_of_super_samples_something_else(tmp_path):
     TwoTurns.pairs = []
-    build(tmp_path, TwoTurns).train()
+    make(tmp_path, cls=TwoTurns, max_steps=2).train()
     same = [one == other for first, second in TwoTurns.pairs for one, other in zip(first, second)]
     assert len(same) == 32
     assert sum(same) < 4
@@ -105,5 +99,5 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
         return [float(i % 4) for i in range(len(completions))]
 
     parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
-    build(tmp_path, GRPOTrainer, {"max_steps": 1}, rollout_func=rollout, **parts).train()
+    make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
     assert seen == [1] * 16

@@ -128,8 +128,6 @@ def test_on_the_same_completions_they_learn_what_stock_trl_learns(tmp_path, fami
     [
         {"beta": 0.1, "num_iterations": 2, "rollout_batch_size": 32},
         {"dynamic_sampling": True, "micro_batch_tokens": 60, "pad_to_multiple_of": 8},
-        pytest.param({"top_entropy_quantile": 0.5, "entropy_coef": 0.05}, marks=pytest.mark.full),
-        pytest.param({"compact_rollouts": False, "max_completion_length": 6}, marks=pytest.mark.full),
     ],
     ids=lambda settings: "+".join(settings),
 )
@@ -160,27 +158,10 @@ def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_images_are_prepared_once_for_all_completions_of_a_prompt(tmp_path, monkeypatch):
-    trainer, prepared = make(tmp_path, rows=image_rows(8), max_steps=1, rollout_chunk_size=16), []
-    processor = type(trainer.processing_class.image_processor)
-    inner = processor.preprocess
-
-    def counted(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-        found = inner(self, images, *args, **kwargs)
-        prepared.append(len(found["pixel_values"]))
-        return found
-
-    monkeypatch.setattr(processor, "preprocess", counted)
-    trainer.train()
-    # 4 prompts of 4 completions: for their tokens, for sampling, for the comparison of forms, for 4 micro-batches
-    assert sum(prepared) <= 4 * 8, prepared
-
-
-def resumed(folder: Any, family: str, **settings: Any) -> torch.Tensor:
+def resumed(trainer: Any) -> torch.Tensor:
     """The update of a run that goes on from its first checkpoint."""
-    trainer = make(folder, family, **settings)
     start = parameters(trainer)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
     return parameters(trainer) - start
 
 
@@ -192,7 +173,7 @@ def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path, fa
     exact = {"bitwise_invariant": True, **WITHIN}
     whole = update(make(tmp_path / "whole", family, per_device_train_batch_size=16, **exact))
     assert torch.equal(whole, update(make(tmp_path / "parts", family, per_device_train_batch_size=3, **exact)))
-    assert torch.equal(whole, resumed(tmp_path / "parts", family, per_device_train_batch_size=5, **exact))
+    assert torch.equal(whole, resumed(make(tmp_path / "parts", family, per_device_train_batch_size=5, **exact)))
 
 
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
@@ -266,13 +247,10 @@ def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
 
 
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
-    exact = {"bitwise_invariant": True, "save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}
+    exact = {"bitwise_invariant": True, **WITHIN}
     whole = update(with_tools(tmp_path / "whole", per_device_train_batch_size=16, **exact))
     assert torch.equal(whole, update(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **exact)))
-    resumed = with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)
-    start = parameters(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-1"))  # within a rollout batch
-    assert torch.equal(whole, parameters(resumed) - start)
+    assert torch.equal(whole, resumed(with_tools(tmp_path / "parts", per_device_train_batch_size=5, **exact)))
 
 
 def test_images_are_packed_without_loss():

@@ -14,11 +14,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.support.launch import two_processes
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import prompts
 from tests.support.trainers import make, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
@@ -61,14 +60,7 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
     every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**config_kwargs(tmp_path, max_steps=4, save_total_limit=1, **every, **best)),
-        train_dataset=prompts(),
-        eval_dataset=prompts(4, seed=1),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every, **best)
     trainer.add_callback(Signal(2, signal.SIGTERM))
     evaluated = []
     trainer.add_callback(OnEvaluate(lambda step: evaluated.append(step)))

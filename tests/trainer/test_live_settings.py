@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import transformers
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.support.beside_trl import build, learns_as_in_trl
+from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
 from tests.support.tiny import stock_scores
 
 # two steps for a rollout batch of one step: in the second the policy has moved, so that clips and ratios act
 REUSED: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"}
-Change = Callable[[Any], None]
-
-
-def changing(changed: Change) -> type:
-    """A callback of the user's changes the trainer before the third step."""
-
-    class Changes(transformers.TrainerCallback):
-        trainer: Any
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                changed(self.trainer)
-
-    class Changing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            callback = Changes()
-            callback.trainer = self
-            self.add_callback(callback)
-
-    return Changing
-
-
-def setting(name: str, value: Any) -> Change:
-    """`name` may begin with "args."."""
-
-    def changed(trainer: Any) -> None:
-        owner = trainer.args if name.startswith("args.") else trainer
-        setattr(owner, name.removeprefix("args."), value)
-
-    return changed
 
 
 CASES: list[tuple[str, Any, dict[str, Any]]] = [

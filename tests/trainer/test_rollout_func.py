@@ -8,25 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from tests.support.tiny import config_kwargs, given_rollout, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support import trainers
+from tests.support.tiny import given_rollout, prompts
 from tests.support.trainers import parameters
 
 
-def make(folder: Any, rollout: Any = given_rollout, reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
-    args = GRPOConfig(**config_kwargs(folder, **{"adam_epsilon": 1e-2, **settings}))
-    tokenizer = tiny_tokenizer()
-    return GRPOTrainer(
-        tiny_model(), reward, args, prompts(22), prompts(5), processing_class=tokenizer, rollout_func=rollout
-    )
-
-
-def update(folder: Any, rollout: Any = given_rollout, **settings: Any) -> torch.Tensor:
-    trainer = make(folder, rollout, **settings)
-    before = parameters(trainer)
-    trainer.train()
-    return parameters(trainer) - before
+def make(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
+    sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
+    return trainers.make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
 
 
 def test_a_resumed_run_goes_on_with_the_completions_of_its_checkpoint(tmp_path):
