@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Iterable
@@ -264,31 +263,6 @@ def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path
     assert not sides.stock.outputs[0][1]["advantages"][list(rows)].any()
     # by stock TRL, and by both runs of grpo_ext
     assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
-    assert_alike(sides)
-
-
-def test_asynchronous_rewards_run_together_and_with_others(tmp_path):
-    def parts(journal: Journal) -> dict[str, Any]:
-        answered: list[asyncio.Event] = []  # made in the loop
-
-        async def first(completions: Any, **columns: Any) -> list[float]:
-            answered.append(asyncio.Event())
-            await asyncio.wait_for(answered[0].wait(), 20)
-            journal.write("async reward", "first", sorted(columns))
-            return [float(len(one)) for one in completions]
-
-        async def second(completions: Any, **columns: Any) -> list[float | None]:
-            while not answered:
-                await asyncio.sleep(0.001)
-            journal.write("async reward", "second", sorted(columns))
-            answered.pop().set()
-            return [None if "a" in one else 1.0 for one in completions]
-
-        return text_parts(journal, reward_funcs=[first, writing_reward(journal), second])
-
-    sides = side_by_side(tmp_path, parts)
-    assert [name for name, _ in sides.stock.journal.of("async reward")] == ["second", "first"]
-    assert {"first", "writing", "second"} <= set(sides.stock.timings)
     assert_alike(sides)
 
 

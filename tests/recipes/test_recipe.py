@@ -12,15 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_ext.demo.task import exact_match, load_demo
-from grpo_ext.demo.warm_start import build_tokenizer
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.options import parse
 from tests.support import forks
 from tests.support.drop_in import tool_tokenizer
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.toy_recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
@@ -67,21 +66,9 @@ def accelerate_launch(tmp_path, cache):
 @pytest.fixture
 def own_task(tmp_path):
     """Options for a random tiny model and a small local data set."""
-    tokenizer = build_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     model = tmp_path / "model"
-    Qwen2ForCausalLM(config).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    tiny_model().save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
     rows = [{"question": "cab>"[n % 3 :], "solution": f"#### {n}"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     names = ["--model_name_or_path", model, "--dataset_name", tmp_path / "rows.jsonl"]

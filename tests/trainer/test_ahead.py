@@ -82,18 +82,6 @@ def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
     assert seen == [0, 0, 1, 2, 3, 4]
 
 
-def test_what_it_waits_for_is_logged(tmp_path):
-    def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        time.sleep(0.4)
-        return letter_reward(prompts, completions)
-
-    trainer = make(tmp_path, reward=slow, rollout_lag=1)
-    trainer.train()
-    assert all(waited > 0.2 for waited in log_of(trainer, "time/wait_rollout"))
-    assert log_of(trainer, "sampling/staleness") == [0, 1, 1]
-    assert len(log_of(trainer, "time/wait_train")) == 3
-
-
 def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
     def fails(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         return [float("nan")] * len(completions)
@@ -101,23 +89,6 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path):
     with pytest.raises(RewardError, match="returned nan in row 0"):
         make(tmp_path, reward=fails, rollout_lag=1).train()
     assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
-
-
-def test_memory_that_runs_out_in_the_thread_halves_the_chunk(tmp_path, monkeypatch):
-    whole = make(tmp_path / "whole", rollout_lag=1)
-    whole.train()
-    inner = engine.sample_chunk
-
-    def short(model: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(rows) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return inner(model, rows, *args, **kwargs)
-
-    monkeypatch.setattr(engine, "sample_chunk", short)
-    trainer = make(tmp_path / "short", rollout_lag=1)
-    trainer.train()
-    assert trainer._rollouts.worker.parts.memory.limit == 8
-    assert torch.allclose(parameters(trainer), parameters(whole), atol=1e-6)
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -252,15 +223,8 @@ def server(tmp_path, monkeypatch) -> StandIn:
     return stand_in(tmp_path / "server", monkeypatch.setattr)
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        pytest.param({"rollout_batch_size": 32, "max_steps": 9}, marks=pytest.mark.full),
-        {"eval_strategy": "steps", "eval_steps": 1},
-    ],
-)
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("more", [{}, {"eval_strategy": "steps", "eval_steps": 1}])
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, lag, more):
     evaluated = {"eval_dataset": prompts(4, seed=1)} if "eval_steps" in more else {}
     settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 5, "learning_rate": 1e-2, "top_k": 0, **more}

@@ -58,6 +58,7 @@ SIZES = [
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
     ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
+    ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
 ]
 
 
@@ -98,16 +99,9 @@ def test_an_optimizer_that_steps_in_its_step_is_taken(tmp_path):
     assert build(tmp_path, model=model, extra={"optimizers": (optimizer, None)}).optimizer is optimizer
 
 
-DATA = [
-    (Dataset.from_dict({"prompt": ["a", "", "b"]}), "row 1 of the training data set has an empty prompt"),
-    (Dataset.from_dict({"prompt": ["ab"] * 3 + ["a" * 200]}), "prompt in row 3 has 200 tokens.*room for 128"),
-]
-
-
-@pytest.mark.parametrize(("dataset", "message"), DATA, ids=["empty prompt", "too long"])
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path, dataset, message):
-    with pytest.raises(DataError, match=message):
-        build(tmp_path, dataset=dataset)
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path):
+    with pytest.raises(DataError, match="row 1 of the training data set has an empty prompt"):
+        build(tmp_path, dataset=Dataset.from_dict({"prompt": ["a", "", "b"]}))
 
 
 def test_absolute_positions_count_the_completion_too(tmp_path):

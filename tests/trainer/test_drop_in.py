@@ -44,19 +44,6 @@ def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
     assert args.gradient_accumulation_steps == 4  # the user's object is left alone
 
 
-def test_lora_trains_only_the_adapter(tmp_path):
-    model = tiny_model("llama")
-    base = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = make(tmp_path, model=model, extra={"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}, beta=0.1)
-    trainer.train()
-    for name, p in trainer.model.get_base_model().named_parameters():
-        if "lora_" not in name:
-            assert torch.equal(base[name.replace(".base_layer", "")], p)
-    moved = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
-    assert any(p.abs().sum() > 0 for p in moved)
-    assert len(log_of(trainer, "kl")) == 2
-
-
 def flat(model):
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
@@ -190,19 +177,12 @@ def test_rollouts_are_reused_and_renewed_on_time(tmp_path, rows, epochs, rollout
     assert calls == rollouts
 
 
-def test_a_subclass_may_shape_rewards_and_advantages_of_dynamic_sampling(tmp_path):
-    class Negated(GRPOTrainer):
-        def _calculate_rewards(self, *args):
-            return -super()._calculate_rewards(*args)
-
+def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
     class Silent(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             scored = super()._generate_and_score_completions(inputs)
             scored["advantages"] = 0 * scored["advantages"]
             return scored
-
-    def negative_reward(prompts, completions, **kwargs):
-        return [-r for r in letter_reward(prompts, completions)]
 
     def trained(cls, reward):
         changes = {"max_steps": 1, "max_grad_norm": 0.0, "dynamic_sampling": True}
@@ -212,22 +192,8 @@ def test_a_subclass_may_shape_rewards_and_advantages_of_dynamic_sampling(tmp_pat
         return parameters(trainer)
 
     start = flat(tiny_model()).double()
-    plain = trained(GRPOTrainer, letter_reward)
-    assert torch.equal(trained(Negated, negative_reward), plain)
-    assert not torch.equal(trained(Negated, letter_reward), plain)
     assert torch.equal(trained(Silent, letter_reward), start)
-    assert torch.equal(trained(Silent, sparse_reward), start)
     assert not torch.equal(trained(GRPOTrainer, sparse_reward), start)
-
-
-def test_an_override_that_has_no_effect_is_said(tmp_path, caplog):
-    class Sampled(GRPOTrainer):
-        def _get_train_sampler(self, dataset=None):
-            return super()._get_train_sampler(dataset)
-
-    args = GRPOConfig(**config_kwargs(tmp_path))
-    Sampled(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
-    assert "Sampled._get_train_sampler has no effect here" in caplog.text
 
 
 def test_sizes_changed_after_construction_count(tmp_path):
@@ -272,12 +238,6 @@ def test_a_data_set_with_a_transform_trains(tmp_path):
     trainer = make(tmp_path, dataset=rows)
     trainer.train()
     assert trainer.state.global_step == 2
-
-
-def test_reference_model_is_synchronised(tmp_path):
-    trainer = make(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
-    trainer.train()
-    assert torch.allclose(flat(trainer.ref_model), flat(trainer.model))
 
 
 def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):

@@ -171,12 +171,3 @@ def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says):
         GRPOConfig(**config_kwargs(tmp_path, **settings))
-
-
-def test_the_completions_table_shows_the_estimators_advantages(tmp_path):
-    trainer, rollouts = trained(
-        tmp_path, Recorder(share=1), dynamic_sampling=False, advantage_estimator="leave_one_out", max_steps=1
-    )
-    shown = list(trainer._logs["advantages"])
-    assert shown == pytest.approx(rollouts[0].advantages.tolist())
-    assert shown[:GROUP] == pytest.approx([-2.0, -2 / 3, 2 / 3, 2.0])

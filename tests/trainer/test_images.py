@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -168,14 +167,6 @@ def resumed(trainer: Any) -> torch.Tensor:
 WITHIN = {"save_strategy": "steps", "save_steps": 1, "rollout_batch_size": 32}  # the first is within a rollout batch
 
 
-@pytest.mark.parametrize("family", some("llava"))
-def test_in_bitwise_mode_the_bits_are_the_same_and_a_run_is_resumed(tmp_path, family):
-    exact = {"bitwise_invariant": True, **WITHIN}
-    whole = update(make(tmp_path / "whole", family, per_device_train_batch_size=16, **exact))
-    assert torch.equal(whole, update(make(tmp_path / "parts", family, per_device_train_batch_size=3, **exact)))
-    assert torch.equal(whole, resumed(make(tmp_path / "parts", family, per_device_train_batch_size=5, **exact)))
-
-
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
     def evaluated(name: str, first: int, size: int) -> float:
         parts = {"eval_dataset": image_rows(3, first=first)}
@@ -330,17 +321,3 @@ def test_a_users_loss_finds_the_images_where_trl_has_them(tmp_path, family):
     settings: dict[str, Any] = {"rows": rows, "per_device_train_batch_size": 16, "max_steps": 1}
     whole = update(make(tmp_path / "whole", family, answers(GRPOTrainer), **settings))
     assert error(whole, update(make(tmp_path / "own", family, answers(Own), **settings))) <= UPDATE
-
-
-def test_an_override_of_the_scoring_is_given_arguments_of_trls(tmp_path):
-    known = inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters
-
-    class Own(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            assert kwargs.keys() <= known.keys()
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    rows = image_rows(8, **MIXED)
-    settings = {"rows": rows, "max_steps": 1, "num_iterations": 2}
-    plain = update(make(tmp_path / "plain", **settings))
-    assert torch.equal(plain, update(make(tmp_path / "own", cls=Own, **settings)))

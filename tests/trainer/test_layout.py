@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, BloomConfig, DogeConfig, Nemotron
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
-from grpo_ext.rollouts.ragged import Ragged
 from tests.support.architectures import architecture
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import error, log_of, make, update
@@ -224,20 +223,6 @@ def test_a_loss_computed_outside_the_window_does_not_run_packs_under_checkpointi
         loss.backward()
         batches.append(torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]))
     assert error(batches[1], batches[0]) <= UPDATE
-
-
-def test_rows_of_a_group_with_different_prompts_are_planned_one_by_one(tmp_path):
-    trainer = make(tmp_path, max_steps=1)
-    trainer.train()
-    rollout = trainer._rollouts.batch
-    assert list(rollout.sizes().groups_B) == [row // 4 for row in range(16)]
-    prompts = list(rollout.prompt_ids)
-    prompts[1] = torch.cat([prompts[1], torch.tensor([5])])
-    rollout.prompt_ids = Ragged.of(prompts)
-    rollout.prompt_mask = Ragged.of([torch.ones_like(ids) for ids in prompts])
-    sizes = rollout.sizes()
-    assert list(sizes.groups_B) == list(range(16))
-    assert sizes.prompts_B[1] == sizes.prompts_B[0] + 1
 
 
 @pytest.mark.parametrize(

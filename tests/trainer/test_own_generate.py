@@ -16,7 +16,7 @@ from grpo_ext.rollouts.decoding import own_generate
 from tests.support.beside_trl import build
 from tests.support.drop_in import make
 from tests.support.own_generate import LORA, Sampler, Wrapper, apart, change, model_with
-from tests.support.tiny import prompts, stock_scores, tiny_model
+from tests.support.tiny import stock_scores, tiny_model
 from tests.tolerances import DIFFERENT, UPDATE
 
 KINDS = ["subclass", "instance", "wrapper"]
@@ -78,17 +78,6 @@ def test_bitwise_mode_refuses_it(tmp_path):
     trainer.model.generate = Sampler()
     with pytest.raises(ConfigError, match=r"a generate of one.s own \(.*Sampler\)"):
         trainer.train()
-
-
-def test_evaluation_asks_it_chunk_by_chunk(tmp_path):
-    sampler = Sampler()
-    trainer = make(tmp_path, model=model_with(sampler, "subclass"), num_generations_eval=2)
-    first = trainer.evaluate(prompts(7, seed=4))
-    assert [len(given["input_ids"]) for given in sampler.given] == [8, 6]
-    again = make(
-        tmp_path, model=model_with(Sampler(), "subclass"), num_generations_eval=2, per_device_eval_batch_size=3
-    )
-    assert again.evaluate(prompts(7, seed=4))["eval_reward"] == first["eval_reward"]
 
 
 def test_what_samples_as_transformers_does_is_not_mistaken(monkeypatch):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pandas
-import pytest
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.drop_in import log_of, make
@@ -53,25 +51,6 @@ def test_columns_logged_in_one_rollout_and_not_in_the_next_are_shown(tmp_path):
         [True] * 8 + [False] * 8,
     ]
     assert [*tables[1]["short"].notna()] == [True] * 3 + [False] * 13
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_metrics_of_a_rollout_batch_are_the_exact_mean_over_its_calls(tmp_path, dynamic):
-    logged = []
-
-    def graded(prompts, completions, number, log_metric, **kwargs):
-        value = 0.1 * sum(number) + len(logged)
-        logged.append((kwargs["trainer_state"].global_step, value))
-        log_metric("value", value)
-        return [float(i % 4) if n % 3 == 0 else 0.5 for i, n in enumerate(number)]
-
-    rows = prompts(24).add_column("number", list(range(24)))
-    trainer = make(tmp_path, rewards=graded, dataset=rows, dynamic_sampling=dynamic, max_steps=2)
-    trainer.train()
-    for step, mean in enumerate(log_of(trainer, "value")):
-        values = [value for at, value in logged if at == step]
-        assert (len(values) > 2) is dynamic
-        assert mean == math.fsum(values) / len(values)
 
 
 def test_a_subclass_may_log_itself_and_may_override_what_logs(tmp_path):

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from grpo_ext.run.log import LOG, read_log
 from grpo_ext.tools.report.page import ReportCallback
 from grpo_ext.tools.report.runs import load_run
 from tests.support.tiny import prompts
@@ -66,14 +65,3 @@ def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
     assert [entry["step"] for entry in training] == [1, 2, 3]
     assert run.status == "finished"
     assert (tmp_path / "out" / "report" / "index.html").is_file()
-
-
-def test_the_run_log_of_a_resumed_run_is_that_of_the_run_left_alone(tmp_path):
-    whole = train(tmp_path / "whole", max_steps=4)
-    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
-    again = tmp_path / "out" / "checkpoint-2"
-    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, resume=str(again))
-    log = read_log(tmp_path / "out" / LOG)
-    assert log.resumed_from == [2]
-    found = [(e["step"], e["values"]["reward"]) for e in log.entries if "reward" in e["values"]]
-    assert found == list(zip([1, 2, 3, 4], log_of(whole, "reward")))

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
 import sys
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 from rich.console import Console as RichConsole
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -22,11 +19,9 @@ from transformers.trainer_callback import CallbackHandler
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.console import Console
 from tests.support import forks
-from tests.support.terminal import on_terminal, screen
+from tests.support.terminal import screen
 
 ROOT = Path(__file__).parents[3]
-RUN = [sys.executable, "-m", "tests.unit.tools.console_run"]
-QUIET = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"}
 LOGS = {
     "loss": 0.1,
     "grad_norm": 0.5312,
@@ -45,11 +40,6 @@ WHOLE = (
     "step   12/150  reward  0.62 +- 0.41  length   45  truncated  3%  entropy 0.71  no variance 25%  kl 0.012  "
     "clipped 1.2%  grad 0.53  s/step 1.23  tokens/s 4,100"
 )
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")}
-    return {**kept, **QUIET, **more}
 
 
 def on_stream(width: int | None = None, main: bool = True, samples: bool = False, **console):
@@ -212,33 +202,6 @@ def test_quiet_libraries_leaves_the_warnings_of_this_project():
 
 
 # ---- Real runs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.skipif(Version(version("rich")) < Version("15"), reason="rich before 15 makes the bar a column too wide")
-def test_nothing_tears_the_bar_of_a_real_run():
-    columns = 80
-    status, written = on_terminal(RUN, columns, environment())
-    shown = screen(written, columns)
-    text = "\n".join(shown)
-    assert status == 0, text
-    assert sum("GRPO" in line for line in shown) == 1, text
-    assert re.search(r"^GRPO ━+ 3/3 0:00:\d\d left 0:00:00 +reward -?\d\.\d\d$", text, re.M), text
-    assert [line[:10] for line in shown if line.startswith(("step", "eval"))] == [
-        "step    1/",
-        "step    2/",
-        "eval    2/",
-        "step    3/",
-        "eval    3/",
-    ], text
-    tables = [line for line in shown if line.startswith(("╭", "│", "╰"))]
-    assert sum("Step" in line for line in tables) == 6, text
-    tops = {len(line) for line in tables if line[0] == "╭"}
-    assert all(line[-1] in "╮│╯" and len(line) in tops for line in tables), text
-    for sentence in ("a print of the reward", "a warning of the project", "an error on a logger made before"):
-        assert sum(line.endswith(sentence) for line in shown) == 10, text  # two chunks a rollout, five rollouts
-    assert "{'" not in text, "a dictionary was dumped"
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor stays hidden"
 
 
 def test_a_pipe_gets_plain_lines_also_where_colour_is_forced():
