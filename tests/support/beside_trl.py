@@ -10,8 +10,9 @@ import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.own_generate import Sampler, apart, change
+from tests.support.own_generate import Sampler
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import change, error
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 
 SETTINGS: dict[str, Any] = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
@@ -89,5 +90,5 @@ def learns_as_in_trl(
     """
     stock = change(build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings))
     without, others = control or (None, parts)
-    assert apart(stock, change(build(folder / "other", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
-    assert apart(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE
+    assert error(stock, change(build(folder / "other", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
+    assert error(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE

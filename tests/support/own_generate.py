@@ -82,18 +82,3 @@ def model_with(sampler: Sampler, kind: str) -> Any:
         model.generate = sampler
     object.__setattr__(model, "sampler", sampler)
     return model
-
-
-def change(trainer: Any) -> torch.Tensor:
-    """What training changed, float64."""
-
-    def flat() -> torch.Tensor:
-        return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
-
-    start = flat()
-    trainer.train()
-    return flat() - start
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / a.norm())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerState
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
@@ -65,11 +67,30 @@ def parameters(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
 
 
+def change(trainer: Any) -> torch.Tensor:
+    """What training changed, float64."""
+
+    def trained() -> torch.Tensor:
+        return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+    start = trained()
+    trainer.train()
+    return trained() - start
+
+
 def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     trainer = make(folder, **settings)
-    before = parameters(trainer)
-    trainer.train()
-    return parameters(trainer) - before, trainer
+    return change(trainer), trainer
+
+
+def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) -> TrainerCallback:
+    """A user's callback for one event, at every step or at one."""
+
+    def called(self: Any, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            act(state)
+
+    return type("OnEvent", (TrainerCallback,), {event: called})()
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:

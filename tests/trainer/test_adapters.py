@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext.errors import ModelError, SplitDependentError
-from tests.support.own_generate import change
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trainers import error, far
+from tests.support.trainers import change, error, far
 from tests.tolerances import DIFFERENT, UPDATE
 
 _TARGETS = {"target_modules": ["q_proj", "v_proj"]}

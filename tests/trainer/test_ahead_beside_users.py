@@ -21,7 +21,7 @@ from grpo_ext.run.state import RunState
 from tests.support.architectures import architecture
 from tests.support.launch import ROOT
 from tests.support.tiny import letter_reward, tiny_model
-from tests.support.trainers import log_of, make, other, parameters
+from tests.support.trainers import log_of, make, on, other, parameters
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
 
@@ -33,13 +33,6 @@ class Renamed(GRPOTrainer):
         super()._log_metric(f"renamed/{name}", value)
 
 
-class Pause(TrainerCallback):
-    """Training that takes longer than sampling."""
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.3)
-
-
 def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
     calls: list[int] = []
 
@@ -49,7 +42,7 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
         return letter_reward(prompts, completions)
 
     trainer = make(tmp_path, reward=reward, cls=Renamed, rollout_lag=2, max_steps=5, rollout_chunk_size=16)
-    trainer.add_callback(Pause())
+    trainer.add_callback(on("on_step_end", lambda state: time.sleep(0.3)))  # training takes longer than sampling
     trainer.train()
     assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -57,22 +50,17 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
 # ---- Callbacks ------------------------------------------------------------------------------------------------------
 
 
-class Balance(TrainerCallback):
-    """Moves the router's bias after every step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        generator = torch.Generator().manual_seed(state.global_step)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-
-
 def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     def balanced(folder: Any) -> GRPOTrainer:
         model = architecture("deepseek_v3", initializer_range=0.2)  # whose router has a bias that is a buffer
-        trainer = other(folder, model=model, rollout_lag=1, max_steps=5)
-        trainer.add_callback(Balance())
-        return trainer
+
+        def balance(state: Any) -> None:
+            generator = torch.Generator().manual_seed(state.global_step)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+
+        return other(folder, model=model, rollout_lag=1, max_steps=5, callbacks=[on("on_step_end", balance)])
 
     whole = balanced(tmp_path)
     whole.train()
@@ -92,19 +80,16 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-class Longer(TrainerCallback):
+def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
     """Lets completions grow; and takes its time."""
 
-    def __init__(self, trainer: GRPOTrainer, seconds: float) -> None:
-        self.trainer, self.seconds = trainer, seconds
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.generation_config.max_new_tokens = 4 + 2 * state.global_step
+    def grow(state: Any) -> None:
+        trainer.generation_config.max_new_tokens = 4 + 2 * state.global_step
         if state.global_step == 2:
-            self.trainer.reward_funcs[0] = lambda prompts, completions, **columns: [
-                float(len(completion)) for completion in completions
-            ]
-        time.sleep(self.seconds)
+            trainer.reward_funcs[0] = lambda completions, **columns: [float(len(text)) for text in completions]
+        time.sleep(seconds)
+
+    return on("on_step_end", grow)
 
 
 def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
@@ -117,7 +102,7 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
 
         folder = tmp_path / str(training)
         trainer = make(folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4)
-        trainer.add_callback(Longer(trainer, training))
+        trainer.add_callback(longer(trainer, training))
         trainer.train()
         runs.append(trainer)
     assert torch.equal(parameters(runs[0]), parameters(runs[1]))
@@ -140,9 +125,8 @@ def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag)
     trainer = other(tmp_path, reward_funcs=reward, rollout_lag=lag, save_strategy="no", max_steps=6)
     seen: list[str] = []
     names = ("on_save", "on_epoch_end", "on_train_end")
-    trainer.add_callback(
-        type("Events", (TrainerCallback,), {n: lambda *args, name=n, **kwargs: seen.append(name) for n in names})()
-    )
+    for name in names:
+        trainer.add_callback(on(name, lambda state, name=name: seen.append(name)))
     with pytest.raises(TrainingInterrupted):
         trainer.train()
     assert seen[-3:] == [*names]

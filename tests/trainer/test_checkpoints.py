@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
@@ -23,7 +23,7 @@ from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE, LORA, SAVE, make, other, parameters
+from tests.support.trainers import BASE, LORA, SAVE, make, on, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +138,11 @@ def test_the_best_experts_are_those_that_are_left_at_the_end(tmp_path):
     trainer = other(tmp_path, model=tiny_model("moe"), eval_dataset=prompts(4), **evaluate)
     losses, weights = [], []
 
-    class Remember(TrainerCallback):
-        def on_evaluate(self, *args: Any, metrics: Any, **kwargs: Any) -> None:
-            losses.append(metrics["eval_loss"])
-            weights.append(parameters(trainer))
+    def remember(state: Any) -> None:
+        losses.append(state.log_history[-1]["eval_loss"])
+        weights.append(parameters(trainer))
 
-    trainer.add_callback(Remember())
+    trainer.add_callback(on("on_evaluate", remember))
     trainer.train()
     best_step = max(range(3), key=losses.__getitem__)
     assert torch.equal(parameters(trainer), weights[best_step])

@@ -18,7 +18,7 @@ from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import parameters
+from tests.support.trainers import change, parameters
 
 
 @pytest.fixture
@@ -94,15 +94,12 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
     trainer = build(tmp_path / "half", model, **once)
     fixed_completions(trainer)  # sampled in float16, some tokens would be others
-    before = parameters(trainer)
-    trainer.train()
-    half = parameters(trainer) - before
+    half = change(trainer)
     assert isinstance(trainer.accelerator.scaler, LossScaler)
     assert torch.float16 in seen
     full = build(tmp_path / "full", fp16=False, **once)
     fixed_completions(full)
-    full.train()
-    whole = parameters(full) - before
+    whole = change(full)
     assert 0 < float((half - whole).norm() / whole.norm()) < 0.02
     line = trainer.state.log_history[0]
     assert line["fp16/loss_scale"] == 65536.0

@@ -15,8 +15,9 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.rollouts.decoding import own_generate
 from tests.support.beside_trl import build
 from tests.support.drop_in import make
-from tests.support.own_generate import LORA, Sampler, Wrapper, apart, change, model_with
+from tests.support.own_generate import LORA, Sampler, Wrapper, model_with
 from tests.support.tiny import stock_scores, tiny_model
+from tests.support.trainers import change, error
 from tests.tolerances import DIFFERENT, UPDATE
 
 KINDS = ["subclass", "instance", "wrapper"]
@@ -38,7 +39,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
     stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(theirs, kind), peft, 16)
     caplog.clear()
     same, _ = trained(tmp_path, GRPOTrainer, model_with(ours, kind), peft, 16, rollout_chunk_size=16)
-    assert apart(stock, same) < UPDATE
+    assert error(stock, same) < UPDATE
     assert caplog.text.count("samples, and not by key; only the update is covered") == 1
     assert len(ours.given) == len(theirs.given) == 2
     for one, other in zip(ours.given, theirs.given):
@@ -47,9 +48,9 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
         assert torch.equal(one["attention_mask"], other["attention_mask"])
         assert one["generation_config"].to_diff_dict() == other["generation_config"].to_diff_dict()
     small, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(), kind), peft)  # chunks of 8, micro-batches of 5
-    assert apart(same, small) < UPDATE
+    assert error(same, small) < UPDATE
     other, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler("short"), kind), peft)
-    assert apart(same, other) > DIFFERENT
+    assert error(same, other) > DIFFERENT
 
 
 @stock_scores
@@ -57,7 +58,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
     stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), size=16)
     same, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
-    assert apart(stock, same) < UPDATE
+    assert error(stock, same) < UPDATE
 
 
 def test_one_that_is_replaced_after_the_trainer_is_built_is_found(tmp_path, caplog):

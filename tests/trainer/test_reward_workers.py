@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers import TrainerCallback
 
 from grpo_ext.errors import ConfigError
 from tests.support.drop_in import CountingGame, conversations, log_of, make
 from tests.support.tiny import prompts
+from tests.support.trainers import on
 
 
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):
@@ -26,12 +26,11 @@ def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_to
 
         return graded
 
-    class Replaces(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            trainer.reward_funcs[0] = elsewhere(2.0 + state.global_step)
+    def replace(state: Any) -> None:
+        trainer.reward_funcs[0] = elsewhere(2.0 + state.global_step)
 
     trainer = make(tmp_path, rewards=elsewhere(1.0), reward_workers=1, max_steps=2)
-    trainer.add_callback(Replaces())
+    trainer.add_callback(on("on_step_end", replace))
     trainer.train()
     assert log_of(trainer, "reward") == [1.0, 3.0]
     assert trainer.evaluate(prompts(4))["eval_reward"] == 4.0
@@ -43,14 +42,13 @@ def test_workers_end_with_the_training(tmp_path, fails):
         (tmp_path / "pid").write_text(str(os.getpid()))
         return [float(len(c)) for c in completions]
 
-    class Looks(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
-            if fails:
-                raise KeyboardInterrupt
+    def look(state: Any) -> None:
+        assert psutil.pid_exists(int((tmp_path / "pid").read_text()))
+        if fails:
+            raise KeyboardInterrupt
 
     trainer = make(tmp_path, rewards=graded, reward_workers=1, max_steps=1)
-    trainer.add_callback(Looks())
+    trainer.add_callback(on("on_step_end", look))
     with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
         trainer.train()
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_ext import checks
 from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import covered_length
-from tests.support.own_generate import change
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import error, far
+from tests.support.trainers import change, error, far
 from tests.tolerances import DIFFERENT, UPDATE
 
 SWITCH = 16  # tokens; prompts have 3 to 10 here, completions up to 12
