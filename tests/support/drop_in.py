@@ -51,9 +51,6 @@ class CountingGame:
         return float(self.guesses)
 
 
-TOOL_CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'
-
-
 def tool_tokenizer():
     """A tokenizer with TRL's Qwen3 template: letters, and the special tokens of the template."""
     tokenizer = tiny_tokenizer()

@@ -175,9 +175,6 @@ def test_a_checkpoint_that_lost_its_listing_is_broken(tmp_path, caplog):
     trainer.train(resume_from_checkpoint="latest")
     assert "checkpoint-3 has lost its checkpoint.json" in caplog.text
     assert trainer.state.global_step == 3
-    assert [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line] == pytest.approx(
-        [1e-3, 2e-3 / 3, 1e-3 / 3]  # the schedule goes on where checkpoint-2 was written
-    )
 
 
 def as_of_another_trainer(checkpoint: Path) -> Path:

@@ -17,8 +17,8 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from tests.support.beside_trl import Parts, build, changing, learns_as_in_trl, setting
-from tests.support.drop_in import TOOL_CALL, conversations
+from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
+from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
@@ -54,26 +54,6 @@ def some_alone(prompts: Any, completions: Any, **kwargs: Any) -> list[float | No
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
 
 
-class Caller:
-    """A `generate` that calls a tool at every second place of a group, and ends once it is answered."""
-
-    def __init__(self, tokenizer: Any, calls: bool) -> None:
-        self.tokenizer, self.calls = tokenizer, calls
-
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)]
-        answers = []
-        for place, ids in enumerate(rows):
-            number = rows[:place].count(ids)  # among the completions that begin alike
-            answered = "<tool_response>" in self.tokenizer.decode(ids)
-            calls = self.calls and number % 2 and not answered
-            text = TOOL_CALL if calls else "abcdefgh"[: 1 + (number + sum(ids)) % 5]
-            answers.append(self.tokenizer(text + "<|im_end|>")["input_ids"])
-        width = max(map(len, answers))
-        padded = [answer + [self.tokenizer.pad_token_id] * (width - len(answer)) for answer in answers]
-        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
-
-
 def guess(number: int) -> str:
     """Guess a number.
 
@@ -87,19 +67,12 @@ def talk_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
     return [sum(0.1 * len(message.get("content", "")) for message in talk) + len(talk) for talk in completions]
 
 
-def talking(tokenizer: Any, calls: bool = True, **more: Any) -> Parts:
-    """The parts of a run with tools or environments."""
-
-    def parts() -> dict[str, Any]:
-        model = tiny_model(max_position_embeddings=4096)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # of the embeddings that are added
-            model.resize_token_embeddings(len(tokenizer))
-        model.generate = Caller(tokenizer, calls)
-        usual = {"reward_funcs": talk_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-        return {"model": model, **usual, **more}
-
-    return parts
+def talking() -> dict[str, Any]:
+    """The parts of a run with a tool, which every second completion of a group calls."""
+    tokenizer = chat_tokenizer()
+    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("guess", number=3) + EOS], [f"bcd{EOS}"]))
+    usual = {"reward_funcs": talk_reward, "train_dataset": conversations(), "processing_class": tokenizer}
+    return {"model": model, "tools": [guess], **usual}
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
@@ -123,7 +96,7 @@ def test_calculate_rewards_makes_the_rewards(tmp_path, put):
 
 
 @stock_scores
-def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, tool_tokenizer):
+def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     sizes: list[int] = []
 
     def _generate_single_turn(self: Any, inner: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,10 +104,10 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, 
         ids, logps = inner(prompt_ids, *args, **kwargs)
         return [[9, *row] for row in ids], logps
 
-    parts, mixin = talking(tool_tokenizer, tools=[guess]), overriding(_generate_single_turn)
-    learns_as_in_trl(tmp_path, mixin, parts, max_completion_length=200)
+    mixin = overriding(_generate_single_turn)
+    learns_as_in_trl(tmp_path, mixin, talking, max_completion_length=200)
     sizes.clear()
-    build(tmp_path / "o", GRPOTrainer, mixin, parts=parts, max_completion_length=200, max_steps=1).train()
+    build(tmp_path / "o", GRPOTrainer, mixin, parts=talking, max_completion_length=200, max_steps=1).train()
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
@@ -297,9 +270,9 @@ def test_a_change_that_cannot_be_followed_is_said(tmp_path):
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-def test_tool_call_loop_is_refused_by_name_before_training(tmp_path, tool_tokenizer):
+def test_tool_call_loop_is_refused_by_name_before_training(tmp_path):
     def _tool_call_loop(self: Any, inner: Any, *args: Any) -> Any:
         raise AssertionError("called")
 
     with pytest.raises(ConfigError, match=r"_tool_call_loop would not be called.*_generate_single_turn .* _generate "):
-        build(tmp_path, GRPOTrainer, overriding(_tool_call_loop), parts=talking(tool_tokenizer, tools=[guess])).train()
+        build(tmp_path, GRPOTrainer, overriding(_tool_call_loop), parts=talking).train()

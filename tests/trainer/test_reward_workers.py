@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from grpo_ext.errors import ConfigError
-from tests.support.drop_in import CountingGame, conversations, log_of, make
+from tests.support.drop_in import CountingGame, conversations, log_of, make, tool_tokenizer
 from tests.support.tiny import prompts
 from tests.support.trainers import on
 
@@ -64,7 +64,7 @@ def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
         make(tmp_path, rewards=stored, reward_workers=1)
 
 
-def test_environments_stay_in_the_training_process(tmp_path, tool_tokenizer):
+def test_environments_stay_in_the_training_process(tmp_path):
     extra = {"environment_factory": CountingGame}
     with pytest.raises(ConfigError, match="reward_workers=2 with environment_factory"):
-        make(tmp_path, rewards=None, dataset=conversations(), tokenizer=tool_tokenizer, extra=extra, reward_workers=2)
+        make(tmp_path, rewards=None, dataset=conversations(), tokenizer=tool_tokenizer(), extra=extra, reward_workers=2)

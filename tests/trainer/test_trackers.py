@@ -23,11 +23,12 @@ def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0}
+    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0, "beta": 0.1}
     trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True, **more)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    for name in ("reward", "layout/useful_tokens_per_second", "time/train"):
+    for name in ("reward", "layout/useful_tokens_per_second", *(f"time/{n}" for n in ("rollout", "logps", "train"))):
+        assert all(value > 0 for value in log_of(trainer, name)) or name == "reward"
         found = [event.value for event in events.Scalars(f"train/{name}")]
         assert found == pytest.approx(log_of(trainer, name), rel=1e-6), name
     for name in ("pass@1", "pass@4", "mean@4"):

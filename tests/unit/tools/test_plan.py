@@ -17,7 +17,7 @@ from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError
 from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.tools.plan.measure import expected_memory, largest_micro_batch, load_config, measure
-from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, memory_of
+from grpo_ext.tools.plan.memory import ENGINES, MemoryLayout, ModelSizes, count, in_units, memory_of
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
@@ -225,3 +225,18 @@ def test_memory_is_counted_for_models_of_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     with pytest.raises(ConfigError, match="is a LlavaConfig, and memory is counted for models of text alone"):
         load_config(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (3.2 * 2**20, "3.2 MiB"), (2**30, "1.0 GiB"), (2**41, "2,048.0 GiB")],
+)
+def test_memory_has_a_unit_that_fits(size, text):
+    assert in_units(size) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12_345, "12,345"), (496_000, "0.5M"), (134.5e6, "134M"), (7.6e9, "7.6B"), (70e9, "70B")]
+)
+def test_parameters_are_counted_in_a_unit_that_fits(number, text):
+    assert count(number) == text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.tools.plots import figure_class
 from grpo_ext.tools.report import page as report_module
 from grpo_ext.tools.report.page import ReportCallback, report, report_or_reason
 from grpo_ext.tools.report.plots import PLOTS, panels
@@ -275,3 +276,8 @@ def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     assert refused.returncode == 2
     assert "holds no log lines" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match=r"plot.xyz is no plot .* \.png, \.svg or \.pdf"):
+        figure_class(Path("plot.xyz"))
