@@ -169,17 +169,6 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert_alike(sides)
 
 
-def test_no_completions_at_all_are_an_error_with_the_same_words(tmp_path):
-    def act(trainer: Any) -> None:
-        trainer._generate_single_turn = lambda *args, **kwargs: ([], None)
-        trainer.train()
-
-    sides = side_by_side(tmp_path, text_parts, act, raises=True)
-    for run in (sides.stock, sides.scored, sides.ours):
-        assert isinstance(run.error, RuntimeError)
-        assert "No completions were generated" in str(run.error)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path, beta):
     def parts(journal: Journal) -> dict[str, Any]:

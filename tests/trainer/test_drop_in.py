@@ -155,28 +155,6 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
     assert sampled() == [([6], None)] * 4
 
 
-@pytest.mark.parametrize(
-    ("rows", "epochs", "rollouts"),
-    [
-        (22, 1, [32, 32, 24]),  # 8, 8 and 6 prompts
-        (8, 2, [32, 32]),  # a rollout batch for each epoch
-    ],
-)
-def test_rollouts_are_reused_and_renewed_on_time(tmp_path, rows, epochs, rollouts):
-    calls = []
-
-    def counting(prompts, completions, **kwargs):
-        calls.append(len(completions))
-        return letter_reward(prompts, completions)
-
-    # two iterations of two steps each
-    sizes = {"rollout_batch_size": 32, "rollout_chunk_size": 32, "num_iterations": 2}
-    trainer = make(tmp_path, rewards=counting, dataset=prompts(rows), max_steps=-1, num_train_epochs=epochs, **sizes)
-    trainer.train()
-    assert trainer.state.global_step == 4 * len(rollouts)
-    assert calls == rollouts
-
-
 def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
     class Silent(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
