@@ -105,15 +105,6 @@ def test_a_data_set_without_further_prompts_ends_the_rounds(tmp_path):
     assert line["dynamic_sampling/rounds"] == 1
 
 
-def test_replacements_differ_between_rollouts_and_seeds_and_nothing_else(tmp_path):
-    first, again, other = Recorder(), Recorder(), Recorder()
-    trained(tmp_path / "a", first)
-    trained(tmp_path / "b", again, per_device_train_batch_size=3)
-    trained(tmp_path / "c", other, seed=11)
-    assert first.calls == again.calls
-    assert first.calls != other.calls
-
-
 def test_with_groups_that_all_teach_nothing_changes(tmp_path):
     plain, _ = trained(tmp_path / "plain", Recorder(share=1), dynamic_sampling=False)
     dynamic, _ = trained(tmp_path / "dynamic", Recorder(share=1))

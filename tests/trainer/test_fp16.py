@@ -106,23 +106,6 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     assert line["fp16/skipped_steps"] == line["fp16/overflows"] == 0.0
 
 
-def test_log_probabilities_are_float32(tmp_path, fp16_on_the_cpu):
-    trainer = build(tmp_path, max_steps=1)
-    kept = []
-    inner = trainer._score
-
-    def score(*args: Any) -> Any:
-        result = inner(*args)
-        kept.append(result)
-        return result
-
-    trainer._score = score
-    trainer.train()
-    assert kept
-    for logps, entropies, _ in kept:
-        assert logps.dtype == entropies.dtype == torch.float32
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu, optim):
     trainer, watch = run(tmp_path, 1, 2, max_steps=4, optim=optim, scale=1024.0, logging_steps=1)

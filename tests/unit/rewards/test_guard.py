@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import math
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.calls import RewardCall, add_columns, columns_of, metrics_of
+from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
 from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall
 from grpo_ext.rewards.runner import is_async
 from tests.support.rewards import score
@@ -225,21 +224,6 @@ def test_a_column_has_an_entry_for_each_completion_and_says_what_is_missing(capl
     caplog.clear()
     columns_of(calls, 6)
     assert caplog.text == ""
-
-
-def test_columns_stay_as_long_as_the_prompts():
-    table: Any = collections.defaultdict(lambda: collections.deque(maxlen=6))
-    prompts_kept: Any = collections.deque(maxlen=6)
-    shown = []
-    for columns in ({}, {"x": [1, 2, 3, 4]}, {"y": [5, 6, 7, 8]}):
-        prompts_kept.extend([0] * 4)
-        add_columns(table, columns, 4, len(prompts_kept))
-        shown.append({name: list(values) for name, values in table.items()})
-    assert shown == [
-        {},
-        {"x": [None, None, 1, 2, 3, 4]},
-        {"x": [3, 4, None, None, None, None], "y": [None, None, 5, 6, 7, 8]},
-    ]
 
 
 # ---- Calls that hang or fail ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.plots import figure_class
 from grpo_ext.tools.report import page as report_module
-from grpo_ext.tools.report.page import ReportCallback, report, report_or_reason
+from grpo_ext.tools.report.page import report, report_or_reason
 from grpo_ext.tools.report.plots import PLOTS, panels
 from grpo_ext.tools.report.runs import load_run
 from tests.support import forks
@@ -162,16 +162,6 @@ def test_an_unfinished_run_and_one_killed_in_a_line_are_reported(tmp_path):
     assert "1 line(s) of log.jsonl were not finished" in page.text
 
 
-def test_steps_that_were_done_again_are_shown_once(tmp_path):
-    resumed = {"step": 1, "start": entry(learning_rate=0.5)}
-    lines = [line(1), line(2, reward=9.0), resumed, line(2, reward=0.5), {"step": 2, "end": {"ended": "finished"}}]
-    page = Page(report([make_run(tmp_path / "run", lines)]))
-    assert "reward 0 -> 0.5 (0 to 0.5)" in page.text
-    assert "Resumed from step 1" in page.text
-    assert "settings.learning_rate 0.001 0.5" in page.text
-    assert "state finished" in page.text
-
-
 def test_the_held_out_scores_of_a_demo_are_a_curve(tmp_path):
     run = make_run(tmp_path / "run", [line(6), line(12)])
     (run / "metrics.json").write_text(json.dumps({"exact_match_by_step": {"12": 0.75, "6": 0.5}}))
@@ -253,18 +243,6 @@ def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch, capsys):
             assert re.match(rf"No report was written: .* needs? {package}; install it with", said)
     monkeypatch.setattr(report_module, "panels", lambda runs: 1 / 0)
     assert "ZeroDivisionError" in report_or_reason(run)
-
-
-def test_the_callback_writes_the_report_on_the_main_process_alone(tmp_path, capsys):
-    from types import SimpleNamespace
-
-    run = make_run(tmp_path / "run", [line(1)])
-    args = SimpleNamespace(output_dir=str(run))
-    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=False), None)
-    assert not (run / "report").exists()
-    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=True), None)
-    assert (run / "report" / "index.html").is_file()
-    assert str(run / "report" / "index.html") in capsys.readouterr().out
 
 
 def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
