@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 from click import ClickException
 from typer.testing import CliRunner
 
@@ -241,10 +240,3 @@ def test_the_tables_of_settings_name_fields_that_exist():
     named = [name for cell in ours for name in SETTING.findall(cell)]
     assert len(named) > 15
     assert set(named) <= known, set(named) - known
-
-
-def test_configurations_shown_in_pages_are_yaml():
-    for page in PAGES:
-        for _, language, body in FENCE.findall(text_of(page)):
-            if language == "yaml":
-                assert isinstance(yaml.safe_load(body), dict)

@@ -22,10 +22,6 @@ def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=No
     )
 
 
-def log_of(trainer, key):
-    return [line[key] for line in trainer.state.log_history if key in line]
-
-
 def conversations(count=8):
     rows = prompts(count)
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})

@@ -18,9 +18,9 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, RolloutError
 from grpo_ext.rollouts import rollout_func, vllm
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.drop_in import log_of, make
+from tests.support.drop_in import make
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import parameters
+from tests.support.trainers import log_of, parameters
 
 
 def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from grpo_ext.errors import ConfigError
-from tests.support.drop_in import CountingGame, conversations, log_of, make, tool_tokenizer
+from tests.support.drop_in import CountingGame, conversations, make, tool_tokenizer
 from tests.support.tiny import prompts
-from tests.support.trainers import on
+from tests.support.trainers import log_of, on
 
 
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):

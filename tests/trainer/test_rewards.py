@@ -7,8 +7,9 @@ import functools
 import pandas
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.drop_in import log_of, make
+from tests.support.drop_in import make
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import log_of
 
 
 def plain(prompts, completions, **kwargs):
