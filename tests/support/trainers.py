@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 BASE: dict[str, Any] = {
@@ -104,12 +104,6 @@ def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
 def far(folder: Path, model: Any, learning_rate: float, adapter: Any = None, data: Any = None, **settings: Any) -> Any:
     """A trainer that takes a step of SGD, large beside the rounding of the parameters."""
     torch.manual_seed(0)  # of an adapter's start
-    args = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, **settings}
-    return GRPOTrainer(
-        model,
-        letter_reward,
-        GRPOConfig(**config_kwargs(folder / "out", **args)),
-        prompts() if data is None else data,
-        processing_class=tiny_tokenizer(),
-        peft_config=adapter,
-    )
+    sgd = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, "adam_epsilon": 1e-8}
+    parts = {"model": model, "peft_config": adapter, "train_dataset": prompts() if data is None else data}
+    return make(folder / "out", **{**parts, **sgd, **settings})

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ConfigError
+from tests.support import trainers
 from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
 
 GROUP, PROMPTS_PER_STEP = 4, 4
@@ -34,11 +35,8 @@ class Recorder:
 def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes: Any) -> tuple[Any, list[Any]]:
     # a chunk holds a whole round, so that a round is one call of the reward
     settings = {"dynamic_sampling": True, "rollout_chunk_size": 32, "max_steps": 3, "logging_steps": 1, **changes}
-    args = GRPOConfig(**config_kwargs(folder, **settings))
     rows = prompts(count).add_column("number", list(range(count))) if dataset is None else dataset
-    trainer = GRPOTrainer(
-        model=tiny_model("qwen2"), reward_funcs=reward, args=args, train_dataset=rows, processing_class=tiny_tokenizer()
-    )
+    trainer = trainers.make(folder, reward=reward, train_dataset=rows, **settings)
     rollouts = []
     make = trainer._rollouts.make
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
 from grpo_ext.tools.export import export
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import change, error
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trainers import change, error, far
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16
 
 pytestmark = pytest.mark.skipif(
@@ -54,18 +54,11 @@ def lora(**options: Any) -> peft.LoraConfig:
 
 
 def make(folder: Path, model: Any, adapter: Any = None, quantise: Any = None, **settings: Any) -> GRPOTrainer:
-    # a step that is large beside the rounding of the parameters themselves
-    args = {"optim": "sgd", "learning_rate": 5.0, "max_grad_norm": 0.0, "max_steps": 1, **settings}
-    torch.manual_seed(0)
-    return GRPOTrainer(
-        model,
-        letter_reward,
-        GRPOConfig(**config_kwargs(folder / "out", **args)),
-        prompts(),
-        processing_class=tiny_tokenizer(),
-        peft_config=None if isinstance(model, peft.PeftModel) else lora() if adapter is None else adapter,
-        quantization_config=None if quantise is None else BitsAndBytesConfig(**quantise),
-    )
+    if not isinstance(model, peft.PeftModel):
+        settings["peft_config"] = lora() if adapter is None else adapter
+    if quantise is not None:
+        settings["quantization_config"] = BitsAndBytesConfig(**quantise)
+    return far(folder, model, **{"learning_rate": 5.0, **settings})
 
 
 def trained(trainer: Any) -> torch.Tensor:
