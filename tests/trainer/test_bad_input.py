@@ -13,6 +13,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig
+from torch import nn
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.algorithms.losses import LOSS_TYPES
@@ -168,6 +169,13 @@ def test_lora_dropout_is_refused(tmp_path):
     with pytest.raises(SplitDependentError, match=r"lora_dropout.*p=0.05"):
         make(tmp_path, **lora)
     make(tmp_path, **lora, disable_dropout=True)
+
+
+def test_batch_normalisation_is_refused(tmp_path):
+    model = tiny_model()
+    model.model.extra = nn.BatchNorm1d(4)
+    with pytest.raises(SplitDependentError, match=r"model.extra \(BatchNorm1d\)"):
+        make(tmp_path, model=model)
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):

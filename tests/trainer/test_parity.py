@@ -197,3 +197,22 @@ def test_parity_notices_a_wrong_denominator(tmp_path):
     _, grpo = loss_and_gradient(trainer_of(grpo_ext, tmp_path, "qwen2", loss_type="grpo"), batch)
     _, stock = loss_and_gradient(trainer_of(trl, tmp_path, "qwen2", loss_type="dapo"), batch)
     assert float((grpo - stock).norm() / stock.norm()) > DIFFERENT
+
+
+@stock_scores
+def test_absolute_positions_do_not_move_with_padding(tmp_path):
+    ours, stock = (trainer_of(package, tmp_path, "gpt2") for package in (grpo_ext, trl))
+    batch = completions()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    padded_ids = torch.nn.functional.pad(ids, (5, 0))
+    padded_mask = torch.nn.functional.pad(mask, (5, 0))
+
+    def scores(trainer, ids, mask):
+        with torch.no_grad():
+            return (
+                trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 12)[0] * batch["completion_mask"]
+            )
+
+    assert torch.allclose(scores(ours, ids, mask), scores(ours, padded_ids, padded_mask), atol=1e-5)
+    assert not torch.allclose(scores(stock, ids, mask), scores(stock, padded_ids, padded_mask), atol=1e-2)
