@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
 from grpo_ext.demo.catalog import DEMOS
+from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.tools.cli import app
 from tests.bench.__main__ import app as bench
 from tests.support import launches
@@ -200,3 +201,22 @@ def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
     assert len(steps) == 2
     assert all(math.isfinite(line["loss"]) for line in steps)
     assert max(line["grad_norm"] for line in steps) > 0, "nothing was learned from"
+
+
+# ---- A reward of one's own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def share_in_place():
+    (found,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [("abcd", "abcd", 1.0), ("abdc", "abcd", 0.5), ("", "abcd", 0.0), ("abcdef", "abc", 0.5), ("", "", 0.0)],
+)
+def test_it_is_the_share_of_characters_in_place(share_in_place, completion, gold, reward):
+    assert share_in_place(prompts=["?"], completions=[completion], answer=[gold]) == [reward]
+    messages = [{"role": "assistant", "content": completion}]
+    assert share_in_place(prompts=["?"], completions=[messages], answer=[gold]) == [reward]
