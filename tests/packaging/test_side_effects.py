@@ -3,10 +3,8 @@ What TRL's own import changes is TRL's."""
 
 from __future__ import annotations
 
-import ast
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,6 @@ def differences(one: dict, other: dict) -> dict:
 def test_import_loads_no_library():
     code = "import sys, grpo_ext; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = set(python("-c", code, cwd=ROOT).split())
-    assert "grpo_ext" in loaded
     assert not loaded & {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "rich", "typer"}
 
 
@@ -64,14 +61,6 @@ HEAR = "import os, sys; sys.stderr = sys.stdout; "
 )
 def test_an_import_that_takes_seconds_is_announced_once(code, said):
     assert python("-c", HEAR + code, cwd=ROOT) == said
-
-
-@pytest.mark.parametrize("recipe", ["grpo.py", "tools.py"])
-def test_recipes_announce_it_before_they_import(recipe):
-    tree = ast.parse((ROOT / "recipes" / recipe).read_text())
-    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [f"{getattr(node, 'module', '')}.{node.names[0].name}".strip(".") for node in nodes]
-    assert next(n for n in names if n.split(".")[0] not in sys.stdlib_module_names) == "grpo_ext.tools.starting"
 
 
 def test_a_change_would_be_found():

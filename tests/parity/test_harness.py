@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.harness import Run, Sides, compare, difference, side_by_side
+from tests.parity.harness import Sides, compare, difference, side_by_side
 from tests.parity.scripts import Journal, scripted_model, writing_reward
 from tests.support.tiny import prompts, stock_scores, tiny_tokenizer
 
@@ -25,47 +25,15 @@ def sides(tmp_path_factory) -> Sides:
     return side_by_side(tmp_path_factory.mktemp("sides"), parts, steps_per_generation=2)
 
 
-def change_token(run: Run) -> None:
-    run.outputs[0][1]["completion_ids"][3, 1] += 1
-
-
-def change_row(run: Run) -> None:
-    run.rows[0][1][2]["answer"] = "?"
-
-
-def add_metric(run: Run) -> None:
-    run.metrics[0][1]["anything"] = [0.0]
-
-
-def log_twice(run: Run) -> None:
-    run.metrics[0][1]["reward"].append(run.metrics[0][1]["reward"][0])
-
-
-def change_table(run: Run) -> None:
-    run.tables[0][1]["completion"][0] += "a"
-
-
-def change_loss(run: Run) -> None:
-    run.lines[0][1]["loss"] += 1e-3
-
-
-def forget_timing(run: Run) -> None:
-    run.timings = [name for name in run.timings if name != "transformers.generate"]
-
-
-def call_twice(run: Run) -> None:
-    run.journal.append(run.journal[0])
-
-
 CHANGES = {
-    "outputs 0 (train) completion_ids": change_token,
-    "rows 0 (train) [2]['answer']": change_row,
-    "metrics 0 (train) anything: TRL has none": add_metric,
-    "metrics 0 (train) reward: 1 entries against 2": log_twice,
-    "tables 0 (train) completion[0]": change_table,
-    "lines 0 (train) loss": change_loss,
-    "timings transformers.generate: missing": forget_timing,
-    "journal reward: 1 entries against 2": call_twice,
+    "outputs 0 (train) completion_ids": lambda run: run.outputs[0][1]["completion_ids"].add_(1),
+    "rows 0 (train) [2]['answer']": lambda run: run.rows[0][1][2].update(answer="?"),
+    "metrics 0 (train) anything: TRL has none": lambda run: run.metrics[0][1].update(anything=[0.0]),
+    "metrics 0 (train) reward: 1 entries against 2": lambda run: run.metrics[0][1]["reward"].append(0.0),
+    "tables 0 (train) completion[0]": lambda run: run.tables[0][1]["completion"].__setitem__(0, "another"),
+    "lines 0 (train) loss": lambda run: run.lines[0][1].update(loss=1e3),
+    "timings transformers.generate: missing": lambda run: run.timings.clear(),
+    "journal reward: 1 entries against 2": lambda run: run.journal.append(run.journal[0]),
 }
 
 

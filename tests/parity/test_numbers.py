@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 from collections.abc import Iterable
@@ -170,17 +169,6 @@ def test_the_last_token_says_whether_a_completion_has_ended_and_padding_is_an_en
     assert_alike(sides)
 
 
-def test_no_completions_at_all_are_an_error_with_the_same_words(tmp_path):
-    def act(trainer: Any) -> None:
-        trainer._generate_single_turn = lambda *args, **kwargs: ([], None)
-        trainer.train()
-
-    sides = side_by_side(tmp_path, text_parts, act, raises=True)
-    for run in (sides.stock, sides.scored, sides.ours):
-        assert isinstance(run.error, RuntimeError)
-        assert "No completions were generated" in str(run.error)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reference_log_probabilities_are_those_without_the_adapter(tmp_path, beta):
     def parts(journal: Journal) -> dict[str, Any]:
@@ -264,31 +252,6 @@ def test_completions_that_nobody_scored_teach_nothing_and_are_warned_of(tmp_path
     assert not sides.stock.outputs[0][1]["advantages"][list(rows)].any()
     # by stock TRL, and by both runs of grpo_ext
     assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
-    assert_alike(sides)
-
-
-def test_asynchronous_rewards_run_together_and_with_others(tmp_path):
-    def parts(journal: Journal) -> dict[str, Any]:
-        answered: list[asyncio.Event] = []  # made in the loop
-
-        async def first(completions: Any, **columns: Any) -> list[float]:
-            answered.append(asyncio.Event())
-            await asyncio.wait_for(answered[0].wait(), 20)
-            journal.write("async reward", "first", sorted(columns))
-            return [float(len(one)) for one in completions]
-
-        async def second(completions: Any, **columns: Any) -> list[float | None]:
-            while not answered:
-                await asyncio.sleep(0.001)
-            journal.write("async reward", "second", sorted(columns))
-            answered.pop().set()
-            return [None if "a" in one else 1.0 for one in completions]
-
-        return text_parts(journal, reward_funcs=[first, writing_reward(journal), second])
-
-    sides = side_by_side(tmp_path, parts)
-    assert [name for name, _ in sides.stock.journal.of("async reward")] == ["second", "first"]
-    assert {"first", "writing", "second"} <= set(sides.stock.timings)
     assert_alike(sides)
 
 

@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
+from grpo_ext.demo.catalog import DEMOS
+from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.tools.cli import app
 from tests.bench.__main__ import app as bench
 from tests.support import launches
@@ -63,9 +65,8 @@ def recipe():
     return load_recipe()
 
 
-@pytest.mark.parametrize("name", [*REAL, *DEMO])
-def test_every_line_has_a_known_name_and_a_reason(recipe, name):
-    path = CONFIGS / f"{name}.yaml"
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_line_has_a_known_name_and_a_reason(recipe, path):
     assert lines_without_a_reason(path) == []
     assert unknown_names(recipe, path) == set()
 
@@ -147,3 +148,75 @@ def test_one_word_makes_a_check_or_a_bench_of_the_file(monkeypatch, tmp_path):
     assert (options["lora_alpha"], options["fp16"], options["bf16"]) == (32, False, False)
     # the toy tokenizer knows 1, 2 and #: the four of the system prompt, and what there is of them in a question
     assert 4 < shape.prompt < 7
+
+
+# ---- Presets of published algorithms --------------------------------------------------------------------------------
+
+# what identifies each algorithm, in the names of the configuration
+PRESETS = {
+    "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo", "dynamic_sampling": True, "beta": 0.0},
+    "dr_grpo": {"advantage_estimator": "group_centered", "loss_type": "dr_grpo", "beta": 0.0},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "loss_type": "grpo"},
+    "rloo": {"advantage_estimator": "leave_one_out", "loss_aggregation": "sequence_sum"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "dynamic_sampling": True, "beta": 0.0},
+}
+UPDATES_PER_ROLLOUT = {"dapo": 16, "dr_grpo": 8, "gspo": 4, "rloo": 1, "cispo": 16}
+
+TOY: Overrides = {
+    **SMALL,
+    "rollout_batch_size": (16, "toy size"),
+    "bf16": (False, "float32, as the other toy runs"),
+    "prompt_column": ("question", "the columns of the toy data"),
+    "answer_column": ("answer", "the columns of the toy data"),
+    "answer_after": ("####", "the columns of the toy data"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_what_the_paper_says(name):
+    found = settings(CONFIGS / f"{name}.yaml")
+    assert found | PRESETS[name] == found
+    updates = found.get("rollout_batch_size", found["global_batch_size"]) / found["global_batch_size"]
+    assert updates == UPDATES_PER_ROLLOUT[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_parses_with_the_demo(recipe, name):
+    demo, script, training, _ = recipe.parse(["--config", str(CONFIGS / f"{name}.yaml")])
+    assert demo
+    assert training.geometry.steps_per_rollout == UPDATES_PER_ROLLOUT[name]
+    assert training.seed == 42, "the demo's own settings fill in what the preset leaves open"
+    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get("rewards", [DEMOS["letters"].reward])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_a_toy_model(recipe, name, tmp_path):
+    own: Overrides = {
+        "model_name_or_path": (toy_model(tmp_path / "model"), "a preset names no model"),
+        "dataset_name": (question_rows(tmp_path / "rows.jsonl"), "a preset names no data"),
+        "output_dir": (tmp_path / "out", "the test's own folder"),
+    }
+    log = train(recipe, ["--config", str(CONFIGS / f"{name}.yaml"), *as_options({**TOY, **own})])
+    steps = [line for line in log if "reward" in line]
+    assert len(steps) == 2
+    assert all(math.isfinite(line["loss"]) for line in steps)
+    assert max(line["grad_norm"] for line in steps) > 0, "nothing was learned from"
+
+
+# ---- A reward of one's own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def share_in_place():
+    (found,) = resolve_rewards([f"{CONFIGS.parent / 'rewards' / 'example.py'}:share_in_place"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [("abcd", "abcd", 1.0), ("abdc", "abcd", 0.5), ("", "abcd", 0.0), ("abcdef", "abc", 0.5), ("", "", 0.0)],
+)
+def test_it_is_the_share_of_characters_in_place(share_in_place, completion, gold, reward):
+    assert share_in_place(prompts=["?"], completions=[completion], answer=[gold]) == [reward]
+    messages = [{"role": "assistant", "content": completion}]
+    assert share_in_place(prompts=["?"], completions=[messages], answer=[gold]) == [reward]

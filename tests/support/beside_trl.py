@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import transformers
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.own_generate import Sampler, apart, change
+from tests.support.own_generate import Sampler
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import change, error
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, UPDATE
 
 SETTINGS: dict[str, Any] = {"shuffle_dataset": False, "adam_epsilon": ADAM_EPSILON, "learning_rate": 1e-2}
@@ -50,6 +52,34 @@ def sampling_model(kind: str = "qwen2") -> Any:
     return model
 
 
+def setting(name: str, value: Any) -> Callable[[Any], None]:
+    """Sets an attribute of a trainer; `name` may begin with "args."."""
+
+    def changed(trainer: Any) -> None:
+        setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
+
+    return changed
+
+
+def changing(change: Callable[[Any], None], at: int = 2) -> type:
+    """A user's callback that changes the trainer once it has made `at` steps."""
+
+    class Changes(transformers.TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self.trainer = trainer
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == at:
+                change(self.trainer)
+
+    class Changing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(Changes(self))  # type: ignore[attr-defined]
+
+    return Changing
+
+
 def learns_as_in_trl(
     folder: Any, mixin: Mixin, parts: Parts = dict, control: tuple[Mixin, Parts] | None = None, **settings: Any
 ) -> None:
@@ -60,5 +90,5 @@ def learns_as_in_trl(
     """
     stock = change(build(folder / "stock", trl.GRPOTrainer, mixin, parts=parts, **settings))
     without, others = control or (None, parts)
-    assert apart(stock, change(build(folder / "other", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
-    assert apart(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE
+    assert error(stock, change(build(folder / "other", trl.GRPOTrainer, without, parts=others, **settings))) > DIFFERENT
+    assert error(stock, change(build(folder / "ours", GRPOTrainer, mixin, 5, parts, **settings))) < UPDATE

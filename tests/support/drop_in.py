@@ -22,10 +22,6 @@ def make(tmp_path, model=None, rewards=letter_reward, dataset=None, tokenizer=No
     )
 
 
-def log_of(trainer, key):
-    return [line[key] for line in trainer.state.log_history if key in line]
-
-
 def conversations(count=8):
     rows = prompts(count)
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": p}] for p in rows["prompt"]]})
@@ -49,9 +45,6 @@ class CountingGame:
 
     def get_reward(self) -> float:
         return float(self.guesses)
-
-
-TOOL_CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'
 
 
 def tool_tokenizer():

@@ -1,13 +1,28 @@
 """Reward functions that kill the process they run in, or make it run out of memory, at a chosen moment.
 
 They score like `letter_reward` and carry its name, so the run they stand in is the run it would be without them. They
-import inside, because they travel to the processes of a launch by value.
+travel to the processes of a launch by value.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.rollouts import engine
+from grpo_ext.run import checkpoint, keeper
+from grpo_ext.run.state import RunState
+from grpo_ext.step import gradients
 from tests.support.tiny import letter_reward
 
 # how often a moment comes in a run of 24 steps with a checkpoint of each
@@ -22,186 +37,131 @@ MOMENTS = {
 }
 
 
-def dying(moment: str, at: int, rank: int = 0) -> Any:
-    """SIGKILL for one process at the `at`-th time it reaches a moment; the first call of the rewards arms it."""
-    rewards = [0]
+def scoring(act: Callable[[int], None], rank: int | None = None) -> Any:
+    """A reward function that first acts, given the number of its call; on one process alone, if a rank is given."""
+    calls = [0]
 
-    def die_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import os
-        import signal
-        import sys
-
-        from tests.support.tiny import letter_reward
-
-        def die(*args: Any, **kwargs: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        rewards[0] += 1
-        mine = int(os.environ.get("RANK", "0")) == rank
-        if mine and moment == "rewards" and rewards[0] == at:
-            die()
-        if mine and moment != "rewards" and rewards[0] == 1:
-            from grpo_ext.rollouts import engine
-            from grpo_ext.run import checkpoint, keeper
-            from grpo_ext.run.state import RunState
-            from grpo_ext.step import gradients
-
-            owner, name = {
-                "rollouts": (engine, "sample_chunk"),
-                "window": (gradients.NativeGradients, "finish"),
-                "optimizer": (sys.modules["torch.optim.adam"], "adam"),
-                "writing": (RunState, "save"),
-                "listing": (checkpoint, "file_hash"),
-                "publishing": (keeper, "publish"),
-            }[moment]
-            inner = getattr(owner, name)
-            count = [0]
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                count[0] += 1
-                return die() if count[0] == at else inner(*args, **kwargs)
-
-            setattr(owner, name, counted)
+    def act_and_score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        calls[0] += 1
+        if rank is None or int(os.environ.get("RANK", "0")) == rank:
+            act(calls[0])
         return letter_reward(prompts, completions)
 
-    die_later.__name__ = letter_reward.__name__
-    return die_later
+    act_and_score.__name__ = letter_reward.__name__
+    return act_and_score
+
+
+def wrap(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
+    """Put `wrapped(inner, *args)` in the place of a function; once, in a launch of several runs."""
+    inner = vars(owner).get(f"_plain_{name}") or getattr(owner, name)
+    setattr(owner, f"_plain_{name}", inner)
+    setattr(owner, name, lambda *args, **kwargs: wrapped(inner, *args, **kwargs))
+
+
+def dying(moment: str, at: int, rank: int = 0) -> Any:
+    """SIGKILL for one process at the `at`-th time it reaches a moment; the first call of the rewards arms it."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def act(call: int) -> None:
+        if moment == "rewards":
+            return die() if call == at else None
+        if call > 1:
+            return None
+        owner, name = {
+            "rollouts": (engine, "sample_chunk"),
+            "window": (gradients.NativeGradients, "finish"),
+            "optimizer": (sys.modules["torch.optim.adam"], "adam"),
+            "writing": (RunState, "save"),
+            "listing": (checkpoint, "file_hash"),
+            "publishing": (keeper, "publish"),
+        }[moment]
+        count = [0]
+
+        def counted(inner: Any, *args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            return die() if count[0] == at else inner(*args, **kwargs)
+
+        return wrap(owner, name, counted)
+
+    return scoring(act, rank)
 
 
 def dying_after(seconds: float, rank: int = 0) -> Any:
     """SIGKILL for one process some time after the first call of the rewards."""
-    armed = []
 
-    def die_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import os
-        import signal
-        import threading
-
-        from tests.support.tiny import letter_reward
-
-        if not armed and int(os.environ.get("RANK", "0")) == rank:
-            armed.append(True)
+    def act(call: int) -> None:
+        if call == 1:
             timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
             timer.daemon = True
             timer.start()
-        return letter_reward(prompts, completions)
 
-    die_later.__name__ = letter_reward.__name__
-    return die_later
+    return scoring(act, rank)
 
 
 def out_of_memory(at: int, rank: int) -> Any:
     """No memory for one process's `at`-th forward with gradients, after that forward's work is done."""
-    armed = []
 
-    def fail_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import os
+    def act(call: int) -> None:
+        if call > 1:
+            return
+        count = [0]
 
-        import torch
+        def counted(inner: Any, *args: Any) -> Any:
+            loss = inner(*args)
+            count[0] += 1
+            if count[0] == at and int(os.environ.get("RANK", "0")) == rank:
+                loss.backward()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return loss
 
-        from grpo_ext import GRPOTrainer
-        from tests.support.tiny import letter_reward
+        wrap(GRPOTrainer, "_compute_loss", counted)
 
-        if not armed:
-            armed.append(True)
-            inner = getattr(GRPOTrainer, "_plain_compute_loss", GRPOTrainer._compute_loss)
-            GRPOTrainer._plain_compute_loss = inner
-            count = [0]
-
-            def counted(self: Any, model: Any, inputs: Any) -> Any:
-                loss = inner(self, model, inputs)
-                count[0] += 1
-                if count[0] == at and int(os.environ.get("RANK", "0")) == rank:
-                    loss.backward()
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-                return loss
-
-            GRPOTrainer._compute_loss = counted
-        return letter_reward(prompts, completions)
-
-    fail_later.__name__ = letter_reward.__name__
-    return fail_later
+    return scoring(act)
 
 
 def jittery(longest: float) -> Any:
     """Delays of up to `longest` seconds in sampling, rewards and training; the first call of the rewards arms it."""
-    armed = []
 
-    def wait_and_score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import random
-        import time
+    def wait() -> None:
+        time.sleep(random.SystemRandom().uniform(0, longest))  # other ones in every process and every run
 
-        from tests.support.tiny import letter_reward
-
-        delays = random.SystemRandom()  # other ones in every process and every run
-
-        def wait() -> None:
-            time.sleep(delays.uniform(0, longest))
-
-        if not armed:
-            armed.append(True)
-            from grpo_ext.rollouts import engine
-            from grpo_ext.step import gradients
-
-            places = [(engine, "sample_chunk")]
-            places += [(kind, "finish") for kind in (gradients.NativeGradients, gradients.FixedPointGradients)]
-            for owner, name in places:
-                inner = vars(owner).get(f"_plain_{name}") or getattr(owner, name)  # once, in a launch of several runs
-                setattr(owner, f"_plain_{name}", inner)
-
-                def slow(*args: Any, inner: Any = inner, **kwargs: Any) -> Any:
-                    wait()
-                    return inner(*args, **kwargs)
-
-                setattr(owner, name, slow)
+    def slow(inner: Any, *args: Any, **kwargs: Any) -> Any:
         wait()
-        return letter_reward(prompts, completions)
+        return inner(*args, **kwargs)
 
-    wait_and_score.__name__ = letter_reward.__name__
-    return wait_and_score
+    def act(call: int) -> None:
+        if call == 1:
+            wrap(engine, "sample_chunk", slow)
+            for kind in (gradients.NativeGradients, gradients.FixedPointGradients):
+                wrap(kind, "finish", slow)
+        wait()
+
+    return scoring(act)
 
 
 def failing_on(rank: int, at: int) -> Any:
     """An error in one process's `at`-th call of the rewards."""
-    calls = [0]
 
-    def fail_later(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import os
-
-        from tests.support.tiny import letter_reward
-
-        calls[0] += 1
-        if calls[0] == at and int(os.environ.get("RANK", "0")) == rank:
+    def act(call: int) -> None:
+        if call == at:
             raise ValueError("the judge is out")
-        return letter_reward(prompts, completions)
 
-    fail_later.__name__ = letter_reward.__name__
-    return fail_later
+    return scoring(act, rank)
 
 
 def watched_collectives() -> Any:
     """An error for a collective that is not run by the main thread; the first call of the rewards arms it."""
-    armed = []
 
-    def watch_and_score(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        import threading
+    def watched(inner: Any, *args: Any, **kwargs: Any) -> Any:
+        assert threading.current_thread() is threading.main_thread(), "a collective beside training"
+        return inner(*args, **kwargs)
 
-        import torch.distributed as dist
-
-        from tests.support.tiny import letter_reward
-
-        if not armed:
-            armed.append(True)
+    def act(call: int) -> None:
+        if call == 1:
             for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
-                collective = getattr(dist, name)
-
-                def watched(*args: Any, inner: Any = collective, **kwargs: Any) -> Any:
-                    assert threading.current_thread() is threading.main_thread(), "a collective beside training"
-                    return inner(*args, **kwargs)
-
-                setattr(dist, name, watched)
+                wrap(dist, name, watched)
             assert threading.current_thread() is not threading.main_thread(), "rewards were called in the main thread"
-        return letter_reward(prompts, completions)
 
-    watch_and_score.__name__ = letter_reward.__name__
-    return watch_and_score
+    return scoring(act)

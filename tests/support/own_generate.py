@@ -1,4 +1,4 @@
-"""Models with a `generate` of their own: by a subclass, on the instance, in a wrapper, under an adapter."""
+"""A `generate` that a test puts in the place of a model's own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import random
 from typing import Any
 
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
-
-from tests.support.tiny import tiny_model
 
 GROUP = 4
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
 class Sampler:
@@ -39,64 +34,3 @@ class Sampler:
                 answer = answer[:10]
             rows.append(answer + [0] * (width - len(answer)))
         return torch.cat([kwargs["input_ids"], torch.tensor(rows)], dim=1)
-
-
-class OwnQwen2(transformers.Qwen2ForCausalLM):
-    """A subclass."""
-
-    sampler: Sampler
-
-    def generate(self, **kwargs: Any) -> torch.Tensor:
-        return self.sampler(**kwargs)
-
-
-class Wrapper(torch.nn.Module):
-    """A wrapper of a transformers model, which answers for it in everything else."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-class OwnWrapper(Wrapper):
-    def generate(self, **kwargs: Any) -> torch.Tensor:
-        return self.sampler(**kwargs)
-
-
-def model_with(sampler: Sampler, kind: str) -> Any:
-    model = tiny_model()
-    if kind == "subclass":
-        model.__class__ = OwnQwen2
-    elif kind == "wrapper":
-        model = OwnWrapper(model)
-    elif kind == "instance":
-        model.generate = sampler
-    elif kind == "adapter instance":
-        model = get_peft_model(model, LORA)
-        model.generate = sampler
-    object.__setattr__(model, "sampler", sampler)
-    return model
-
-
-def change(trainer: Any) -> torch.Tensor:
-    """What training changed, float64."""
-
-    def flat() -> torch.Tensor:
-        return torch.cat([p.detach().flatten().double() for p in trainer.model.parameters() if p.requires_grad])
-
-    start = flat()
-    trainer.train()
-    return flat() - start
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / a.norm())

@@ -2,35 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import termios
-from collections.abc import Mapping, Sequence
 
 _TOKEN = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
-
-
-def on_terminal(command: Sequence[str], columns: int, environment: Mapping[str, str]) -> tuple[int, str]:
-    """(exit status, everything that was written) of a command on a terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(environment))
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # what Linux says when the other end is closed
-            break
-        if not part:
-            break
-        written += part
-    os.close(ours)
-    return process.wait(), written.decode()
 
 
 def screen(written: str, columns: int) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerState
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 from tests.tolerances import ADAM_EPSILON
 
 BASE: dict[str, Any] = {
@@ -32,28 +35,62 @@ SAVE = {"save_strategy": "steps", "save_steps": 1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
 
+PARTS = set(inspect.signature(GRPOTrainer.__init__).parameters)
+
+
 def make(
-    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, eval_dataset: Any = None, **settings: Any
+    folder: Any, kind: Any = "qwen2", reward: Any = letter_reward, cls: type[GRPOTrainer] = GRPOTrainer, **changes: Any
 ) -> GRPOTrainer:
-    return GRPOTrainer(
-        model=tiny_model(kind) if isinstance(kind, str) else kind,
-        reward_funcs=reward,
-        args=GRPOConfig(str(folder), **{**BASE, **settings}),
-        train_dataset=prompts(12),
-        eval_dataset=eval_dataset,
-        processing_class=tiny_tokenizer(),
-    )
+    """A trainer.
+
+    Args:
+        kind: of the tiny model, or a model.
+        changes: arguments of the trainer in place of those here, and settings.
+    """
+    parts: dict[str, Any] = {
+        "model": tiny_model(kind) if isinstance(kind, str) else kind,
+        "reward_funcs": reward,
+        "train_dataset": prompts(12),
+        "processing_class": tiny_tokenizer(),
+    }
+    parts |= {name: value for name, value in changes.items() if name in PARTS}
+    settings = {name: value for name, value in changes.items() if name not in PARTS}
+    return cls(args=GRPOConfig(str(folder), **{**BASE, **settings}), **parts)
+
+
+def other(folder: Any, **changes: Any) -> GRPOTrainer:
+    """The same, which saves a checkpoint of every step."""
+    return make(folder, **{**SAVE, **changes})
 
 
 def parameters(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
 
 
+def change(trainer: Any) -> torch.Tensor:
+    """What training changed, float64."""
+
+    def trained() -> torch.Tensor:
+        return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
+
+    start = trained()
+    trainer.train()
+    return trained() - start
+
+
 def update(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     trainer = make(folder, **settings)
-    before = parameters(trainer)
-    trainer.train()
-    return parameters(trainer) - before, trainer
+    return change(trainer), trainer
+
+
+def on(event: str, act: Callable[[TrainerState], Any], at: int | None = None) -> TrainerCallback:
+    """A user's callback for one event, at every step or at one."""
+
+    def called(self: Any, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if at is None or state.global_step == at:
+            act(state)
+
+    return type("OnEvent", (TrainerCallback,), {event: called})()
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -67,25 +104,6 @@ def log_of(trainer: GRPOTrainer, name: str) -> list[float]:
 def far(folder: Path, model: Any, learning_rate: float, adapter: Any = None, data: Any = None, **settings: Any) -> Any:
     """A trainer that takes a step of SGD, large beside the rounding of the parameters."""
     torch.manual_seed(0)  # of an adapter's start
-    args = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, **settings}
-    return GRPOTrainer(
-        model,
-        letter_reward,
-        GRPOConfig(**config_kwargs(folder / "out", **args)),
-        prompts() if data is None else data,
-        processing_class=tiny_tokenizer(),
-        peft_config=adapter,
-    )
-
-
-def other(folder: Path, **changes: Any) -> GRPOTrainer:
-    parts: dict[str, Any] = {
-        "model": tiny_model(),
-        "reward_funcs": letter_reward,
-        "train_dataset": prompts(12),
-        "processing_class": tiny_tokenizer(),
-    }
-    extra = (*parts, "peft_config", "eval_dataset")
-    settings = {k: v for k, v in changes.items() if k not in extra}
-    parts |= {k: v for k, v in changes.items() if k in extra}
-    return GRPOTrainer(args=GRPOConfig(str(folder), **{**BASE, **SAVE, **settings}), **parts)
+    sgd = {"optim": "sgd", "learning_rate": learning_rate, "max_grad_norm": 0.0, "max_steps": 1, "adam_epsilon": 1e-8}
+    parts = {"model": model, "peft_config": adapter, "train_dataset": prompts() if data is None else data}
+    return make(folder / "out", **{**parts, **sgd, **settings})

@@ -8,27 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import make, on
 
 
-class SignalLast(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1 and args.process_index == args.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+def stop_last(state: Any) -> None:
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(folder: Path) -> None:
-    trainer = GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**config_kwargs(folder / "out", max_steps=4)),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        callbacks=[SignalLast()],
-    )
+    trainer = make(folder / "out", max_steps=4, callbacks=[on("on_pre_optimizer_step", stop_last, at=1)])
     try:
         trainer.train()
     except SystemExit as stopped:

@@ -12,23 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.state import RunState
+from tests.support.architectures import architecture
 from tests.support.launch import ROOT
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE, log_of, make, other, parameters
-
-
-def of_class(kind: type[GRPOTrainer], folder: Any, reward: Any = letter_reward, **settings: Any) -> GRPOTrainer:
-    args = GRPOConfig(str(folder), **{**BASE, **settings})
-    return kind(
-        model=tiny_model(), reward_funcs=reward, args=args, train_dataset=prompts(12), processing_class=tiny_tokenizer()
-    )
-
+from tests.support.tiny import letter_reward, tiny_model
+from tests.support.trainers import log_of, make, on, other, parameters
 
 # ---- Subclasses -----------------------------------------------------------------------------------------------------
 
@@ -40,13 +33,6 @@ class Renamed(GRPOTrainer):
         super()._log_metric(f"renamed/{name}", value)
 
 
-class Pause(TrainerCallback):
-    """Training that takes longer than sampling."""
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0.3)
-
-
 def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
     calls: list[int] = []
 
@@ -55,8 +41,8 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
         log_metric("call", float(len(calls)))
         return letter_reward(prompts, completions)
 
-    trainer = of_class(Renamed, tmp_path, reward, rollout_lag=2, max_steps=5, rollout_chunk_size=16)
-    trainer.add_callback(Pause())
+    trainer = make(tmp_path, reward=reward, cls=Renamed, rollout_lag=2, max_steps=5, rollout_chunk_size=16)
+    trainer.add_callback(on("on_step_end", lambda state: time.sleep(0.3)))  # training takes longer than sampling
     trainer.train()
     assert log_of(trainer, "renamed/call") == [1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -64,40 +50,17 @@ def test_what_a_subclass_logs_belongs_to_its_rollout_batch(tmp_path):
 # ---- Callbacks ------------------------------------------------------------------------------------------------------
 
 
-def routed_model() -> Any:
-    """A DeepSeek-V3, whose router has a bias that is a buffer."""
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        **{
-            "vocab_size": len(tiny_tokenizer()),
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 16,
-        },
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4},
-        **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "kv_lora_rank": 8},
-        **{"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "pad_token_id": 0},
-        **{"max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.2},
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
-
-
-class Balance(TrainerCallback):
-    """Moves the router's bias after every step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        generator = torch.Generator().manual_seed(state.global_step)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
-
-
 def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     def balanced(folder: Any) -> GRPOTrainer:
-        trainer = other(folder, model=routed_model(), rollout_lag=1, max_steps=5)
-        trainer.add_callback(Balance())
-        return trainer
+        model = architecture("deepseek_v3", initializer_range=0.2)  # whose router has a bias that is a buffer
+
+        def balance(state: Any) -> None:
+            generator = torch.Generator().manual_seed(state.global_step)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
+
+        return other(folder, model=model, rollout_lag=1, max_steps=5, callbacks=[on("on_step_end", balance)])
 
     whole = balanced(tmp_path)
     whole.train()
@@ -117,19 +80,16 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     assert torch.equal(parameters(whole), parameters(again))
 
 
-class Longer(TrainerCallback):
+def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
     """Lets completions grow; and takes its time."""
 
-    def __init__(self, trainer: GRPOTrainer, seconds: float) -> None:
-        self.trainer, self.seconds = trainer, seconds
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.generation_config.max_new_tokens = 4 + 2 * state.global_step
+    def grow(state: Any) -> None:
+        trainer.generation_config.max_new_tokens = 4 + 2 * state.global_step
         if state.global_step == 2:
-            self.trainer.reward_funcs[0] = lambda prompts, completions, **columns: [
-                float(len(completion)) for completion in completions
-            ]
-        time.sleep(self.seconds)
+            trainer.reward_funcs[0] = lambda completions, **columns: [float(len(text)) for text in completions]
+        time.sleep(seconds)
+
+    return on("on_step_end", grow)
 
 
 def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
@@ -142,7 +102,7 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
 
         folder = tmp_path / str(training)
         trainer = make(folder, reward=reward, rollout_lag=2, max_steps=5, max_completion_length=4)
-        trainer.add_callback(Longer(trainer, training))
+        trainer.add_callback(longer(trainer, training))
         trainer.train()
         runs.append(trainer)
     assert torch.equal(parameters(runs[0]), parameters(runs[1]))
@@ -181,22 +141,6 @@ def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     assert log_of(trainer, "rewards/three/mean") == [3.0] * 2
 
 
-class Events(TrainerCallback):
-    """What callbacks are told at the end, and a stop while the third rollout batch is made."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def on_save(self, *args: Any, **kwargs: Any) -> None:
-        self.seen.append("save")
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seen.append("epoch_end")
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.seen.append("end")
-
-
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag):
     calls = []
@@ -209,10 +153,13 @@ def test_a_run_that_is_stopped_while_it_waits_tells_its_callbacks(tmp_path, lag)
         return letter_reward(prompts, completions)
 
     trainer = other(tmp_path, reward_funcs=reward, rollout_lag=lag, save_strategy="no", max_steps=6)
-    trainer.add_callback(events := Events())
+    seen: list[str] = []
+    names = ("on_save", "on_epoch_end", "on_train_end")
+    for name in names:
+        trainer.add_callback(on(name, lambda state, name=name: seen.append(name)))
     with pytest.raises(TrainingInterrupted):
         trainer.train()
-    assert events.seen[-3:] == ["save", "epoch_end", "end"]
+    assert seen[-3:] == [*names]
     assert "train_runtime" in trainer.state.log_history[-1]
 
 
@@ -272,9 +219,9 @@ def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
 
     own: Any = type("Own", (GRPOTrainer,), {name: override})
     with pytest.raises(ConfigError, match=rf"Own\.{name}: .* Use rollout_lag=0"):
-        of_class(own, tmp_path, rollout_lag=1)
-    of_class(own, tmp_path / "without")
-    assigned = of_class(GRPOTrainer, tmp_path / "assigned", rollout_lag=1)
+        make(tmp_path, cls=own, rollout_lag=1)
+    make(tmp_path / "without", cls=own)
+    assigned = make(tmp_path / "assigned", rollout_lag=1)
     setattr(assigned, name, override)
     with pytest.raises(ConfigError, match=rf"GRPOTrainer\.{name}: .* Use rollout_lag=0"):
         assigned.train()
@@ -296,7 +243,7 @@ class Gathering(GRPOTrainer):
 
 def test_overrides_that_work_with_a_lag_run_where_they_may_gather(tmp_path):
     Gathering.gathered = set()
-    of_class(Gathering, tmp_path, rollout_lag=1).train()
+    make(tmp_path, cls=Gathering, rollout_lag=1).train()
     where = {("rewards", "MainThread", 2), ("logps", "rollouts", 0), ("logps", "MainThread", 0)}
     assert Gathering.gathered == where
 

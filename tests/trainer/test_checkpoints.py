@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import weakref
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
 from grpo_ext.run.checkpoint import checkpoints, why_broken
-from grpo_ext.run.interrupts import RunCallback
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
-from tests.support.architectures import architecture
-from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE, LORA, SAVE, make, other, parameters
+from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import BASE, LORA, SAVE, make, on, other, parameters
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +44,11 @@ def damage(folder: Path, name: str = "optimizer.pt") -> None:
     (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("word", ["latest", True])
-def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog, word):
+def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog):
     damage(copy / "checkpoint-3")
     (copy / "checkpoint-2" / "scheduler.pt").unlink()
     trainer = make(copy, **SAVE)
-    trainer.train(resume_from_checkpoint=word)
+    trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
     assert "checkpoint-3/optimizer.pt has changed" in caplog.text
     assert "checkpoint-2/scheduler.pt is missing" in caplog.text
@@ -63,8 +59,9 @@ def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog
 def test_nothing_whole_is_an_error(copy, tmp_path):
     for folder in checkpoints(copy):
         damage(folder)
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
-        make(copy, **SAVE).train(resume_from_checkpoint=True)
+    for word in (True, "auto"):  # what is broken is no reason to start anew
+        with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+            make(copy, **SAVE).train(resume_from_checkpoint=word)
     with pytest.raises(CheckpointError, match="does not exist"):
         make(copy, **SAVE).train(resume_from_checkpoint=str(tmp_path / "gone"))
 
@@ -100,28 +97,6 @@ def test_another_run_is_refused_and_each_change_is_named(run, changes, named):
     assert "allow_changed_on_resume=" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"per_device_train_batch_size": 3},
-        {"micro_batch_tokens": 60},
-        {"forward": "padded"},
-        {"logging_steps": 2, "save_steps": 2, "report_to": "none"},
-    ],
-)
-def test_another_layout_is_welcome(copy, changes):
-    trainer = other(copy, **changes)
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert trainer.state.global_step == 3
-
-
-def test_a_change_that_is_meant_goes_through_with_a_word(copy, caplog):
-    trainer = other(copy, max_steps=4, allow_changed_on_resume=["max_steps"])
-    trainer.train(resume_from_checkpoint=str(copy / "checkpoint-3"))
-    assert trainer.state.global_step == 4
-    assert "max_steps was 3" in caplog.text
-
-
 def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     trainer = make(copy, **SAVE)
 
@@ -136,30 +111,17 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     assert not list(copy.glob("_writing*"))
 
 
-@pytest.mark.parametrize("kind", ["moe", pytest.param("qwen3_next", marks=pytest.mark.full)])
-def test_experts_resume_with_the_same_bits(tmp_path, kind):
-    """Files have other names for them than the model."""
-    settings = {**SAVE, "bitwise_invariant": True}
-    whole, resumed = (
-        make(tmp_path / "out", kind if kind == "moe" else architecture(kind), **settings) for _ in range(2)
-    )
-    whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-    assert torch.equal(parameters(whole), parameters(resumed))
-
-
 def test_the_best_experts_are_those_that_are_left_at_the_end(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     evaluate = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, **best}
     trainer = other(tmp_path, model=tiny_model("moe"), eval_dataset=prompts(4), **evaluate)
     losses, weights = [], []
 
-    class Remember(TrainerCallback):
-        def on_evaluate(self, *args: Any, metrics: Any, **kwargs: Any) -> None:
-            losses.append(metrics["eval_loss"])
-            weights.append(parameters(trainer))
+    def remember(state: Any) -> None:
+        losses.append(state.log_history[-1]["eval_loss"])
+        weights.append(parameters(trainer))
 
-    trainer.add_callback(Remember())
+    trainer.add_callback(on("on_evaluate", remember))
     trainer.train()
     best_step = max(range(3), key=losses.__getitem__)
     assert torch.equal(parameters(trainer), weights[best_step])
@@ -234,10 +196,6 @@ def test_auto_begins_where_there_is_no_checkpoint_and_goes_on_where_there_is(tmp
     again = other(tmp_path, max_steps=2)
     again.train("auto")
     assert torch.equal(parameters(first), parameters(again))
-    for folder in checkpoints(tmp_path):
-        damage(folder)
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):  # what is broken is no reason to start anew
-        other(tmp_path, max_steps=2).train("auto")
 
 
 def test_a_run_goes_on_with_another_global_batch_that_cuts_groups(tmp_path, caplog):
@@ -290,29 +248,10 @@ def test_a_run_that_fails_says_so_in_its_log(tmp_path):
     assert "parameters_sha256" not in entry
 
 
-def test_callbacks_that_learn_of_the_end_find_it_in_the_log(tmp_path):
-    class Reads(RunCallback):
-        def on_run_end(self) -> None:
-            ends.append(read_log(tmp_path / LOG).starts[-1]["ended"])
-
-    ends: list[str] = []
-    trainer = make(tmp_path)
-    trainer.add_callback(Reads())
-    trainer.train()
-    assert ends == ["finished"]
-
-
 def test_the_best_checkpoint_is_known_by_its_final_name(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    settings = {**SAVE, **best, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
-    trainer = GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(str(tmp_path), **{**BASE, **settings}),
-        train_dataset=prompts(12),
-        eval_dataset=prompts(4, seed=1),
-        processing_class=tiny_tokenizer(),
-    )
+    settings = {**best, "eval_strategy": "steps", "eval_steps": 1, "save_total_limit": 1}
+    trainer = other(tmp_path, eval_dataset=prompts(4, seed=1), **settings)
     trainer.train()
     named = Path(trainer.state.best_model_checkpoint)
     assert named.parent == tmp_path
@@ -335,9 +274,7 @@ def test_a_reference_that_moves_is_restored(tmp_path):
 
 def test_the_log_tells_what_was_run(copy, run):
     (entry,) = read_log(run / LOG).starts
-    assert entry["ended"] == "finished"
-    assert entry["step"] == 3
-    assert entry["versions"]["trl"] == version("trl")
+    assert (entry["ended"], entry["step"]) == ("finished", 3)
     assert entry["geometry"]["global_batch_size"] == 16
     assert entry["settings"]["seed"] == 3
     assert entry["environment"]["torch_threads"] >= 1
@@ -395,14 +332,7 @@ def test_bitwise_mode_refuses_dropout_and_reward_models(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = LlamaForSequenceClassification(LlamaConfig(**sizes, vocab_size=70, num_labels=1, pad_token_id=0))
     with pytest.raises(ConfigError, match="reward models"):
-        GRPOTrainer(
-            model=tiny_model(),
-            reward_funcs=model,
-            reward_processing_classes=tiny_tokenizer(),
-            args=GRPOConfig(str(tmp_path), **BASE, bitwise_invariant=True),
-            train_dataset=prompts(12),
-            processing_class=tiny_tokenizer(),
-        )
+        make(tmp_path, reward=model, reward_processing_classes=tiny_tokenizer(), bitwise_invariant=True)
 
 
 def test_a_gradient_out_of_range_is_an_error_and_never_a_wrong_sum(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -17,40 +18,30 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import ModelError, RolloutError
 from grpo_ext.rollouts import rollout_func, vllm
 from grpo_ext.rollouts.transcript import Transcript
-from tests.support.drop_in import log_of, make
+from tests.support.drop_in import make
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
+from tests.support.trainers import log_of, parameters
 
 
-def parameters(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-def test_a_trl_config_is_taken_as_it_is(tmp_path):
+def test_a_subclass_of_trls_config_is_taken_as_it_is(tmp_path):
     kwargs = config_kwargs(
         tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, steps_per_generation=8
     )
     for name in ("global_batch_size", "rollout_chunk_size"):
         kwargs.pop(name)
-    args = trl.GRPOConfig(**kwargs)
+
+    @dataclass
+    class Mine(trl.GRPOConfig):
+        my_flag: int = 7
+
+    args = Mine(**kwargs)
     trainer = GRPOTrainer(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
+    assert trainer.args.my_flag == 7
     assert trainer.geometry.global_batch_size == 16
     assert trainer.geometry.rollout_batch_size == 32
     trainer.train()
     assert trainer.state.global_step == 2
     assert args.gradient_accumulation_steps == 4  # the user's object is left alone
-
-
-def test_lora_trains_only_the_adapter(tmp_path):
-    model = tiny_model("llama")
-    base = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = make(tmp_path, model=model, extra={"peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}, beta=0.1)
-    trainer.train()
-    for name, p in trainer.model.get_base_model().named_parameters():
-        if "lora_" not in name:
-            assert torch.equal(base[name.replace(".base_layer", "")], p)
-    moved = [p for name, p in trainer.model.named_parameters() if "lora_B" in name]
-    assert any(p.abs().sum() > 0 for p in moved)
-    assert len(log_of(trainer, "kl")) == 2
 
 
 def flat(model):
@@ -164,49 +155,12 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
     assert sampled() == [([6], None)] * 4
 
 
-@pytest.mark.parametrize(
-    ("rows", "epochs", "rollouts"),
-    [
-        (22, 1, [32, 32, 24]),  # 8, 8 and 6 prompts
-        (8, 2, [32, 32]),  # a rollout batch for each epoch
-    ],
-)
-def test_rollouts_are_reused_and_renewed_on_time(tmp_path, rows, epochs, rollouts):
-    calls = []
-
-    def counting(prompts, completions, **kwargs):
-        calls.append(len(completions))
-        return letter_reward(prompts, completions)
-
-    # two iterations of two steps each
-    sizes = {"rollout_batch_size": 32, "rollout_chunk_size": 32, "num_iterations": 2}
-    trainer = make(tmp_path, rewards=counting, dataset=prompts(rows), max_steps=-1, num_train_epochs=epochs, **sizes)
-    trainer.train()
-    assert trainer.state.global_step == 4 * len(rollouts)
-    assert calls == rollouts
-
-
-def test_the_plan_is_printed_once(tmp_path, capsys):
-    make(tmp_path).train()
-    printed = capsys.readouterr().out
-    assert printed.count("Plan (sizes over all processes") == 1
-    assert "16 completions = 4 prompts x 4" in printed
-    assert "22 prompts = 6 optimizer steps" in printed
-
-
-def test_a_subclass_may_shape_rewards_and_advantages_of_dynamic_sampling(tmp_path):
-    class Negated(GRPOTrainer):
-        def _calculate_rewards(self, *args):
-            return -super()._calculate_rewards(*args)
-
+def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
     class Silent(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             scored = super()._generate_and_score_completions(inputs)
             scored["advantages"] = 0 * scored["advantages"]
             return scored
-
-    def negative_reward(prompts, completions, **kwargs):
-        return [-r for r in letter_reward(prompts, completions)]
 
     def trained(cls, reward):
         changes = {"max_steps": 1, "max_grad_norm": 0.0, "dynamic_sampling": True}
@@ -215,37 +169,9 @@ def test_a_subclass_may_shape_rewards_and_advantages_of_dynamic_sampling(tmp_pat
         trainer.train()
         return parameters(trainer)
 
-    start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
-    plain = trained(GRPOTrainer, letter_reward)
-    assert torch.equal(trained(Negated, negative_reward), plain)
-    assert not torch.equal(trained(Negated, letter_reward), plain)
+    start = flat(tiny_model()).double()
     assert torch.equal(trained(Silent, letter_reward), start)
-    assert torch.equal(trained(Silent, sparse_reward), start)
     assert not torch.equal(trained(GRPOTrainer, sparse_reward), start)
-
-
-def test_an_override_that_has_no_effect_is_said(tmp_path, caplog):
-    class Sampled(GRPOTrainer):
-        def _get_train_sampler(self, dataset=None):
-            return super()._get_train_sampler(dataset)
-
-    args = GRPOConfig(**config_kwargs(tmp_path))
-    Sampled(tiny_model(), letter_reward, args, prompts(), processing_class=tiny_tokenizer())
-    assert "Sampled._get_train_sampler has no effect here" in caplog.text
-
-
-def test_fields_of_a_trl_config_subclass_survive(tmp_path):
-    from dataclasses import dataclass
-
-    @dataclass
-    class Mine(trl.GRPOConfig):
-        my_flag: int = 7
-
-    kwargs = config_kwargs(tmp_path, per_device_train_batch_size=16)
-    for name in ("global_batch_size", "rollout_chunk_size"):
-        kwargs.pop(name)
-    trainer = GRPOTrainer(tiny_model(), letter_reward, Mine(**kwargs), prompts(), processing_class=tiny_tokenizer())
-    assert trainer.args.my_flag == 7
 
 
 def test_sizes_changed_after_construction_count(tmp_path):
@@ -292,13 +218,6 @@ def test_a_data_set_with_a_transform_trains(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_reference_model_is_synchronised(tmp_path):
-    trainer = make(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
-    trainer.train()
-    reference = torch.cat([p.detach().flatten() for p in trainer.ref_model.parameters()])
-    assert torch.allclose(reference, parameters(trainer))
-
-
 def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
     extra = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
     trainer = make(tmp_path, model=tiny_model("moe"), extra=extra)
@@ -308,14 +227,8 @@ def test_a_mixture_of_experts_trains_with_an_adapter(tmp_path):
 
 MIXTURES = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {"num_experts": 4},
-    "olmoe": {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4},
 }
-
-
-MORE = ("qwen3_moe", "olmoe", "gpt_oss")
 
 
 def mixture(kind, **changes):
@@ -327,9 +240,7 @@ def mixture(kind, **changes):
     return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings))
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2_moe", "mixtral", *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)]
-)
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
     trained = {}
     for asked in (False, True):

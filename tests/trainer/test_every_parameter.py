@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
 
-import pytest
-import transformers
+import torch
 import trl
 
 from grpo_ext import GRPOConfig, GRPOTrainer
@@ -20,8 +18,7 @@ from tests.support.tiny import (
     tiny_model,
     tiny_tokenizer,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.support.trainers import make
 
 # set in a run below, which logs what stock TRL logs with the same settings
 SMOKE = {
@@ -163,40 +160,9 @@ def test_settings_of_the_loop_log_what_stock_trl_logs(tmp_path):
 
 
 def test_an_optimizer_and_a_schedule_of_the_users_are_used(tmp_path):
-    import torch
-
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**config_kwargs(tmp_path)),
-        train_dataset=prompts(),
-        processing_class=tiny_tokenizer(),
-        optimizers=(optimizer, schedule),
-    )
+    trainer = make(tmp_path, model, optimizers=(optimizer, schedule), max_steps=2)
     trainer.train()
     assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.25, 0.125]
-
-
-def test_a_quantization_config_reaches_the_loader(tmp_path, monkeypatch):
-    class Reached(Exception):
-        pass
-
-    def load(*args, **kwargs):
-        assert kwargs["quantization_config"] == "some"
-        raise Reached
-
-    tiny_model().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "from_pretrained", load)
-    with pytest.raises(Reached):
-        GRPOTrainer(
-            model=str(tmp_path / "model"),
-            reward_funcs=letter_reward,
-            args=GRPOConfig(**config_kwargs(tmp_path)),
-            train_dataset=prompts(),
-            processing_class=tiny_tokenizer(),
-            quantization_config="some",
-        )

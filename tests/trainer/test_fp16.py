@@ -18,7 +18,7 @@ from grpo_ext.errors import ConfigError, ModelError, PrecisionError
 from grpo_ext.precision.loss_scaler import LossScaler
 from tests.support.rollouts import give_completions
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import parameters
+from tests.support.trainers import change, on, parameters
 
 
 @pytest.fixture
@@ -61,25 +61,18 @@ class Overflow(TrainerCallback):
             self.hook.remove()
 
 
-class Watch(TrainerCallback):
-    """Learning rate and parameters after every step."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        self.weights: list[torch.Tensor] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, lr_scheduler: Any = None, **kw: Any):
-        self.rates.append(lr_scheduler.get_last_lr()[0])
-        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-
-
-def run(folder: Path, *overflows: int, scale: float = 2.0**16, **settings: Any) -> tuple[GRPOTrainer, Watch]:
-    trainer, watch = build(folder, **settings), Watch()
+def run(
+    folder: Path, *overflows: int, scale: float = 2.0**16, **settings: Any
+) -> tuple[GRPOTrainer, list[tuple[float, torch.Tensor]]]:
+    """A trainer, and the learning rate and the parameters after every step."""
+    trainer, steps = build(folder, **settings), []
     trainer.accelerator.scaler.value = scale
     trainer.add_callback(Overflow(*overflows))
-    trainer.add_callback(watch)
+    trainer.add_callback(
+        on("on_step_end", lambda state: steps.append((trainer.lr_scheduler.get_last_lr()[0], parameters(trainer))))
+    )
     trainer.train()
-    return trainer, watch
+    return trainer, steps
 
 
 def fixed_completions(trainer: GRPOTrainer) -> None:
@@ -94,45 +87,26 @@ def test_it_computes_in_float16_and_learns_about_the_same(tmp_path, fp16_on_the_
     once = {"max_steps": 1, "optim": "sgd", "rollout_chunk_size": 8}  # so that the update is the gradient
     trainer = build(tmp_path / "half", model, **once)
     fixed_completions(trainer)  # sampled in float16, some tokens would be others
-    before = parameters(trainer)
-    trainer.train()
-    half = parameters(trainer) - before
+    half = change(trainer)
     assert isinstance(trainer.accelerator.scaler, LossScaler)
     assert torch.float16 in seen
     full = build(tmp_path / "full", fp16=False, **once)
     fixed_completions(full)
-    full.train()
-    whole = parameters(full) - before
+    whole = change(full)
     assert 0 < float((half - whole).norm() / whole.norm()) < 0.02
     line = trainer.state.log_history[0]
     assert line["fp16/loss_scale"] == 65536.0
     assert line["fp16/skipped_steps"] == line["fp16/overflows"] == 0.0
 
 
-def test_log_probabilities_are_float32(tmp_path, fp16_on_the_cpu):
-    trainer = build(tmp_path, max_steps=1)
-    kept = []
-    inner = trainer._score
-
-    def score(*args: Any) -> Any:
-        result = inner(*args)
-        kept.append(result)
-        return result
-
-    trainer._score = score
-    trainer.train()
-    assert kept
-    for logps, entropies, _ in kept:
-        assert logps.dtype == entropies.dtype == torch.float32
-
-
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_skipped_step_moves_nothing_but_the_scale(tmp_path, fp16_on_the_cpu, optim):
-    trainer, watch = run(tmp_path, 1, 2, max_steps=4, optim=optim, scale=1024.0, logging_steps=1)
-    assert torch.equal(watch.weights[0], watch.weights[1])
-    assert torch.equal(watch.weights[1], watch.weights[2])
-    assert not torch.equal(watch.weights[2], watch.weights[3])
-    assert watch.rates[0] == watch.rates[1] == watch.rates[2] > watch.rates[3]
+    trainer, steps = run(tmp_path, 1, 2, max_steps=4, optim=optim, scale=1024.0, logging_steps=1)
+    rates, weights = zip(*steps)
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert rates[0] == rates[1] == rates[2] > rates[3]
     lines = [line for line in trainer.state.log_history if "fp16/loss_scale" in line]
     assert [line["fp16/loss_scale"] for line in lines] == [1024.0, 1024.0, 512.0, 512.0]
     assert [line["fp16/overflows"] for line in lines] == [0.0, 1.0, 1.0, 0.0]

@@ -1,33 +1,24 @@
 """What users' code may rely on: what users override or pass counts, on the same completions as in stock TRL.
 
 On one process; beside each a run that must differ. Tools, environments, reward functions and a rollout_func are in
-tests/parity, a changed dictionary of `_generate_and_score_completions` in test_overridden_rollouts, settings of the
-loss in test_live_settings, losses and log-probabilities in test_overrides, refusals with a lag in
-test_ahead_beside_users.
+tests/parity, a changed dictionary of `_generate_and_score_completions` in test_overridden_rollouts, losses and
+log-probabilities in test_overrides, refusals with a lag in test_ahead_beside_users.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
-from tests.support.beside_trl import Mixin, Parts, build, learns_as_in_trl
-from tests.support.drop_in import TOOL_CALL, conversations
-from tests.support.own_generate import apart, change
-from tests.support.tiny import (
-    letter_reward,
-    stock_scores,
-    tiny_model,
-)
-from tests.tolerances import DIFFERENT, UPDATE
+from tests.parity.scripts import EOS, by_turn, call, chat_tokenizer, conversations, scripted_model
+from tests.support.beside_trl import build, changing, learns_as_in_trl, setting
+from tests.support.tiny import letter_reward, stock_scores, tiny_model
 
 # ---- Overridden or assigned -----------------------------------------------------------------------------------------
 
@@ -62,26 +53,6 @@ def some_alone(prompts: Any, completions: Any, **kwargs: Any) -> list[float | No
     return [None if len(text) % 3 == 0 else float("a" in text) for text in completions]
 
 
-class Caller:
-    """A `generate` that calls a tool at every second place of a group, and ends once it is answered."""
-
-    def __init__(self, tokenizer: Any, calls: bool) -> None:
-        self.tokenizer, self.calls = tokenizer, calls
-
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask)]
-        answers = []
-        for place, ids in enumerate(rows):
-            number = rows[:place].count(ids)  # among the completions that begin alike
-            answered = "<tool_response>" in self.tokenizer.decode(ids)
-            calls = self.calls and number % 2 and not answered
-            text = TOOL_CALL if calls else "abcdefgh"[: 1 + (number + sum(ids)) % 5]
-            answers.append(self.tokenizer(text + "<|im_end|>")["input_ids"])
-        width = max(map(len, answers))
-        padded = [answer + [self.tokenizer.pad_token_id] * (width - len(answer)) for answer in answers]
-        return torch.cat([input_ids, torch.tensor(padded)], dim=1)
-
-
 def guess(number: int) -> str:
     """Guess a number.
 
@@ -95,19 +66,12 @@ def talk_reward(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
     return [sum(0.1 * len(message.get("content", "")) for message in talk) + len(talk) for talk in completions]
 
 
-def talking(tokenizer: Any, calls: bool = True, **more: Any) -> Parts:
-    """The parts of a run with tools or environments."""
-
-    def parts() -> dict[str, Any]:
-        model = tiny_model(max_position_embeddings=4096)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)  # of the embeddings that are added
-            model.resize_token_embeddings(len(tokenizer))
-        model.generate = Caller(tokenizer, calls)
-        usual = {"reward_funcs": talk_reward, "train_dataset": conversations(), "processing_class": tokenizer}
-        return {"model": model, **usual, **more}
-
-    return parts
+def talking() -> dict[str, Any]:
+    """The parts of a run with a tool, which every second completion of a group calls."""
+    tokenizer = chat_tokenizer()
+    model = scripted_model(tokenizer, by_turn([f"a{EOS}", call("guess", number=3) + EOS], [f"bcd{EOS}"]))
+    usual = {"reward_funcs": talk_reward, "train_dataset": conversations(), "processing_class": tokenizer}
+    return {"model": model, "tools": [guess], **usual}
 
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
@@ -127,32 +91,11 @@ def test_calculate_rewards_makes_the_rewards(tmp_path, put):
     learns_as_in_trl(tmp_path, put(_calculate_rewards))
 
 
-def test_calculate_rewards_works_with_a_lag(tmp_path):
-    """The same as a reward function that shapes by itself."""
-    where = set()
-
-    def _calculate_rewards(self: Any, inner: Any, *args: Any) -> torch.Tensor:
-        where.add(threading.current_thread().name)
-        return inner(*args) ** 2
-
-    def squared(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-        return (torch.tensor(letter_reward(prompts, completions)) ** 2).tolist()
-
-    def trained(name: str, mixin: Mixin = None, **more: Any) -> torch.Tensor:
-        parts = {"model": tiny_model(), **more}
-        return change(build(tmp_path / name, GRPOTrainer, mixin, parts=lambda: parts, rollout_lag=1, max_steps=3))
-
-    shaped = trained("shaped", overriding(_calculate_rewards))
-    assert where == {"MainThread"}
-    assert apart(shaped, trained("function", reward_funcs=squared)) < UPDATE
-    assert apart(shaped, trained("plain")) > DIFFERENT
-
-
 # ---- Sampling -------------------------------------------------------------------------------------------------------
 
 
 @stock_scores
-def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, tool_tokenizer):
+def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     sizes: list[int] = []
 
     def _generate_single_turn(self: Any, inner: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,10 +103,10 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path, 
         ids, logps = inner(prompt_ids, *args, **kwargs)
         return [[9, *row] for row in ids], logps
 
-    parts, mixin = talking(tool_tokenizer, tools=[guess]), overriding(_generate_single_turn)
-    learns_as_in_trl(tmp_path, mixin, parts, max_completion_length=200)
+    mixin = overriding(_generate_single_turn)
+    learns_as_in_trl(tmp_path, mixin, talking, max_completion_length=200)
     sizes.clear()
-    build(tmp_path / "o", GRPOTrainer, mixin, parts=parts, max_completion_length=200, max_steps=1).train()
+    build(tmp_path / "o", GRPOTrainer, mixin, parts=talking, max_completion_length=200, max_steps=1).train()
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
@@ -303,25 +246,6 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
 # ---- Attributes that a rollout reads --------------------------------------------------------------------------------
 
 
-def changing(name: str, value: Any) -> type:
-    """A callback of the user's sets an attribute after the first step."""
-
-    class Changes(transformers.TrainerCallback):
-        trainer: Any
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            setattr(self.trainer, name, value)
-
-    class Changing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            callback = Changes()
-            callback.trainer = self
-            self.add_callback(callback)
-
-    return Changing
-
-
 @stock_scores
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -334,20 +258,77 @@ def changing(name: str, value: Any) -> type:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_an_attribute_that_is_read_at_each_rollout_acts_once_it_is_changed(tmp_path, name, value):
-    learns_as_in_trl(tmp_path, changing(name, value), lambda: {"reward_funcs": [letter_reward, some_alone]})
+    learns_as_in_trl(tmp_path, changing(setting(name, value), 1), lambda: {"reward_funcs": [letter_reward, some_alone]})
 
 
 def test_a_change_that_cannot_be_followed_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"num_generations was changed to 8 .* planned with 4"):
-        build(tmp_path, GRPOTrainer, changing("num_generations", 8)).train()
+        build(tmp_path, GRPOTrainer, changing(setting("num_generations", 8), 1)).train()
+
+
+# ---- Settings that a loss reads --------------------------------------------------------------------------------------
+
+# two steps for a rollout batch of one step: in the second the policy has moved, so that clips and ratios act
+REUSED: dict[str, Any] = {"num_iterations": 2, "max_steps": 4, "loss_type": "grpo"}
+
+
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("beta", 0.5, {"beta": 0.01}),
+    ("beta", 0.0, {"beta": 0.5}),
+    ("epsilon_low", 0.01, {}),
+    ("importance_sampling_level", "sequence", {}),
+    ("loss_type", "dr_grpo", {}),
+    ("args.delta", 1.001, {"epsilon_high": 5.0}),
+    ("top_entropy_quantile", 0.3, {}),
+    ("max_completion_length", 30, {"loss_type": "dr_grpo", "max_grad_norm": 0.0}),
+    ("entropy_coef", 0.5, {"entropy_coef": 0.001}),
+]
+
+
+@stock_scores
+@pytest.mark.parametrize(
+    ("name", "value", "settings"),
+    CASES,
+    ids=str,
+)
+def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, name, value, settings):
+    learns_as_in_trl(tmp_path, changing(setting(name, value)), **{**REUSED, **settings})
+
+
+class SetsAfterwards:
+    """As one who sets a schedule's first values once the trainer is built."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epsilon_low, self.loss_type, self.args.delta = 0.01, "luspo", 1.05
+
+
+@stock_scores
+def test_a_setting_that_a_subclass_changes_acts_from_the_start(tmp_path):
+    learns_as_in_trl(tmp_path, SetsAfterwards, **REUSED)
+
+
+def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
+    """The rollout batch of the third step has been scored by then."""
+
+    def changed(trainer: Any) -> None:
+        trainer._rollouts.batch.ref_per_token_logps = None
+
+    with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
+        build(tmp_path, GRPOTrainer, changing(changed), **{**REUSED, "beta": 0.1, "num_iterations": 4}).train()
+
+
+def test_an_unknown_loss_type_is_refused_when_it_is_set(tmp_path):
+    with pytest.raises(ConfigError, match="loss_type='ppo' is unknown"):
+        build(tmp_path, GRPOTrainer, changing(setting("loss_type", "ppo")), **REUSED).train()
 
 
 # ---- What is refused ------------------------------------------------------------------------------------------------
 
 
-def test_tool_call_loop_is_refused_by_name_before_training(tmp_path, tool_tokenizer):
+def test_tool_call_loop_is_refused_by_name_before_training(tmp_path):
     def _tool_call_loop(self: Any, inner: Any, *args: Any) -> Any:
         raise AssertionError("called")
 
     with pytest.raises(ConfigError, match=r"_tool_call_loop would not be called.*_generate_single_turn .* _generate "):
-        build(tmp_path, GRPOTrainer, overriding(_tool_call_loop), parts=talking(tool_tokenizer, tools=[guess])).train()
+        build(tmp_path, GRPOTrainer, overriding(_tool_call_loop), parts=talking).train()

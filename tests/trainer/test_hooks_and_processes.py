@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,18 +10,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, source
 from grpo_ext.runtime.collectives import without_gather
-from tests.support.tiny import given_rollout, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import BASE
-
-
-def build(folder: Any, kind: type[GRPOTrainer], settings: dict[str, Any] | None = None, **parts: Any) -> GRPOTrainer:
-    usual = {"reward_funcs": letter_reward, "train_dataset": prompts(12), "processing_class": tiny_tokenizer()}
-    args = GRPOConfig(str(folder), **{**BASE, "max_steps": 2, **(settings or {})})
-    return kind(model=tiny_model(), args=args, **{**usual, **parts})
+from tests.support.tiny import given_rollout, prompts, tiny_tokenizer
+from tests.support.trainers import make, parameters
 
 
 class Alone(GRPOTrainer):
@@ -34,14 +29,14 @@ class Alone(GRPOTrainer):
 
 
 def test_an_override_without_super_is_said_once_and_refused_in_bitwise_mode(tmp_path, caplog):
-    build(tmp_path / "plain", Alone).train()
+    make(tmp_path / "plain", cls=Alone, max_steps=2).train()
     assert caplog.text.count("_generate_and_score_completions does not call super(), so it may sample") == 1
     with pytest.raises(ConfigError, match="bitwise_invariant=True needs this trainer's own sampling"):
-        build(tmp_path / "bitwise", Alone, {"bitwise_invariant": True}).train()
+        make(tmp_path / "bitwise", cls=Alone, bitwise_invariant=True).train()
 
 
 def test_an_override_without_super_needs_equal_shares(tmp_path, monkeypatch):
-    trainer = build(tmp_path, Alone)
+    trainer = make(tmp_path, cls=Alone)
     monkeypatch.setattr(source, "gather_lists", lambda items: [*items, 8])
     with pytest.raises(RolloutError, match="the processes have 8 to 16 rows"):
         trainer.train()
@@ -61,7 +56,7 @@ class TwoTurns(GRPOTrainer):
 
 def test_a_further_call_of_super_samples_something_else(tmp_path):
     TwoTurns.pairs = []
-    build(tmp_path, TwoTurns).train()
+    make(tmp_path, cls=TwoTurns, max_steps=2).train()
     same = [one == other for first, second in TwoTurns.pairs for one, other in zip(first, second)]
     assert len(same) == 32
     assert sum(same) < 4
@@ -105,5 +100,54 @@ def test_a_rollout_func_may_write_to_its_prompts(tmp_path):
         return [float(i % 4) for i in range(len(completions))]
 
     parts = {"reward_funcs": reward, "train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
-    build(tmp_path, GRPOTrainer, {"max_steps": 1}, rollout_func=rollout, **parts).train()
+    make(tmp_path, max_steps=1, rollout_func=rollout, **parts).train()
     assert seen == [1] * 16
+
+
+# ---- A rollout_func --------------------------------------------------------------------------------------------------
+
+
+def rolling(folder: Any, rollout: Any = given_rollout, **settings: Any) -> GRPOTrainer:
+    sets = {"train_dataset": prompts(22), "eval_dataset": prompts(5)}
+    return make(folder, rollout_func=rollout, **{**sets, "max_steps": 2, **settings})
+
+
+def test_a_resumed_run_goes_on_with_the_completions_of_its_checkpoint(tmp_path):
+    settings = {"rollout_batch_size": 32, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    calls: list[int] = []
+
+    def counted(prompts: Any, trainer: Any) -> Any:
+        calls.append(len(prompts))
+        return given_rollout(prompts, trainer)
+
+    whole = rolling(tmp_path / "whole", **settings)
+    whole.train()
+    resumed = rolling(tmp_path / "whole", counted, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert torch.equal(parameters(whole), parameters(resumed))
+    assert calls == [32]  # the second rollout batch alone
+
+
+def test_a_rollout_func_is_evaluated_and_replaces_groups_without_variance(tmp_path):
+    trainer = rolling(tmp_path, dynamic_sampling=True, num_generations_eval=4)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(0.0, abs=1.0)
+
+
+def test_bitwise_mode_refuses_a_rollout_func(tmp_path):
+    with pytest.raises(ConfigError, match="rollout_func"):
+        rolling(tmp_path, bitwise_invariant=True)
+
+
+def test_a_rollout_func_may_sample_with_the_trainer_itself_and_that_is_said(tmp_path, caplog):
+    def by_itself(prompts: Any, trainer: Any) -> Any:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [trainer._generate_single_turn([row], None, {}, 1)[0][0] for row in ids]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+    trainer = rolling(tmp_path, by_itself)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "rollout_func may sample in its own way; only the update is covered" in caplog.text
+    assert "random numbers of Python, NumPy and torch" in caplog.text

@@ -14,33 +14,25 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from tests.support.launch import two_processes
-from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-from tests.support.trainers import make, parameters
+from tests.support.tiny import prompts
+from tests.support.trainers import make, on, parameters
 
 SCRIPT = Path(__file__).with_name("interrupted.py")
 
 
-class Signal(TrainerCallback):
+def signals(at: int, *numbers: int) -> TrainerCallback:
     """Sends this process signals in the middle of a step."""
-
-    def __init__(self, at: int, *numbers: int) -> None:
-        self.at, self.numbers = at, numbers
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.at:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
+    return on("on_pre_optimizer_step", lambda state: [os.kill(os.getpid(), number) for number in numbers], at)
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
 def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
-    trainer.add_callback(Signal(1, *numbers))
+    trainer.add_callback(signals(1, *numbers))
     with pytest.raises(TrainingInterrupted) as stopped:
         trainer.train()
     assert stopped.value.code == EXIT_STATUS == 75
@@ -61,31 +53,16 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, capsys, numbers):
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
     every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = GRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=letter_reward,
-        args=GRPOConfig(**config_kwargs(tmp_path, max_steps=4, save_total_limit=1, **every, **best)),
-        train_dataset=prompts(),
-        eval_dataset=prompts(4, seed=1),
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.add_callback(Signal(2, signal.SIGTERM))
+    trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every, **best)
+    trainer.add_callback(signals(2, signal.SIGTERM))
     evaluated = []
-    trainer.add_callback(OnEvaluate(lambda step: evaluated.append(step)))
+    trainer.add_callback(on("on_evaluate", lambda state: evaluated.append(state.global_step)))
     with pytest.raises(TrainingInterrupted) as stopped:
         trainer.train()
     assert stopped.value.checkpoint == str(tmp_path / "checkpoint-3")
     assert why_broken(tmp_path / "checkpoint-3") is None
     assert Path(trainer.state.best_model_checkpoint).is_dir()
     assert evaluated == [1, 2]  # not after the step in which it was told to stop
-
-
-class OnEvaluate(TrainerCallback):
-    def __init__(self, tell: Any) -> None:
-        self.tell = tell
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tell(state.global_step)
 
 
 def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monkeypatch):
@@ -95,7 +72,7 @@ def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monk
         raise BrokenPipeError
 
     monkeypatch.setattr(trainer._keeper.watch, "say", gone)
-    trainer.add_callback(Signal(1, signal.SIGTERM))
+    trainer.add_callback(signals(1, signal.SIGTERM))
     with pytest.raises(TrainingInterrupted):
         trainer.train()
     assert [folder.name for folder in checkpoints(tmp_path)] == ["checkpoint-2"]
@@ -103,7 +80,7 @@ def test_a_console_that_is_gone_does_not_keep_a_run_from_stopping(tmp_path, monk
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     trainer = make(tmp_path, max_steps=4)
-    trainer.add_callback(Signal(1, signal.SIGINT, signal.SIGINT))
+    trainer.add_callback(signals(1, signal.SIGINT, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 1

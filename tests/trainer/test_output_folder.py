@@ -6,25 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run import output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.log import LOG, read_log
 from grpo_ext.run.output_folder import HeldFolder
-from tests.support.trainers import SAVE, make
-
-
-class AtStep(TrainerCallback):
-    """Does something once, after a step."""
-
-    def __init__(self, step: int, work: Any) -> None:
-        self.step, self.work = step, work
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.work()
+from tests.support.trainers import SAVE, make, on
 
 
 def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monkeypatch):
@@ -32,13 +20,13 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     folder, refusals = tmp_path / "out", []
     first, second = make(folder, **SAVE), make(folder, **SAVE)
 
-    def resume_too() -> None:
+    def resume_too(state: Any) -> None:
         with pytest.raises(CheckpointError) as refused:
             make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
         refusals.append(str(refused.value))
 
-    first.add_callback(AtStep(1, second.train))  # before the first has saved anything
-    first.add_callback(AtStep(3, resume_too))
+    first.add_callback(on("on_step_end", lambda state: second.train(), at=1))  # before the first has saved anything
+    first.add_callback(on("on_step_end", resume_too, at=3))
     first.train()
     for trainer, name in ((first, "out"), (second, "out-2")):
         assert Path(str(trainer.args.output_dir)) == tmp_path / name

@@ -11,8 +11,8 @@ from datasets import Dataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ModelError
 from tests.support.beside_trl import build, learns_as_in_trl, sampling_model
-from tests.support.own_generate import change
 from tests.support.tiny import stock_scores
+from tests.support.trainers import change
 
 # of one length, because stock TRL lets padding move GPT-2's absolute positions
 PROMPTS = Dataset.from_dict({"prompt": ["abcd>", "hgfe>", "aceg>", "bdfh>", "afbg>", "chde>", "gabc>", "fhea>"]})

@@ -14,8 +14,8 @@ from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
 from grpo_ext.step.statistics import STEP_PART
 from tests.support.beside_trl import build
-from tests.support.own_generate import apart, change
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
+from tests.support.trainers import change, error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 # Different by design: `training_step` comes once for an optimizer step, however many micro-batches; `_prepare_inputs`
@@ -157,9 +157,9 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
         return change(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
     stock, stock_losses = trained(trl.GRPOTrainer)
-    assert apart(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT  # it does something
+    assert error(stock, trained(trl.GRPOTrainer, None)[0]) > DIFFERENT  # it does something
     ours, losses = trained(GRPOTrainer, size=5)
-    assert apart(stock, ours) < UPDATE
+    assert error(stock, ours) < UPDATE
     assert losses == pytest.approx(stock_losses, rel=METRIC, abs=METRIC)
 
 
@@ -167,7 +167,7 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(tmp_path, loss_type):
     stock = change(build(tmp_path, trl.GRPOTrainer, loss_type=loss_type))
-    assert apart(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5, loss_type=loss_type))) < UPDATE
+    assert error(stock, change(build(tmp_path, GRPOTrainer, TrlsLoss, 5, loss_type=loss_type))) < UPDATE
 
 
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):

@@ -8,18 +8,39 @@ import pytest
 import torch
 import transformers
 import trl
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
 from grpo_ext.rollouts.decoding import own_generate
 from tests.support.beside_trl import build
 from tests.support.drop_in import make
-from tests.support.own_generate import LORA, Sampler, Wrapper, apart, change, model_with
-from tests.support.tiny import prompts, stock_scores, tiny_model
+from tests.support.own_generate import Sampler
+from tests.support.tiny import stock_scores, tiny_model
+from tests.support.trainers import change, error
 from tests.tolerances import DIFFERENT, UPDATE
 
-KINDS = ["subclass", "instance", "wrapper"]
+KINDS = ["subclass", "instance"]
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+class OwnQwen2(transformers.Qwen2ForCausalLM):
+    """A subclass."""
+
+    sampler: Sampler
+
+    def generate(self, **kwargs: Any) -> torch.Tensor:
+        return self.sampler(**kwargs)
+
+
+def model_with(sampler: Sampler, kind: str) -> Any:
+    model = tiny_model()
+    if kind == "subclass":
+        model.__class__ = OwnQwen2
+        model.sampler = sampler
+    else:
+        model.generate = sampler
+    return model
 
 
 def trained(
@@ -38,7 +59,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
     stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(theirs, kind), peft, 16)
     caplog.clear()
     same, _ = trained(tmp_path, GRPOTrainer, model_with(ours, kind), peft, 16, rollout_chunk_size=16)
-    assert apart(stock, same) < UPDATE
+    assert error(stock, same) < UPDATE
     assert caplog.text.count("samples, and not by key; only the update is covered") == 1
     assert len(ours.given) == len(theirs.given) == 2
     for one, other in zip(ours.given, theirs.given):
@@ -47,9 +68,9 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
         assert torch.equal(one["attention_mask"], other["attention_mask"])
         assert one["generation_config"].to_diff_dict() == other["generation_config"].to_diff_dict()
     small, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(), kind), peft)  # chunks of 8, micro-batches of 5
-    assert apart(same, small) < UPDATE
+    assert error(same, small) < UPDATE
     other, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler("short"), kind), peft)
-    assert apart(same, other) > DIFFERENT
+    assert error(same, other) > DIFFERENT
 
 
 @stock_scores
@@ -57,7 +78,7 @@ def test_it_is_called_as_trl_calls_it_and_learns_what_trl_learns(tmp_path, kind,
 def test_answers_of_every_shape_are_taken_as_trl_takes_them(tmp_path, shape):
     stock, _ = trained(tmp_path, trl.GRPOTrainer, model_with(Sampler(shape), "instance"), size=16)
     same, _ = trained(tmp_path, GRPOTrainer, model_with(Sampler(shape), "instance"))
-    assert apart(stock, same) < UPDATE
+    assert error(stock, same) < UPDATE
 
 
 def test_one_that_is_replaced_after_the_trainer_is_built_is_found(tmp_path, caplog):
@@ -80,24 +101,11 @@ def test_bitwise_mode_refuses_it(tmp_path):
         trainer.train()
 
 
-def test_evaluation_asks_it_chunk_by_chunk(tmp_path):
-    sampler = Sampler()
-    trainer = make(tmp_path, model=model_with(sampler, "subclass"), num_generations_eval=2)
-    first = trainer.evaluate(prompts(7, seed=4))
-    assert [len(given["input_ids"]) for given in sampler.given] == [8, 6]
-    again = make(
-        tmp_path, model=model_with(Sampler(), "subclass"), num_generations_eval=2, per_device_eval_batch_size=3
-    )
-    assert again.evaluate(prompts(7, seed=4))["eval_reward"] == first["eval_reward"]
-
-
 def test_what_samples_as_transformers_does_is_not_mistaken(monkeypatch):
     plain = tiny_model()
     assert own_generate(plain) is None
-    assert own_generate(Wrapper(plain)) is None
     adapted = get_peft_model(tiny_model("llama"), LORA)
     assert own_generate(adapted) is None
-    assert own_generate(get_peft_model(Wrapper(tiny_model("llama")), LORA)) is None
     for kind in KINDS:
         assert own_generate(model_with(Sampler(), kind)) is not None
         assert own_generate(get_peft_model(model_with(Sampler(), kind), LORA)) is not None

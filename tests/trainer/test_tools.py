@@ -11,9 +11,10 @@ from datasets import Dataset
 
 from grpo_ext import checks
 from grpo_ext.errors import ConfigError, DataError
-from tests.support.drop_in import log_of, make
+from tests.support.drop_in import make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import Game, count, sampled, transcript_reward
+from tests.support.trainers import log_of
 
 SECONDS = 0.1
 SHORT = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 300, "max_tool_calling_iterations": 2}

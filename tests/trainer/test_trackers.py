@@ -6,14 +6,16 @@ import json
 
 import pytest
 
-from grpo_ext.run.log import LOG, read_log
 from grpo_ext.tools.report.page import ReportCallback
 from grpo_ext.tools.report.runs import load_run
-from tests.support.tracked import train
+from tests.support.tiny import prompts
+from tests.support.trainers import log_of, make
 
 
-def logged(trainer, name):
-    return [line[name] for line in trainer.state.log_history if name in line]
+def train(folder, resume=None, **settings):
+    trainer = make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
@@ -21,16 +23,17 @@ def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0}
+    more = {"eval_strategy": "steps", "eval_steps": 1, "eval_pass_threshold": 0.0, "beta": 0.1}
     trainer = train(tmp_path / "out", report_to="tensorboard", log_completions=True, **more)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    for name in ("reward", "layout/useful_tokens_per_second", "time/train"):
+    for name in ("reward", "layout/useful_tokens_per_second", *(f"time/{n}" for n in ("rollout", "logps", "train"))):
+        assert all(value > 0 for value in log_of(trainer, name)) or name == "reward"
         found = [event.value for event in events.Scalars(f"train/{name}")]
-        assert found == pytest.approx(logged(trainer, name), rel=1e-6), name
+        assert found == pytest.approx(log_of(trainer, name), rel=1e-6), name
     for name in ("pass@1", "pass@4", "mean@4"):
         found = [event.value for event in events.Scalars(f"eval/{name}")]
-        assert found == pytest.approx(logged(trainer, f"eval_{name}"), rel=1e-6), name
+        assert found == pytest.approx(log_of(trainer, f"eval_{name}"), rel=1e-6), name
     assert len(list((tmp_path / "out" / "completions").glob("*.parquet"))) >= 2
 
 
@@ -43,9 +46,9 @@ def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
         summary = dict(wandb.run.summary)
     finally:
         wandb.finish()
-    assert summary["train/reward"] == pytest.approx(logged(trainer, "reward")[-1])
+    assert summary["train/reward"] == pytest.approx(log_of(trainer, "reward")[-1])
     assert summary["train/layout/useful_tokens_per_second"] == pytest.approx(
-        logged(trainer, "layout/useful_tokens_per_second")[-1]
+        log_of(trainer, "layout/useful_tokens_per_second")[-1]
     )
     tables = list(tmp_path.rglob("completions*.table.json"))
     assert tables
@@ -55,22 +58,11 @@ def test_wandb_gets_the_metrics_and_the_completions(tmp_path, monkeypatch):
 
 
 def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
-    trainer = train(tmp_path / "out", [ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
+    trainer = train(tmp_path / "out", callbacks=[ReportCallback()], max_steps=3, eval_strategy="steps", eval_steps=2)
     run = load_run(tmp_path / "out")
     for name in ("reward", "kl", "grad_norm", "time/train", "eval_reward"):
-        assert run.series(name)[1] == logged(trainer, name), name
+        assert run.series(name)[1] == log_of(trainer, name), name
     training = [entry for entry in run.log.entries if "reward" in entry["values"]]
     assert [entry["step"] for entry in training] == [1, 2, 3]
     assert run.status == "finished"
     assert (tmp_path / "out" / "report" / "index.html").is_file()
-
-
-def test_the_run_log_of_a_resumed_run_is_that_of_the_run_left_alone(tmp_path):
-    whole = train(tmp_path / "whole", max_steps=4)
-    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2)
-    again = tmp_path / "out" / "checkpoint-2"
-    train(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, resume=str(again))
-    log = read_log(tmp_path / "out" / LOG)
-    assert log.resumed_from == [2]
-    found = [(e["step"], e["values"]["reward"]) for e in log.entries if "reward" in e["values"]]
-    assert found == list(zip([1, 2, 3, 4], logged(whole, "reward")))

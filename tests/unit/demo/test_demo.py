@@ -4,7 +4,6 @@ No network, no state outside tmp_path."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -21,49 +20,16 @@ def short_recipe(monkeypatch):
     monkeypatch.setattr(warm_start, "STEPS", 3)
 
 
-@pytest.fixture
-def tokenizer():
-    return warm_start.build_tokenizer()
-
-
 def test_no_held_out_word_is_in_the_training_or_the_warm_start_set():
     warm, train, held_out = demo_words()
     assert len(held_out) == len(set(held_out)) == task.EVAL_PROMPTS
     assert not set(held_out) & (set(warm) | set(train))
 
 
-def test_words_are_the_same_every_time_and_leave_the_global_random_state_alone():
-    before = random.getstate()
-    assert demo_words() == demo_words()
-    assert random.getstate() == before
-
-
 def test_reward_is_one_for_the_sorted_letters_alone():
     completions = ["abcd", "abdc", "abcde", "abc", ""]
     rewards = sorted_letters_reward(prompts=["dbca>"] * 5, completions=completions, answer=["abcd"] * 5)
     assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_most_worked_examples_of_the_teacher_are_wrong():
-    rng = random.Random(0)
-    words, _, _ = demo_words()
-    wrong = sum(warm_start.careless_answer(word, rng) != "".join(sorted(word)) for word in words) / len(words)
-    assert 0.5 < wrong < 0.9
-
-
-def test_tokenizer_gives_one_token_per_letter_adds_none_and_reads_back(tokenizer):
-    ids = tokenizer("dbca>")["input_ids"]
-    assert len(ids) == 5
-    assert tokenizer.decode(ids) == "dbca>"
-
-
-def test_warm_start_loss_counts_the_answer_and_its_end_alone(tokenizer):
-    rng = random.Random(1)
-    batch = warm_start._worked_examples(["bac", "hgfed"], tokenizer, rng)
-    for ids, labels in zip(batch["input_ids"], batch["labels"]):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        counted = tokenizer.decode(labels[labels != -100])
-        assert counted == text.split(">")[1] + warm_start.EOS
 
 
 @pytest.fixture
@@ -110,13 +76,6 @@ def test_building_is_deterministic_and_leaves_the_callers_random_state_and_threa
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert [name for name in models[0] if not torch.equal(models[0][name], models[1][name])] == []
-
-
-def test_model_is_small_float32_and_without_dropout(tokenizer):
-    model = warm_start.build_model(tokenizer, seed=0)
-    assert 400_000 < sum(p.numel() for p in model.parameters()) < 600_000
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.config.attention_dropout == 0.0
 
 
 def test_exact_match_is_the_share_of_right_samples_and_changes_no_state(short_recipe, cache):

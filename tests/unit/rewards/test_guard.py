@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import functools
 import math
 import threading
 import time
@@ -17,12 +15,11 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from trl.trainer.utils import is_async_callable
 
 from grpo_ext.algorithms.exact import exact_mean
 from grpo_ext.errors import RewardError, shortened
-from grpo_ext.rewards.calls import RewardCall, add_columns, columns_of, metrics_of
-from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall, check_rewards
+from grpo_ext.rewards.calls import RewardCall, columns_of, metrics_of
+from grpo_ext.rewards.guard import STRICT, Faults, GuardedCall
 from grpo_ext.rewards.runner import is_async
 from tests.support.rewards import score
 
@@ -80,42 +77,25 @@ def test_what_is_no_list_is_refused(kind, result):
         call(kind(result))
 
 
-@pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize(
     "value",
-    [
-        math.nan,
-        -math.inf,
-        "1.0",
-        b"1",
-        [1.0],
-        1j,
-        float,
-        10**400,
-        1e39,  # infinite in float32
-        np.float32("nan"),
-        np.array([1.0, 2.0]),
-        torch.tensor([-math.inf]),
-        torch.tensor([1.0, 2.0]),
-        torch.tensor([]),
-    ],
+    [math.nan, "1.0", [1.0], float, 10**400, 1e39, np.array([1.0, 2.0]), torch.tensor([-math.inf]), torch.tensor([])],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(row, value):
-    rewards = [0.0, 0.0, 0.0]
-    rewards[row] = value
+def test_what_is_no_finite_number_is_refused_with_function_row_value_and_text(value):
+    """In float32, in which 1e39 is infinite."""
     with pytest.raises(RewardError) as caught:
-        call(synchronous(rewards))
+        call(synchronous([0.0, 0.0, value]))
     message = str(caught.value)
-    assert f"'graded' returned {shortened(repr(value), 120)} in row {row} " in message
-    assert PROMPTS[row] in message
-    assert COMPLETIONS[row] in message
+    assert f"'graded' returned {shortened(repr(value), 120)} in row 2 " in message
+    assert PROMPTS[2] in message
+    assert COMPLETIONS[2] in message
     assert "a reward is a finite number, or None where the function does not apply" in message
 
 
 @BOTH
-@pytest.mark.parametrize("error", [ValueError("no boxed answer"), KeyError("answer")])
-def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind, error):
+def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind):
+    error = KeyError("answer")
     with pytest.raises(RewardError) as caught:
         call(kind(error))
     message = str(caught.value)
@@ -124,34 +104,12 @@ def test_a_function_that_raises_is_named_with_its_error_and_the_remedy(kind, err
     assert caught.value.__cause__ is error
 
 
-@BOTH
-def test_an_interruption_is_no_reward_error(kind):
-    class Stop(BaseException):
-        pass
-
+def test_an_interruption_is_no_reward_error():
     def interrupt(**kwargs):
-        raise Stop
+        raise KeyboardInterrupt
 
-    async def interrupt_async(**kwargs):
-        raise Stop
-
-    with pytest.raises(Stop):
-        call(interrupt if kind is synchronous else interrupt_async)
-
-
-def test_a_long_value_is_shortened():
-    with pytest.raises(RewardError) as caught:
-        check_rewards("graded", ["x" * 5000], ["p" * 5000], ["c" * 5000])
-    assert len(str(caught.value)) < 700
-
-
-def test_a_generator_that_raises_is_named():
-    def graded(prompts, completions, **kwargs):
-        yield 1.0
-        raise ValueError("no boxed answer")
-
-    with pytest.raises(RewardError, match="raised ValueError: no boxed answer"):
-        call(graded)
+    with pytest.raises(KeyboardInterrupt):
+        call(interrupt)
 
 
 # ---- What passes ----------------------------------------------------------------------------------------------------
@@ -176,46 +134,6 @@ def test_numbers_of_every_kind_and_none_pass(rewards, expected):
     found = call(synchronous(rewards))
     assert found == expected
     assert all(value is None or type(value) is float for value in found)
-
-
-def test_a_generator_passes():
-    def graded(prompts, completions, **kwargs):
-        return (float(len(c)) for c in completions)
-
-    assert call(graded) == [4.0, 5.0, 5.0]
-
-
-# ---- What an asynchronous function is -------------------------------------------------------------------------------
-
-
-class Graded:
-    def __init__(self, result: list[float]) -> None:
-        self.result = result
-
-    def __call__(self, prompts, completions, **kwargs):
-        return self.result
-
-
-class GradedAsync(Graded):
-    async def __call__(self, prompts, completions, **kwargs):
-        return self.result
-
-
-@pytest.mark.parametrize(
-    ("function", "is_later"),
-    [
-        (synchronous([1.0, 2.0, 3.0]), False),
-        (asynchronous([1.0, 2.0, 3.0]), True),
-        (functools.partial(synchronous([1.0, 2.0, 3.0]), extra=1), False),
-        (functools.partial(asynchronous([1.0, 2.0, 3.0]), extra=1), True),
-        (Graded([1.0, 2.0, 3.0]), False),
-        (GradedAsync([1.0, 2.0, 3.0]), True),
-    ],
-    ids=["function", "async", "partial", "async partial", "object", "async object"],
-)
-def test_a_function_is_asynchronous_where_trl_says_so(function, is_later):
-    assert is_async_callable(function) is is_async(function) is is_later
-    assert call(function) == [1.0, 2.0, 3.0]
 
 
 # ---- Calls by chunks, and what they log -----------------------------------------------------------------------------
@@ -306,21 +224,6 @@ def test_a_column_has_an_entry_for_each_completion_and_says_what_is_missing(capl
     caplog.clear()
     columns_of(calls, 6)
     assert caplog.text == ""
-
-
-def test_columns_stay_as_long_as_the_prompts():
-    table: Any = collections.defaultdict(lambda: collections.deque(maxlen=6))
-    prompts_kept: Any = collections.deque(maxlen=6)
-    shown = []
-    for columns in ({}, {"x": [1, 2, 3, 4]}, {"y": [5, 6, 7, 8]}):
-        prompts_kept.extend([0] * 4)
-        add_columns(table, columns, 4, len(prompts_kept))
-        shown.append({name: list(values) for name, values in table.items()})
-    assert shown == [
-        {},
-        {"x": [None, None, 1, 2, 3, 4]},
-        {"x": [3, 4, None, None, None, None], "y": [None, None, 5, 6, 7, 8]},
-    ]
 
 
 # ---- Calls that hang or fail ----------------------------------------------------------------------------------------

@@ -41,12 +41,8 @@ def test_wrong_number_scores_zero(completion):
     assert exact_number([completion], answer=[GOLD]) == [0.0]
 
 
-def test_gold_is_taken_from_solution_too_and_may_be_a_number():
-    assert exact_number(["7", "8"], solution=[7, 7.5]) == [1.0, 0.0]
-
-
-def test_gold_without_a_number_is_left_out():
-    assert exact_number(["7"], answer=["seven"]) == [None]
+def test_gold_is_taken_from_solution_too_and_left_out_without_a_number():
+    assert exact_number(["7", "8", "7"], solution=[7, 7.5, "seven"]) == [1.0, 0.0, None]
 
 
 def test_missing_gold_column_is_refused_with_the_remedy():
@@ -83,10 +79,10 @@ def test_any_text_can_be_scored(text):
     assert exact_number([text], answer=["1"])[0] in (0.0, 1.0)
 
 
-def test_length_penalty_is_minus_the_share_of_the_budget_used():
-    (penalty,) = resolve_rewards(["length_penalty"], max_completion_length=10)
+def test_rewards_of_length_know_the_budget():
+    penalty, overlong = resolve_rewards(["length_penalty", "soft_overlong"], max_completion_length=10)
     assert penalty(completion_ids=[[], [1] * 5, [1] * 10, [1] * 20]) == [0.0, -0.5, -1.0, -1.0]
-    assert penalty.__name__ == "length_penalty"
+    assert overlong(completions=[""] * 3, completion_ids=[[1] * 8, [1] * 9, [1] * 10]) == [0.0, -0.5, -1.0]
 
 
 def test_every_short_name_resolves_to_a_named_function():
@@ -99,17 +95,6 @@ def test_math_reward_takes_plain_completions_and_the_gold_from_answer():
     pytest.importorskip("math_verify")
     (accuracy,) = resolve_rewards(["accuracy"])
     assert accuracy(completions=[r"so \boxed{42}", r"so \boxed{41}"], answer=["42", 42], prompts=["", ""]) == [1.0, 0.0]
-
-
-def test_trl_names_mean_the_same_as_short_ones():
-    (short,), (long,) = resolve_rewards(["think_format"]), resolve_rewards(["think_format_reward"])
-    for function in (short, long):
-        assert function(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
-
-
-def test_soft_overlong_punishes_the_last_fifth_of_the_budget():
-    (reward,) = resolve_rewards(["soft_overlong"], max_completion_length=100)
-    assert reward(completions=["", "", ""], completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
 
 
 def test_own_rewards_load_from_a_file_and_from_a_module(tmp_path, monkeypatch):
@@ -175,26 +160,8 @@ def test_a_plugin_adds_a_short_name(plugin):
         resolve_rewards(["half"])
 
 
-@pytest.mark.parametrize("name", ["exact_number", "think_format_reward"])
-def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin, name):
-    plugin("plug_clash", f"{name} = plug_clash:half")
-    with pytest.raises(ConfigError, match=rf"'{name}' is offered by plug_clash:half and grpo_ext"):
-        resolve_rewards([name])
+def test_a_plugin_with_a_built_in_name_is_refused_where_it_is_asked_for(plugin):
+    plugin("plug_clash", "exact_number = plug_clash:half")
+    with pytest.raises(ConfigError, match="'exact_number' is offered by plug_clash:half and grpo_ext"):
+        resolve_rewards(["exact_number"])
     assert resolve_rewards(["length_penalty"], 10)
-
-
-def test_two_plugins_with_one_name_are_refused_and_both_named(plugin):
-    plugin("plug_a", "twice = plug_a:half")
-    plugin("plug_b", "twice = plug_b:half")
-    with pytest.raises(ConfigError, match="plug_a:half and plug_b:half"):
-        resolve_rewards(["twice"])
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [("plug_bad:none", "it has half"), ("plug_gone:f", "cannot be loaded")],
-)
-def test_a_plugin_that_does_not_work_is_named(plugin, value, reason):
-    plugin("plug_bad", f"broken = {value}")
-    with pytest.raises(ConfigError, match=f"'{value.replace(':', '.')}' .*{reason}"):
-        resolve_rewards(["broken"])

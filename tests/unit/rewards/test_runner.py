@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import functools
-import logging
 import threading
-import types
-from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -33,15 +29,6 @@ CHATS = tuple(
     [[{"role": role, "content": text}] for text in texts] for role, texts in zip(("user", "assistant"), TEXTS)
 )
 IDS = [[3, 4, 4, 3], [5, 5], [7, 6, 6]]
-
-
-class Game:
-    """An environment that owns its reward."""
-
-    guesses = 0
-
-    def get_reward(self) -> float:
-        return float(self.guesses)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,28 +126,6 @@ def test_rewards_and_logs_of_functions_are_those_of_stock_trl(tmp_path, function
     both(stock(tmp_path, functions), rows(texts))
 
 
-def test_the_keywords_of_a_function_are_those_of_stock_trl(tmp_path):
-    keywords: list[dict[str, Any]] = []
-
-    def records(**kwargs):
-        keywords.append(kwargs)
-        return [1.0] * 3
-
-    async def records_later(**kwargs):
-        return records(**kwargs)
-
-    trainer = stock(tmp_path, [records, records_later])
-    both(trainer, rows(environments=[Game() for _ in range(3)]))
-    trls, ours = keywords[:2], keywords[2:]
-    names = {"prompts", "completions", "completion_ids", "answer", "level", "environments", "trainer_state"}
-    for one, other in zip(trls, ours, strict=True):
-        assert one.keys() == other.keys() == names | {"log_metric", "log_extra"}
-        assert all(one[name] is other[name] or one[name] == other[name] for name in names)
-    both(trainer, rows())
-    assert [kwargs.keys() for kwargs in keywords[4:6]] == [kwargs.keys() for kwargs in keywords[6:]]
-    assert "environments" not in keywords[-1]
-
-
 def test_a_data_column_gives_way_to_what_trl_hands_over(tmp_path):
     def graded(trainer_state, log_metric, environments, **kwargs):
         assert trainer_state.global_step == 7
@@ -173,25 +138,6 @@ def test_a_data_column_gives_way_to_what_trl_hands_over(tmp_path):
     both(trainer, dataclasses.replace(rows(environments=[1, 2, 3]), inputs=taken))
     with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
         score(trainer, dataclasses.replace(rows(), inputs=[{**row, "prompts": "x"} for row in INPUTS]))
-
-
-def test_rewards_of_environments_are_those_of_stock_trl(tmp_path):
-    class Judged(Game):
-        async def get_reward(self) -> float:
-            return 0.25
-
-    def of_game(environments, _env_type=Game, **kwargs):  # as TRL's constructor appends them
-        return [e.get_reward() if type(e) is _env_type else None for e in environments]
-
-    async def of_judged(environments, _env_type=Judged, **kwargs):
-        return [await e.get_reward() if type(e) is _env_type else None for e in environments]
-
-    trainer = stock(tmp_path, [of_game, of_judged])
-    some = [Game(), Judged(), Game()]
-    for number, environment in enumerate(some):
-        environment.guesses = number
-    rewards_BF, _ = both(trainer, rows(environments=some))
-    assert rewards_BF.nan_to_num(-1.0).tolist() == [[0.0, -1.0], [-1.0, 0.25], [2.0, -1.0]]
 
 
 def test_an_environment_that_is_retired_has_no_reward_and_reward_functions_see_it():
@@ -238,16 +184,6 @@ def test_rewards_of_models_are_those_of_stock_trl(tmp_path, texts, dtype):
     ]
 
 
-def test_a_reward_model_gets_the_arguments_of_the_chat_template(tmp_path):
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = "{{ suffix }}" + tokenizer.chat_template + "{{ suffix }}"
-    rewards = []
-    for suffix in ("x", "yz"):
-        model, kwargs = reward_model(), {"suffix": suffix}
-        rewards.append(both(stock(tmp_path, [model], tokenizer, chat_template_kwargs=kwargs), rows(CHATS))[0])
-    assert not torch.equal(*rewards)  # the control
-
-
 def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itself(tmp_path):
     model, shapes, called = reward_model(), [], []
 
@@ -263,16 +199,6 @@ def test_a_reward_model_scores_all_rows_in_one_forward_and_keeps_company_by_itse
     assert (called, shapes) == ([1, 1, 1], [3])
     RewardRunner(torch.device("cpu")).join_remaining_forwards(sources_of(trainer), rows())
     assert (called, shapes) == ([1, 1, 1], [3, 3])
-
-
-@pytest.mark.parametrize("environments", [None, ["x", "y", "z"]])
-def test_a_row_that_nobody_scored_is_named_as_in_stock_trl(tmp_path, caplog, environments):
-    trainer = stock(tmp_path, [sparse, sparse])
-    with caplog.at_level(logging.WARNING), caplog.at_level(logging.WARNING, logger="trl.trainer.grpo_trainer"):
-        both(trainer, rows(environments=environments))
-    expected, shown = (record.message for record in caplog.records if "returned None" in record.message)
-    assert shown == expected
-    assert "'answer': 'c', 'level': 1" in shown
 
 
 # ---- What is our own ------------------------------------------------------------------------------------------------
@@ -309,48 +235,8 @@ def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
         RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), rows(), state=None)
 
 
-def test_every_function_has_a_profile_of_its_own_name():
-    profiles: collections.Counter[str] = collections.Counter()
-
-    @contextmanager
-    def profile(name):
-        profiles[name] += 1
-        yield
-
-    with running_loop() as async_loop:
-        runner = RewardRunner(torch.device("cpu"), async_loop=async_loop, profile=profile)
-        runner.score(functions_of([sparse, later]), rows(chunk=1), state=None)
-    assert profiles == {"function_0": 1, "function_1": 1}
-
-
-def test_recorders_of_the_users_own_replace_those_of_the_call():
-    logged: list[Any] = []
-
-    def graded(completions, log_metric, log_extra, **kwargs):
-        log_metric("n", len(completions))
-        log_extra("c", completions)
-        return [0.0] * len(completions)
-
-    runner = RewardRunner(torch.device("cpu"))
-    _, calls = runner.score(
-        functions_of([graded]), rows(chunk=2), state=None, recorders={"log_metric": lambda *args: logged.append(args)}
-    )
-    assert logged == [("n", 2), ("n", 1)]
-    assert [call.columns for call in calls] == [{"c": ["abba", "cc"]}, {"c": ["edd"]}]
-    assert not any(call.metrics for call in calls)
-
-
 def test_a_process_without_completions_calls_nothing():
     empty = RewardRows([], [], [], [])
     rewards_BF, calls = RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), empty, state=None)
     assert rewards_BF.shape == (0, 2)
     assert calls == []
-
-
-def test_functions_are_read_at_each_call():
-    functions: list[Any] = [lambda completions, **kwargs: [1.0] * 3]
-    holder = types.SimpleNamespace(functions=RewardFunctions(functions, ["a"], [None]))
-    runner = RewardRunner(torch.device("cpu"))
-    assert runner.score(holder.functions, rows(), state=None)[0][0].tolist() == [1.0]
-    functions[0] = lambda completions, **kwargs: [2.0] * 3
-    assert runner.score(holder.functions, rows(), state=None)[0][0].tolist() == [2.0]

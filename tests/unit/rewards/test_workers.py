@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import multiprocessing
 import os
@@ -248,13 +247,9 @@ def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_
             score([terminated(2)], workers, chunk=None)
 
 
-@pytest.mark.parametrize("mode", ["w", "a"])
-def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path, mode):
+def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path):
     (tmp_path / "notes").write_text("header")
-    with (tmp_path / "notes").open(mode) as notes:
-        if mode == "w":
-            notes.write("header")
-            notes.flush()
+    with (tmp_path / "notes").open("a") as notes:
 
         def noting(completions, **kwargs):
             return [float(notes.closed) for _ in completions]
@@ -299,16 +294,7 @@ def unscorable() -> type[Exception]:
     return Unscorable
 
 
-@pytest.mark.parametrize(
-    "raises",
-    [
-        lambda completions, **kwargs: [][1],
-        lambda completions, **kwargs: {}["answer"],
-        lambda completions: [0.0],
-        lambda completions, **kwargs: None,
-    ],
-    ids=["index", "key", "argument", "none"],
-)
+@pytest.mark.parametrize("raises", [lambda completions, **kwargs: {}["answer"], lambda completions: [0.0]])
 def test_an_error_reads_as_in_the_training_process(raises):
     with pytest.raises(RewardError) as here:
         score([raises])
@@ -328,31 +314,23 @@ def test_an_error_of_a_class_that_cannot_be_pickled_is_named_and_shows_where_it_
     assert "in graded" in str(caught.value.__cause__.__cause__)
 
 
-HANGS = {
-    "holds the interpreter lock": "re.match(r'(a+)+$', 'a' * 60 + 'b')",
-    "sleep": "time.sleep(3600)",
-}
-
-
-def hanging(how: str, folder: Path) -> Callable[..., Any]:
-    """A function that hangs on the completion "ccc", with a process that it has started."""
-    code = HANGS[how]
+def hanging(folder: Path) -> Callable[..., Any]:
+    """A function that hangs on the completion "ccc", with the interpreter's lock and a process that it has started."""
 
     def graded(completions, **kwargs):
         if "ccc" in completions:
             other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             (folder / "pids").write_text(f"{os.getpid()} {other.pid}")
-            exec(code, {"re": re, "time": time})
+            re.match(r"(a+)+$", "a" * 60 + "b")
         return [1.0] * len(completions)
 
     return graded
 
 
-@pytest.mark.parametrize("how", HANGS)
-def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(how, tmp_path, caplog):
+def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(tmp_path, caplog):
     faults = Faults(timeout=2.0, on_failure="none")
     with working(2) as workers:
-        rewards, _ = score([hanging(how, tmp_path), process_id], workers, faults)
+        rewards, _ = score([hanging(tmp_path), process_id], workers, faults)
         assert rewards[0] == [1.0, 1.0, None, None, 1.0]
         assert None not in rewards[1]
         assert "no answer within reward_timeout=2.0 seconds" in caplog.text
@@ -382,27 +360,6 @@ def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
         assert "try 2 of 2 follows" in caplog.text
 
 
-def test_a_worker_that_dies_while_it_is_idle_costs_one_call(caplog):
-    with working() as workers:
-        [[first, *_]], _ = score([process_id], workers)
-        os.kill(int(first), signal.SIGKILL)
-        assert gone(int(first))
-        [[second, *_]], _ = score([process_id], workers, Faults(retries=1))
-        assert second != first
-
-
-def test_the_first_chunk_that_fails_ends_those_that_wait(tmp_path):
-    def graded(completions, **kwargs):
-        (tmp_path / completions[0]).touch()
-        raise ValueError(completions[0])
-
-    with working() as workers:
-        with pytest.raises(RewardError, match="raised ValueError: a;"):
-            score([graded, graded], workers, chunk=1)
-        score([process_id], workers)
-    assert len(list(tmp_path.iterdir())) < 5
-
-
 # ---- The end --------------------------------------------------------------------------------------------------------
 
 
@@ -411,7 +368,7 @@ def test_workers_end_with_their_owner_also_in_a_call(tmp_path):
 
     def call() -> None:
         with contextlib.suppress(WorkerDied):
-            score([hanging("sleep", tmp_path)], workers)
+            score([hanging(tmp_path)], workers)
 
     threading.Thread(target=call, daemon=True).start()
     while not (tmp_path / "pids").exists() or " " not in (tmp_path / "pids").read_text():
@@ -454,14 +411,6 @@ def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
     with working() as workers:
         rewards, _ = score([loads], workers, chunk=1, recorders={"log_extra": lambda *_: None})
     assert len(set(rewards[0])) == 1
-
-
-def test_workers_end_when_nothing_refers_to_them():
-    workers = RewardWorkers(1, 0)
-    pid = int(score([process_id], workers)[0][0][0])
-    del workers
-    gc.collect()
-    assert gone(pid)
 
 
 SCRIPT = """

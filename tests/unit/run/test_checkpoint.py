@@ -79,13 +79,6 @@ def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says):
     assert newest_whole(tmp_path) == (good, [reason])
 
 
-def test_steps_are_ordered_as_numbers(tmp_path):
-    for step in (9, 10, 100):
-        make(tmp_path, step)
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
-    assert newest_whole(tmp_path)[0] == tmp_path / "checkpoint-100"
-
-
 def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(tmp_path):
     make(tmp_path, 1)
     half = writing_folder(tmp_path) / "checkpoint-2"

@@ -53,7 +53,7 @@ def test_loading_by_name_would_leave_experts_out(tmp_path):
     assert all("experts" in name for name in left)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_no_digit_is_lost(tmp_path, dtype):
     saved, loaded = (model("qwen3_next", seed).to(dtype) for seed in (0, 1))
     saved.save_pretrained(tmp_path)

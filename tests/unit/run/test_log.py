@@ -143,9 +143,3 @@ def test_a_log_that_cannot_be_written_does_not_end_the_training(tmp_path):
     write(log, 1)
     assert log.path is None
     write(log, 2)
-
-
-def test_nothing_is_written_before_a_run_begins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(RunLog(), 1)
-    assert list(tmp_path.iterdir()) == []

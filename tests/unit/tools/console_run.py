@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import tempfile
 
 from accelerate.logging import get_logger
@@ -20,34 +19,22 @@ def talking_reward(prompts, completions, **kwargs):
     return letter_reward(prompts, completions, **kwargs)
 
 
-def failing_reward(prompts, completions, **kwargs):
-    raise ValueError("no reward today")
-
-
 def main(folder: str) -> None:
     logging.getLogger("mine").addHandler(logging.StreamHandler())  # holds the stream of now
     quiet_libraries()
-    failing = "--fail" in sys.argv
     settings = config_kwargs(
         folder, log_completions=True, num_completions_to_print=2, eval_strategy="steps", eval_steps=2, max_steps=3
     )
-    trainer = Console().install(
+    Console().install(
         GRPOTrainer(
             model=tiny_model(),
-            reward_funcs=failing_reward if failing else talking_reward,
+            reward_funcs=talking_reward,
             args=GRPOConfig(**settings | {"disable_tqdm": False}),
             train_dataset=prompts(),
             eval_dataset=prompts(4, seed=1),
             processing_class=tiny_tokenizer(),
         )
-    )
-    if not failing:
-        trainer.train()
-        return
-    try:
-        trainer.train()
-    except Exception as error:
-        print(f"ended by {type(error).__name__}")
+    ).train()
 
 
 if __name__ == "__main__":

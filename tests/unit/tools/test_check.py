@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -27,7 +26,6 @@ from grpo_ext.tools.check.report import CheckReport, Split, SplitResult
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.support.launches import run_all as run_forked
 from tests.support.launches import train as train_forked
 from tests.support.tiny import letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
@@ -209,52 +207,12 @@ def off(run: Run) -> float:
     return 1.0 + 0.1 * (run.config["per_device_train_batch_size"] == 3)
 
 
-def test_every_split_is_reported_as_it_ends_and_float64_comes_last(pretend):
-    happened = pretend(lambda run: RunResult(run.name, delta(off(run)), [{"loss": 1.0}]))
-    check(run_of(SIZES), [Split(8), Split(3), Split(4, 2)], progress=happened.append)
-    both = ["gradient", "update"]
-    assert happened == [
-        "3 splits in float32, written as processes x completions in a forward; float64 follows for those beyond the "
-        "tolerance",
-        1,
-        *((8, name, "float32") for name in both),
-        "grpo_ext, 1 x 8: reference",
-        *((3, name, "float32") for name in both),
-        "grpo_ext, 1 x 3: beyond the tolerance (update 1.0e-01)",
-        2,
-        *((4, name, "float32") for name in both),
-        "grpo_ext, 2 x 4: same (update 0.0e+00)",
-        "In float32 1 split(s) are beyond the tolerance, 0 of them in the gradient; float64 tells whether that is "
-        "rounding",
-        1,
-        (8, "update", "float64"),
-        (3, "update", "float64"),
-        "grpo_ext, 1 x 3: differs (update 1.0e-01, float64 1.0e-01)",
-    ]
-
-
 def test_three_splits_by_default_one_of_them_on_two_processes():
     assert splits_of(32, (1, 2)) == [Split(32), Split(5), Split(8, 2)]
     assert splits_of(32, (1, 2, 3, 4)) == [Split(32), Split(5), Split(8, 2), Split(5, 3), Split(4, 4)]
     assert splits_of(6, (2,)) == [Split(6, 2), Split(4, 2)]
     assert splits_of(1, (1, 2)) == [Split(1), Split(1, 2)]
     assert splits_of(8, (1, 2), (8, 3)) == [Split(8), Split(3), Split(8, 2), Split(3, 2)]
-
-
-def test_results_come_while_the_launch_goes_on(tmp_path):
-    release = tmp_path / "release"
-
-    def patient(prompts, completions, **kwargs):
-        while not release.exists():
-            time.sleep(0.01)
-        return letter_reward(prompts, completions)
-
-    first = saved(tmp_path, {**SIZES, "per_device_train_batch_size": 8, "max_steps": 1})
-    waiting = dataclasses.replace(first, name="two", rewards=(patient,))
-    results = train_forked([first, waiting], 1, timeout_s=60)
-    assert next(results).error is None
-    release.touch()
-    assert [result.error for result in results] == [None]
 
 
 def test_no_process_is_left_of_a_launch_that_is_ended(tmp_path):
@@ -328,14 +286,6 @@ def test_in_float64_a_check_leaves_nothing_but_its_rounding(fork_launches, tmp_p
     report = check(saved(tmp_path, TRAINED, tiny_model("llama")), [Split(8), Split(3)], tolerance=1e-9)
     assert [r.verdict for r in report.results] == ["reference", "rounding"]
     assert report.results[1].float64_error < 1e-10 < report.results[1].update_error
-
-
-def test_an_unseen_error_in_training_is_reported(tmp_path):
-    def broken(prompts, completions, **kwargs):
-        raise KeyError("missing")
-
-    run = saved(tmp_path, {**SIZES, "per_device_train_batch_size": 8, "max_steps": 1}, rewards=[broken])
-    assert "'broken' raised KeyError" in run_forked([run], processes=1)[0].error
 
 
 def test_settings_that_no_split_can_be_trained_with_end_the_check(fork_launches, tmp_path):

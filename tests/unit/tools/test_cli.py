@@ -26,25 +26,6 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "grpo_ext.tools.cli", *args], capture_output=True, text=True)
 
 
-def test_plan_prints_the_layout_for_any_number_of_processes():
-    done = run("plan", "--global_batch_size", "16", "--num-generations", "4", "--processes", "3", "--num_prompts", "10")
-    assert done.returncode == 0, done.stderr
-    assert "16 completions = 4 prompts x 4" in done.stdout
-    assert "10 prompts = 3 optimizer steps" in done.stdout
-    assert "2 prompts = 8 completions" in done.stdout
-
-
-def test_an_option_of_a_plan_wins_over_the_file(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("global_batch_size: 16\nnum_train_epochs: 5\ndataloader_drop_last: true\n")
-    done = runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5", "--num_train_epochs", "1"])
-    assert "5 prompts = 2 optimizer steps" in done.output, done.output
-    assert runner.invoke(app, ["plan", "--config", str(path), "--num_prompts", "5"]).output != done.output
-    words = ["--num_prompts", "5", "--num_train_epochs", "1", "--dataloader_drop_last", "False"]
-    kept = runner.invoke(app, ["plan", "--config", str(path), *words])
-    assert "5 prompts = 3 optimizer steps" in kept.output, kept.output
-
-
 def test_an_error_is_one_message_and_status_2():
     done = run("plan", "--global_batch_size", "15", "--num_generations", "4")
     assert done.returncode == 2
@@ -202,15 +183,6 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert seen["config"]["model_init_kwargs"]["attn_implementation"] == "eager"
     assert (seen["model_path"], seen["peft"], seen["config"]["learning_rate"]) == ("demo/model", None, 0.5)
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
-
-
-def test_a_check_names_a_type_of_the_weights_that_it_does_not_take(checked, tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    load = {"model_init_kwargs": '{"dtype": "bfloat16", "subfolder": "a"}'}
-    seen, result = checked({"model_name_or_path": "m", "dataset_name": str(tmp_path / "data.jsonl"), **load})
-    assert "float32; without dtype" in result.output
-    assert seen["config"]["model_init_kwargs"].items() >= {"subfolder": "a"}.items()
-    assert "dtype" not in seen["config"]["model_init_kwargs"]
 
 
 def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path):

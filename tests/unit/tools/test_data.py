@@ -58,18 +58,10 @@ def test_answers_are_renamed_and_cut_at_the_marker_and_other_columns_stay(jsonl)
     assert whole["answer"][0] == ROWS[0]["solution"]
 
 
-def test_numeric_answers_can_be_renamed(jsonl):
-    train, _ = prompts_of(jsonl, prompt_column="question", answer_column="level")
-    assert train["answer"][:3] == [0, 1, 2]
-
-
 def test_the_answer_is_what_follows_the_last_marker(tmp_path):
     rows = [{"prompt": "a", "answer": "#### 1 #### -2,000 \n"}]
     train, _ = prompts_of(write_jsonl(tmp_path / "rows.jsonl", rows), answer_after="####")
     assert train["answer"][:] == ["-2,000"]
-    rows = [{"prompt": "a", "answer": "a ####  "}]
-    with pytest.raises(DataError, match=r"row 0: nothing follows '####'"):
-        prompts_of(write_jsonl(tmp_path / "none.jsonl", rows), answer_after="####")
 
 
 def test_template_fills_columns_and_keeps_them(jsonl):

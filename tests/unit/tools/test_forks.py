@@ -12,7 +12,7 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check import runs
 from grpo_ext.tools.check.runs import launched
 from tests.support.cases import Bench
-from tests.support.forks import SERVED, environments, forked, python, run_forked, server, serves
+from tests.support.forks import SERVED, forked, run_forked, serves
 from tests.support.launches import run_all
 from tests.support.tiny import letter_reward
 
@@ -89,13 +89,6 @@ def test_a_process_that_dies_ends_the_others(tmp_path):
     assert all(ended(int(pid)) for pid in output.split()[:2])
 
 
-@pytest.mark.parametrize("ends", ["sys.exit(3)", "os.kill(os.getpid(), 9)", "1 / 0", "sys.exit()"])
-def test_the_status_is_that_of_the_process(tmp_path, ends):
-    status, output = run_forked([script(tmp_path, f"import os, sys\n{ends}")], 1, {**os.environ, **SERVED}, 60)
-    assert status == {"sys.exit(3)": 3, "os.kill(os.getpid(), 9)": -9, "1 / 0": 1, "sys.exit()": 0}[ends]
-    assert ("ZeroDivisionError" in output) == ("/" in ends)
-
-
 def test_a_launch_out_of_time_leaves_no_process(bench, tmp_path):
     text = "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(100)"
     status, output = run_forked([script(tmp_path, text)], 2, {**os.environ, **SERVED}, 2)
@@ -116,29 +109,3 @@ def test_an_error_on_one_process_is_the_error_of_the_launch(bench, start):
     with pytest.raises(LaunchError, match="'broken' raised KeyError") as failed:
         runs.run_all([bench.run("grpo", 5, rewards=(broken,))], 2, start=start)
     assert "ended with status 1. " in str(failed.value)
-
-
-def test_another_environment_is_not_served():
-    here = {**os.environ, **SERVED}
-    with pytest.warns(UserWarning, match="MKL_CBWR"):
-        assert not serves({**here, "MKL_CBWR": "COMPATIBLE"})
-    with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):
-        assert not serves({**here, "OMP_NUM_THREADS": "2"})
-    assert environments(here, 1, 0) == [here]
-
-
-def test_a_fresh_interpreter_imports_the_tests(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a configuration in bitwise mode sets it
-    assert serves({**os.environ, **SERVED})
-    monkeypatch.setenv("ANOTHER_SETTING", "1")
-    with pytest.warns(UserWarning, match="fresh interpreters.*ANOTHER_SETTING"):
-        done = python("-c", "import tests.support.forks", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_server_that_is_gone_is_replaced():
-    first = server()
-    first.process.kill()
-    first.process.wait()
-    assert server() is not first
-    assert server() is server()

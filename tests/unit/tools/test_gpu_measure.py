@@ -6,17 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
 
-from grpo_ext.errors import LaunchError
 from grpo_ext.tools.stock import OURS, STOCK
-from tests.bench.shapes import Shape
 from tests.gpu import measure
-
-SHAPE = Shape("x", 16, 4, 8, groups=2, group=4)
 
 
 def run(*options: str) -> tuple[int, dict[str, Any]]:
@@ -47,47 +42,3 @@ def test_what_its_time_does_not_allow_is_named():
     assert status == 1
     assert found["not_finished"] == ["tests", *(f"toy: {trainer}" for trainer in measure.TRAINERS)]
     assert {one["not_finished"] for one in found["bench"]["toy"].values()} == {"out of time"}
-
-
-class Fake:
-    """A worker of which so many completions fit; `says` is its last word where more do not."""
-
-    fits, says = 2, "CUDA out of memory"
-    asked: list[int] = []
-
-    def __init__(self, spec: dict[str, Any], seconds: float, errors: Any) -> None:
-        self.asked.append(spec["micro"])
-        if spec["micro"] > self.fits:
-            errors.write(f"Traceback\n{self.says}\n")
-            raise LaunchError("it ended")
-
-    def step(self) -> dict[str, Any]:
-        return {"seconds": {"step": 2.0}, "tokens": 10, "peak_mib": 3.0, "working_mib": 1.0}
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[int]:
-    monkeypatch.setattr(measure, "Worker", Fake)
-    monkeypatch.setattr(Fake, "asked", [])
-    return Fake.asked
-
-
-def test_half_a_micro_batch_that_does_not_fit_is_tried(asked):
-    found = measure.measure(SHAPE, STOCK, {}, 8, time.monotonic() + 60)
-    assert asked == [8, 4, 2]
-    assert (found["micro_batch"], found["seconds"], found["tokens_per_second"]) == (2, 2.0, 5.0)
-    assert "not_finished" not in found
-
-
-def test_more_than_may_fit_is_not_tried(asked):
-    measure.measure(SHAPE, STOCK, {}, 5, time.monotonic() + 60)
-    assert asked == [4, 2]
-
-
-def test_another_failure_ends_the_search(asked, monkeypatch):
-    monkeypatch.setattr(Fake, "says", "ValueError: wrong")
-    assert measure.measure(SHAPE, STOCK, {}, 8, time.monotonic() + 60) == {"not_finished": "ValueError: wrong"}
-    assert asked == [8]

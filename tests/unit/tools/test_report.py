@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import re
 import sys
@@ -13,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.tools.plots import figure_class
 from grpo_ext.tools.report import page as report_module
-from grpo_ext.tools.report.page import ReportCallback, report, report_or_reason
-from grpo_ext.tools.report.plots import COLOURS, PLOTS, draw, panels
-from grpo_ext.tools.report.runs import differences, load_run
+from grpo_ext.tools.report.page import report, report_or_reason
+from grpo_ext.tools.report.plots import PLOTS, panels
+from grpo_ext.tools.report.runs import load_run
 from tests.support import forks
 
 GEOMETRY = {
@@ -142,18 +141,13 @@ def test_the_page_says_the_numbers_and_holds_the_plots_itself(tmp_path):
     assert all(value.startswith("data:") for _, name, value in page.attributes if name in ("src", "href"))
 
 
-def test_settings_stay_text(tmp_path):
-    page = Page(report([make_run(tmp_path / "run", [line(1), line(2)], loss_type=HOSTILE)]))
+def test_settings_and_names_of_rewards_stay_text(tmp_path):
+    lines = [line(n, **{f"rewards/{HOSTILE}/mean": n, "rewards/_a$b{/mean": 2.0}) for n in (1, 2)]
+    page = Page(report([make_run(tmp_path / "run", lines, loss_type=HOSTILE)]))
     assert "script" not in page.tags
     assert all(value.startswith("data:") for tag, name, value in page.attributes if tag == "img" and name == "src")
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert HOSTILE in page.text
-
-
-def test_names_of_rewards_cannot_break_the_page_or_the_plot(tmp_path):
-    lines = [line(n, **{f"rewards/{HOSTILE}/mean": n, "rewards/_a$b{/mean": 2.0}) for n in (1, 2)]
-    page = Page(report([make_run(tmp_path / "run", lines)]))
-    assert "script" not in page.tags
     assert "rewards/_a$b{/mean 2 -> 2" in page.text
 
 
@@ -211,16 +205,7 @@ def test_several_runs_are_laid_over_each_other_with_what_differs(tmp_path, monke
     assert report([Path("runs/a/../a"), runs[1]]) == path  # written again
 
 
-def coloured(panel, colour):
-    """Pixels of a colour in the plot, without its legend."""
-    from matplotlib.image import imread
-
-    pixels = (imread(io.BytesIO(draw(panel)))[:, :480, :3] * 255).round()
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return int((abs(pixels - wanted).max(axis=2) < 40).sum())
-
-
-def test_runs_that_agree_are_said_to_and_every_curve_is_seen(tmp_path):
+def test_runs_that_agree_are_said_to(tmp_path):
     rewards = {"a": (0.1, 0.2, 0.4), "b": (0.1, 0.2, 0.4), "c": (0.1, 0.3, 0.4), "longer": (0.1, 0.2, 0.4, 0.6)}
     a, b, c, longer = (
         make_run(tmp_path / n, [line(i, reward=r, loss=0.5) for i, r in enumerate(v)]) for n, v in rewards.items()
@@ -229,11 +214,6 @@ def test_runs_that_agree_are_said_to_and_every_curve_is_seen(tmp_path):
     assert same in Page(report([a, b], tmp_path / "same")).text
     assert same not in Page(report([a, c], tmp_path / "others")).text
     assert same not in Page(report([a, longer], tmp_path / "partly")).text
-    (reward,) = (p for p in panels([load_run(a), load_run(b)]) if p.title == "Reward")
-    beneath, above = (coloured(reward, colour) for colour in COLOURS[:2])
-    assert min(beneath, above) > 300
-    hidden = dataclasses.replace(reward, lines=[*reward.lines, dataclasses.replace(reward.lines[0], label="c")])
-    assert all(coloured(hidden, colour) > 100 for colour in COLOURS[:3])
 
 
 def test_what_never_changes_is_a_row_and_no_plot(tmp_path):
@@ -242,18 +222,6 @@ def test_what_never_changes_is_a_row_and_no_plot(tmp_path):
     assert "<h3>Reward</h3>" in text
     assert "<h3>KL to the reference</h3>" not in text
     assert "<th>kl</th><td>0 -&gt; 0 (0 to 0)</td>" in text
-
-
-def test_the_page_shows_the_models_name_and_pass_at_k(tmp_path):
-    lines = [line(1), line(2, **{"eval_pass@1": 0.25, "eval_pass@4": 0.5, "eval_pass@8": 0.75})]
-    page = Page(report([make_run(tmp_path / "run", lines, entry() | {"model_name": "Qwen/Qwen2.5-0.5B"})]))
-    assert "model Qwen/Qwen2.5-0.5B parameters 12,345" in page.text
-    assert "pass@1, first -> last 0.25 -> 0.25 pass@8, first -> last 0.75 -> 0.75" in page.text
-    assert "script" not in page.tags
-
-
-def test_a_missing_setting_is_a_difference():
-    assert differences([{"a": "1", "b": "2"}, {"b": "2"}]) == [("a", ["1", "not recorded"])]
 
 
 def test_a_report_is_written_again_and_nothing_else_overwritten(tmp_path):
@@ -294,18 +262,6 @@ def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch, capsys):
     assert "ZeroDivisionError" in report_or_reason(run)
 
 
-def test_the_callback_writes_the_report_on_the_main_process_alone(tmp_path, capsys):
-    from types import SimpleNamespace
-
-    run = make_run(tmp_path / "run", [line(1)])
-    args = SimpleNamespace(output_dir=str(run))
-    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=False), None)
-    assert not (run / "report").exists()
-    ReportCallback().on_train_end(args, SimpleNamespace(is_world_process_zero=True), None)
-    assert (run / "report" / "index.html").is_file()
-    assert str(run / "report" / "index.html") in capsys.readouterr().out
-
-
 def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     run = make_run(tmp_path / "run", [line(1)])
     done = forks.python("-m", "grpo_ext.tools.cli", "report", run)
@@ -315,3 +271,8 @@ def test_the_command_writes_it_and_refuses_in_one_message(tmp_path):
     assert refused.returncode == 2
     assert "holds no log lines" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match=r"plot.xyz is no plot .* \.png, \.svg or \.pdf"):
+        figure_class(Path("plot.xyz"))
