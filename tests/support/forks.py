@@ -159,7 +159,7 @@ def forked(folder: Path, processes: int, environment: dict[str, str]) -> Process
     """A `Starter` (grpo_ext.tools.check.runs): from a server where it can, otherwise as a user's launch."""
     if not serves(environment):
         return launched(folder, processes, environment)
-    return Forked(["-m", "grpo_ext.tools.check.worker", str(folder)], processes, environment)
+    return Forked(["-m", "grpo_ext.tools.check.worker", str(folder), str(os.getpid())], processes, environment)
 
 
 def run_forked(
