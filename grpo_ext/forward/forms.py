@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import build_pack, group_runs
+from ..batching.packing import Pack, build_pack, group_runs
 from .architecture import layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, TakesNoPacks, packed_attention
 from .images import TOKEN_TYPES
@@ -50,6 +50,11 @@ def why_not_packed(policy: Any) -> str | None:
     return None
 
 
+def pack_of(rows: TokenRows, with_router: bool = False, multiple: int = 1) -> Pack:
+    """The layout of a pack of these rows; arguments as of `score_packed`."""
+    return build_pack(rows.prompts_B, rows.completions_B, group_runs(rows.same_prompt), with_router, multiple)
+
+
 def score_packed(
     model: Callable[..., Any],
     policy: Any,
@@ -57,6 +62,7 @@ def score_packed(
     with_router: bool = False,
     with_entropy: bool = True,
     multiple: int = 1,
+    pack: Pack | None = None,
 ) -> Scores:
     """Score completions through a pack.
 
@@ -66,12 +72,12 @@ def score_packed(
         with_router: return the router logits of a MoE model.
         with_entropy: compute entropies.
         multiple: the pack is filled up to a multiple of this many tokens.
+        pack: the layout, which notes the layers that read it; None: that of `pack_of`.
 
     Raises:
         TakesNoPacks: the model does not read the layout of the pack.
     """
-    device, groups = rows.ids_N.device, group_runs(rows.same_prompt)
-    pack = build_pack(rows.prompts_B, rows.completions_B, groups, with_router, multiple)
+    device, pack = rows.ids_N.device, pack or pack_of(rows, with_router, multiple)
     ids = rows.ids_N[torch.tensor(pack.source_N, device=device)].unsqueeze(0)
     inputs: dict[str, Any] = {
         "input_ids": ids,
@@ -103,6 +109,15 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
     return None
 
 
+def columns_of(longest: int, with_router: bool = False) -> int:
+    """Columns of the completions' pass, where the longest has so many tokens.
+
+    A completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
+    for a step of decoding, in which they change their cache.
+    """
+    return max(longest if with_router else longest - 1, 2)
+
+
 def score_prefix(
     model: Callable[..., Any],
     policy: Any,
@@ -117,9 +132,7 @@ def score_prefix(
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
     first_G = torch.tensor([run.start for run in runs], device=device)
     prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs], device=device))
-    # a completion's last token predicts nothing, but a router's statistics count it. Some layers take one column alone
-    # for a step of decoding, in which they change their cache
-    columns = max(width if with_router else width - 1, 2)
+    columns = columns_of(width, with_router)
     ids, mask = (torch.nn.functional.pad(values, (0, max(columns - width, 0))) for values in (ids, mask))
     attended = mask[:, : prompt + columns]
     places = rows.image_inputs(range(len(rows)), ids, prompt, pixels=False)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention
-from grpo_ext.forward.choice import try_form
+from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import score_packed, score_padded, score_prefix
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows

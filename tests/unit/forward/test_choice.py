@@ -28,7 +28,8 @@ from transformers import (
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
 from grpo_ext.forward import choice as module
-from grpo_ext.forward.choice import ForwardChoice, Trial, discriminating_rows, try_form
+from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import Trial, discriminating_rows, try_form
 from grpo_ext.forward.lm_head import install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import rows_of
@@ -140,6 +141,14 @@ def test_a_planted_fault_is_found(monkeypatch, fault, precision):
     model = model_of("qwen2", precision, initializer_range=0.1)
     FAULTS[fault](monkeypatch, model)
     assert "the model does something between tokens" in str(tried(model, precision).refused)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ignored_positions_are_found_in_a_deep_model_before_training(monkeypatch, precision):
+    """Its log-probabilities differ by less than the rounding that sixteen layers have multiplied."""
+    model = model_of("qwen2", precision, num_hidden_layers=16)
+    _ignored_by_the_model(monkeypatch, model)
+    assert "rotary_emb" in str(tried(model, precision).refused)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -11,7 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.forward import choice as module
 from grpo_ext.forward import prefix_cache
-from grpo_ext.forward.choice import ForwardChoice, try_form
+from grpo_ext.forward.choice import ForwardChoice
+from grpo_ext.forward.form_check import try_form
 from grpo_ext.forward.forms import score_packed, score_padded, score_prefix, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.tools.check.float64 import float64_throughout
