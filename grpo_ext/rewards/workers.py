@@ -48,6 +48,7 @@ class RewardWorker:
 
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
+        self._loaded: set[bytes] = set()  # the functions that its process has loaded
 
     def score(self, packed: bytes, *arguments: Any, seconds: float | None) -> Any:
         """What `rewards.worker.score` returns, within `seconds`; None: in any time. Loading takes any time.
@@ -61,14 +62,10 @@ class RewardWorker:
         executor = self._executor
         if executor is None:
             executor = self._executor = ProcessPoolExecutor(1, timeout=None, env=_ENVIRONMENT, initializer=begin)
+            self._loaded = set()
         try:
-            try:
-                executor.submit(load, packed).result()
-            except RemoteError as error:
-                raise ConfigError(
-                    f"cannot be loaded in a process of reward_workers ({error.kind}: {error}); define it in the script "
-                    "or in a module that can be imported, or set reward_workers=0."
-                ) from error
+            if packed not in self._loaded:
+                self._load(executor, packed)
             return executor.submit(score, packed, *arguments).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
@@ -77,6 +74,17 @@ class RewardWorker:
         except FutureTimeout:
             self.kill()
             raise CallTimeout(seconds, "reward_timeout") from None
+
+    def _load(self, executor: ProcessPoolExecutor, packed: bytes) -> None:
+        loaded = self._loaded
+        try:
+            executor.submit(load, packed).result()
+        except RemoteError as error:
+            raise ConfigError(
+                f"cannot be loaded in a process of reward_workers ({error.kind}: {error}); define it in the script or "
+                "in a module that can be imported, or set reward_workers=0."
+            ) from error
+        loaded.add(packed)
 
     def kill(self) -> None:
         """End the process and those that it has started; from any thread."""
