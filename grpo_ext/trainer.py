@@ -28,10 +28,9 @@ from .batching.prompt_order import StepRows, make_eval_loader, make_loader
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import token_cost
-from .forward.lm_head import RouterOutput, install
+from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, reference_loader, use_reference
-from .forward.rows import TokenRows
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
@@ -49,9 +48,9 @@ from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
-from .step.optimizer_step import StepParts, StepPlanner
-from .step.statistics import STEP_PART, StepPart
-from .step.terms import StepTerms, loss_config_of, step_terms_of
+from .step.optimizer_step import Attempt, StepPlanner
+from .step.settings import StepSettings, loss_config_of, step_settings_of
+from .step.statistics import CONTEXT_KEY, MicroBatchContext
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -144,11 +143,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
-        images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
-        parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
-        self._step_planner = StepPlanner(parts)
+        self._step_planner = StepPlanner(
+            accelerator=self.accelerator,
+            args=self.args,
+            scorer=self._scorer,
+            clock=self._clock,
+            images=self._rollouts.images,
+            pad_token_id=self._rollouts.worker.parts.settings.pad,
+            multiple=self.pad_to_multiple_of,
+            cost=token_cost(base_model_of(self.model)),
+        )
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
@@ -206,24 +211,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        for attempt in self._step_planner.attempts(model, completions, self._terms()):  # smaller if memory runs out
-            with attempt.fitting():
-                attempt.measure(self.model)
-                with attempt.accumulating() as gradients:
-                    for micro_batch in self._with_events(attempt.micro_batches()):
-                        with gradients.micro_batch():
-                            gradients.backward(self._loss_of(model, micro_batch))
+        for attempt in self._step_planner.attempts(model, completions, self._step_settings()):  # smaller if need be
+            with attempt.running() as gradients:  # at its end, one sum over the processes
+                attempt.measure(self.model)  # the denominators, before any forward with gradients
+                for micro_batch in self._with_events(attempt.micro_batches()):
+                    with gradients.micro_batch():
+                        gradients.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
-        if not math.isfinite(loss):
-            what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            with self._step_planner.explaining(model, what):
-                for micro_batch in attempt.micro_batches():
-                    self._loss_of(model, micro_batch)
+        self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
+
+    def _refuse_not_finite(self, loss: float, model: Any, attempt: Attempt) -> None:
+        """End the run where the loss of a step is not finite; its forwards run again to find out where that began."""
+        if not math.isfinite(loss):
+            what = f"the loss of step {self.state.global_step + 1} is {loss}"
+            with self._step_planner.explaining(model, what):
+                for micro_batch in attempt.micro_batches():
+                    self._loss_of(model, micro_batch)
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
@@ -245,7 +253,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_planner.evaluation(self.model, completions, self._terms())
+            evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
             evaluation.measure(self.model)
             for micro_batch in self._with_events(evaluation.micro_batches()):
                 self._loss_of(self.model, micro_batch)
@@ -282,10 +290,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
-    def _terms(self) -> StepTerms:
-        """What the loss of a step is made of."""
+    def _step_settings(self) -> StepSettings:
+        """What the loss of a step is made of, as it is set now."""
         custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
-        return step_terms_of(self, custom_loss, self._override_of(LOGPS))
+        return step_settings_of(self, custom_loss, self._override_of(LOGPS))
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
@@ -298,24 +306,25 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
 
-        Overrides divide by `current_gradient_accumulation_steps`: see `StepPart.accumulation_steps`.
+        Overrides divide by `current_gradient_accumulation_steps`: see `MicroBatchContext.accumulation_steps`.
         """
-        part: StepPart = inputs[STEP_PART]
+        context: MicroBatchContext = inputs[CONTEXT_KEY]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps = part.accumulation_steps
+        steps = context.accumulation_steps
         with assigned(self, current_gradient_accumulation_steps=steps), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **options)
-        return part.add_loss(loss)
+        return context.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
-        `inputs[STEP_PART]` carries the step-wide counts; without it the batch is taken as the whole step.
+        `inputs[CONTEXT_KEY]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
-        if STEP_PART not in inputs:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._terms())
-        rows = self._step_planner.tokens_of(inputs, self.model.training)
-        logps, entropies, router = self._score(model, inputs, rows)
+        if CONTEXT_KEY not in inputs:
+            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._step_settings())
+        rows, with_router = self._step_planner.tokens_of(inputs, self.model.training), self.aux_loss_enabled
+        scores = self._scorer.score_inputs(model, inputs, rows, with_router, self._override_of(LOGPS))
+        logps, entropies, router = scores
         return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
@@ -333,12 +342,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     # ---- Log-probabilities ----------------------------------------------------------------------------------------
-
-    def _score(
-        self, model: Any, batch: dict[str, Any], rows: TokenRows
-    ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model."""
-        return self._scorer.score_inputs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
 
     def _get_per_token_logps_and_entropies(
         self,
