@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast, get_args
@@ -40,19 +38,6 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
-# settings that earlier versions had, and what to write now
-REMOVED_SETTINGS = {
-    "packed_forward": "use forward='padded' in place of False, and leave True out",
-    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
-    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
-    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
-    "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
-    **dict.fromkeys(
-        [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
-        + ["fp16_fixed_scale"],
-        "leave it out: the loss scale has DeepSpeed's defaults; under DeepSpeed its file's fp16 section sets it",
-    ),
-}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -119,11 +104,6 @@ class GRPOConfig(trl.GRPOConfig):
         0,
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
         "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
-    )
-    float32_adapters: bool = _setting(
-        True,
-        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, with 8 bytes less "
-        "per trained parameter; small updates are rounded away, and differently for another split.",
     )
 
     # How it is laid out: changes nothing that is learned.
@@ -359,20 +339,6 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
-
-def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__` that names the replacement of a removed setting."""
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
-            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-        init(self, *args, **kwargs)
-
-    return checked
-
-
-GRPOConfig.__init__ = _refusing_removed(GRPOConfig.__init__)  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

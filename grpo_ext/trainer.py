@@ -118,15 +118,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL loads no reference; `use_reference` does
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
-        adapters = trained_values(model) if config.float32_adapters else {}
+        adapters = trained_values(model)
         with quiet():
             super().__init__(  # in TRL's order
                 model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
                 eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
                 peft_config, tools, rollout_func, environment_factory,
             )  # fmt: skip
-        if config.float32_adapters:
-            train_in_float32(self.model, adapters)
+        train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)
         self._build(config, args)

@@ -137,10 +137,6 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
     assert shares["padded"][0] > 0 < shares["padded"][1]
     with pytest.raises(ConfigError, match="forward='fast' is unknown; use one of 'auto', 'packed', 'prefix', 'padded'"):
         make(tmp_path, forward="fast")
-    with pytest.raises(ConfigError, match=r"packed_forward.*use forward='padded' in place of False"):
-        make(tmp_path, packed_forward=False)
-    with pytest.raises(ConfigError, match=r"score_completions_only.*leave it out"):
-        make(tmp_path, score_completions_only=True)
 
 
 @pytest.mark.parametrize(
