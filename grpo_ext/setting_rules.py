@@ -15,7 +15,7 @@ import torch
 
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
-from .batching.sizes import check_lag, require_whole
+from .batching.sizes import require_whole
 from .errors import ConfigError
 
 # the least of settings that are whole numbers, and of those that may be None
@@ -117,6 +117,20 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
     if size is not None and (not isinstance(size, int) or not 1 <= size <= group):
         raise ConfigError(
             f"canonical_unit_size={size!r}: a unit holds completions of one group; use 1 to {group} (num_generations)."
+        )
+
+
+def check_lag(lag: Any, sharded: bool) -> None:
+    """Refuse a `rollout_lag` that is no whole number, or that goes with FSDP or DeepSpeed.
+
+    Raises:
+        ConfigError: says what to use.
+    """
+    require_whole("rollout_lag", lag, least=0)
+    if lag and sharded:
+        raise ConfigError(
+            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run theirs in "
+            "different orders. Use rollout_lag=0, or DDP."
         )
 
 

@@ -83,18 +83,6 @@ class TokenCost:
     attention: float = 0.0
     head: float = 0.0
 
-    @classmethod
-    def of_model(cls, attention_width: int, body: int, head: int) -> TokenCost:
-        """From a model's sizes, in multiply-adds.
-
-        Args:
-            attention_width: heads times head dimension, summed over the layers that attend.
-            body: weights of the layers (those active for a token).
-            head: weights of the language-model head, which also recomputes its forward in the backward pass.
-        """
-        body = max(body, 1)
-        return cls(2 * attention_width / body, 4 / 3 * head / body)
-
     def prompt(self, tokens: int) -> float:
         """Cost of a prompt, once."""
         return tokens + self.attention * tokens**2 / 2
@@ -143,9 +131,10 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         rows: the rows of the step that are run; the others add nothing to it.
     """
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
-    if layout.unit_rows is not None:
+    if layout.unit_rows is not None:  # units go to processes whole; each runs its own in order
         units = canonical_units(sizes, rows, layout.unit_rows)
-        return fill_up(assign_units(sizes, units, layout.processes, layout.cost)[layout.rank], 1, shortest)
+        numbers, _ = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
+        return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
@@ -190,7 +179,7 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
 
 
 def _longest_first(costs: Sequence[float], processes: int) -> tuple[list[list[int]], list[float]]:
-    """For each process, which of the items it gets, in the order assigned, and their cost."""
+    """For each process, which of the items it gets, in the order assigned, and their cost (Graham 1969, LPT)."""
     heap = [(0.0, process) for process in range(processes)]
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -248,14 +237,6 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
         count = ceil_div(len(piece), unit_rows)
         units += [[piece[i] for i in even_slice(len(piece), count, number)] for number in range(count)]
     return units
-
-
-def assign_units(
-    sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
-) -> list[list[list[int]]]:
-    """Assign units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
-    assigned, _ = _longest_first([sizes.load(unit, cost) for unit in units], processes)
-    return [[list(units[i]) for i in sorted(mine)] for mine in assigned]
 
 
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:

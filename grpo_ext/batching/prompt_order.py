@@ -97,12 +97,15 @@ class ProcessSlices:
     num_processes: int
     rank: int
 
-    def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
-        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first."""
-        return self.part(epoch, layout, len(layout.rollout_prompts))
+    def request(
+        self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
+    ) -> RolloutRequest:
+        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first.
 
-    def part(self, epoch: int, layout: StepLayout, num_prompts: int, first_prompt: int = 0) -> RolloutRequest:
-        """The request for `num_prompts` prompts of that rollout batch, numbered from `first_prompt`."""
+        Args:
+            num_prompts, first_prompt: for a further round: how many prompts, and the number of the first.
+        """
+        num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         empty = len(prompts) == 0
         return RolloutRequest(epoch, layout, range(1) if empty else prompts, empty, self.num_generations, first_prompt)
@@ -192,7 +195,7 @@ class StepDataset(Dataset):
         chosen = [prompt for prompt in mixed if prompt not in used][taken : taken + wanted]
         if not chosen:
             return None
-        further = self.rule.part(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
+        further = self.rule.request(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
         return self.rule.rows(further, self.prompts, chosen.__getitem__)
 
     def _order(self, request: RolloutRequest) -> Sequence[int]:

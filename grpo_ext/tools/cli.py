@@ -97,7 +97,8 @@ def plan(
     The model is that of the run: an id, a folder, or a config.json.
     """
     from ..batching.plan_text import describe_plan
-    from ..batching.sizes import check_lag, geometry_of
+    from ..batching.sizes import geometry_of
+    from ..setting_rules import check_lag
 
     settings = settings_of(context, config)
     if settings.get("demo") is not None:

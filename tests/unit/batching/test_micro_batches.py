@@ -18,7 +18,6 @@ from grpo_ext.batching.micro_batches import (
     StepSizes,
     TokenCost,
     assign_rows,
-    assign_units,
     canonical_units,
     cut_by_count,
     cut_by_tokens,
@@ -29,7 +28,7 @@ from grpo_ext.batching.micro_batches import (
 from grpo_ext.batching.sizes import group_numbers
 
 FORMS = get_args(Form)
-COST = TokenCost.of_model(attention_width=8 * 512, body=24_000_000, head=4_000_000)
+COST = TokenCost(attention=3e-4, head=0.2)
 
 
 def whole(num_generations: int, prompts_G: list[int], completions_B: list[int]) -> StepSizes:
@@ -153,8 +152,9 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(sizes, max_rows, m
     shares = assign_rows(sizes, rows, processes, COST)
     assert sorted(row for share in shares for row in share) == rows
     assert all(share == sorted(share) for share in shares)
-    units = canonical_units(sizes, rows, unit)
-    assert sorted(u for share in assign_units(sizes, units, processes, COST) for u in share) == units
+    layouts = [MicroBatchLayout(1, cost=COST, unit_rows=unit, processes=processes, rank=r) for r in range(processes)]
+    run = [list(part.rows) for layout in layouts for part in plan_step(sizes, rows, layout) if part.weight]
+    assert sorted(run) == canonical_units(sizes, rows, unit)
 
 
 def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
