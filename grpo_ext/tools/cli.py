@@ -98,7 +98,6 @@ def plan(
     """
     from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
-    from ..setting_rules import check_lag
 
     settings = settings_of(context, config)
     if settings.get("demo") is not None:
@@ -110,7 +109,10 @@ def plan(
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
-    check_lag(lag, engine != "ddp")
+    if lag:
+        from ..setting_rules import check_lag  # loads torch
+
+        check_lag(lag, engine != "ddp")
     ahead = f"{lag} rollout batch(es)" if lag else None
     typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
