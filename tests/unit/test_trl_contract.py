@@ -106,11 +106,3 @@ def test_trl_still_takes_as_many_rows_from_every_process(name, line):
     # and so does code that is written for it, which runs here where processes have unequal shares
     source = inspect.getsource(getattr(trl.GRPOTrainer, name))
     assert line in source, f"{name} may take unequal shares now: see whether uneven_gathers is still needed"
-
-
-# ---- Names ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_train_batch_size_is_still_a_property_of_the_arguments():
-    # why the global batch is not called train_batch_size
-    assert isinstance(inspect.getattr_static(transformers.TrainingArguments, "train_batch_size"), property)

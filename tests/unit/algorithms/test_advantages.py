@@ -20,7 +20,6 @@ from grpo_ext.algorithms.advantages import (
     ESTIMATORS,
     AdvantageRule,
     register_advantage_estimator,
-    weighted_sum,
 )
 from grpo_ext.errors import ConfigError
 
@@ -124,37 +123,6 @@ def test_an_oracle_with_another_epsilon_would_be_noticed():
 
 
 # ---- Properties -----------------------------------------------------------------------------------------------------
-
-
-def test_weights_multiply_and_missing_functions_do_not_count():
-    rewards = torch.tensor([[1.0, 10.0], [NAN, 10.0], [1.0, NAN], [NAN, NAN]])
-    assert weighted_sum(rewards, torch.tensor([2.0, 0.5])).nan_to_num(nan=-9.0).tolist() == [7.0, 5.0, 2.0, -9.0]
-    assert weighted_sum(rewards, torch.tensor([2.0, 0.0])).nan_to_num(nan=-9.0).tolist() == [2.0, 0.0, 2.0, -9.0]
-
-
-@EVERY_MODE
-@given(reward_batches())
-def test_scored_completions_have_mean_zero_and_others_are_exactly_zero(scale, aggregation, drawn):
-    rewards, weights, generations = drawn
-    before = rewards.clone()
-    advantages = group_advantages(rewards, weights, generations, scale, aggregation)
-    torch.testing.assert_close(rewards, before, equal_nan=True, rtol=0, atol=0)  # they are logged afterwards
-    scored = ~torch.isnan(rewards).all(1)
-    assert torch.isfinite(advantages).all()
-    assert (advantages[~scored] == 0.0).all()
-    # "normalize_then_sum" subtracts the mean over the batch
-    whole = aggregation == "normalize_then_sum"
-    total = advantages.sum() if whole else advantages.view(-1, generations).sum(1)
-    torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_a_groups_advantages_do_not_depend_on_the_other_groups(scale):
-    rewards = batch(groups=6, generations=4, missing=0.2)
-    together = group_advantages(rewards, torch.ones(2), 4, scale).view(6, 4)
-    for group in range(6):
-        alone = group_advantages(rewards[group * 4 : group * 4 + 4], torch.ones(2), 4, scale)
-        torch.testing.assert_close(alone, together[group], rtol=1e-12, atol=1e-12)
 
 
 def test_part_of_a_batch_has_other_advantages_under_batch_scaling():

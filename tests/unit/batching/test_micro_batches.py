@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from grpo_ext.batching.micro_batches import (
     Form,
-    MicroBatch,
     MicroBatchLayout,
     StepSizes,
     TokenCost,
@@ -22,7 +21,6 @@ from grpo_ext.batching.micro_batches import (
     cut_by_count,
     cut_by_tokens,
     cut_in_order,
-    fill_up,
     plan_step,
 )
 from grpo_ext.batching.sizes import group_numbers
@@ -58,12 +56,6 @@ def test_packs_are_few_and_even(seed):
     assert max(tokens) <= 1.25 * sum(tokens) / len(tokens)
 
 
-def test_a_group_larger_than_the_budget_is_cut_and_repeats_its_prompt():
-    sizes = whole(4, [100], [50, 50, 50, 50])
-    parts = cut_by_tokens(sizes, range(4), 8, 200, form="packed")
-    assert [sizes.tokens(part, "packed") for part in parts] == [200, 200]
-
-
 def test_cuts_by_count_fall_between_groups_where_they_can():
     sizes = whole(8, [10] * 4, [10] * 32)
     assert [len(part) for part in cut_by_count(sizes, range(32), 12)] == [8, 12, 12]
@@ -92,12 +84,6 @@ def test_one_group_is_cut_for_two_processes_when_that_pays():
     assert sorted(map(len, assign_rows(sizes, range(4), 2, COST))) == [2, 2]
     long_prompt = whole(4, [2000], [1, 1, 1, 1])
     assert sorted(map(len, assign_rows(long_prompt, range(4), 2, COST))) == [0, 4]
-
-
-def test_a_prompt_costs_once_and_attention_grows_faster_than_length():
-    assert COST.completion(200, 100) > 2 * COST.completion(100, 100)
-    assert COST.prompt(0) == 0.0
-    assert TokenCost().completion(7, 1000) == 7
 
 
 def test_passes_without_gradients_are_cut_in_order():
@@ -169,22 +155,6 @@ def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
 # ---- The plan of a step ---------------------------------------------------------------------------------------------
 
 
-def plan(rows: int, cap: int, at_least: int = 1) -> list[MicroBatch]:
-    """Rows 0, 1, ... cut by count, and filled up."""
-    sizes = StepSizes([0] * rows, [1] * rows, [1] * rows)
-    return fill_up(cut_by_count(sizes, range(rows), cap), at_least)
-
-
-@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 12))
-def test_every_row_weighs_one_once_and_fillers_come_last_and_weigh_nothing(rows, cap, at_least):
-    planned, real = plan(rows, cap, at_least), math.ceil(rows / cap)
-    assert [row for part in planned[:real] for row in part.rows] == list(range(rows))
-    assert all(1 <= len(part.rows) <= cap and part.weight == 1.0 for part in planned[:real])
-    sizes = [len(part.rows) for part in planned[:real]]
-    assert max(sizes, default=0) - min(sizes, default=0) <= 1
-    assert planned[real:] == [MicroBatch((0,), weight=0.0)] * (max(real, at_least) - real)
-
-
 LENGTHS = [9, 40, 3, 1, 8, 8, 8, 8, 2, 0, 60, 5, 7, 7, 30, 1]
 SIZES = StepSizes(group_numbers(16, 4), [p for p in (30, 5, 12, 7) for _ in range(4)], LENGTHS)
 COSTLY = TokenCost(1e-3, 0.2)
@@ -215,8 +185,3 @@ def test_sharded_processes_run_the_same_number_of_forwards():
     counts = [len(plan_step(SIZES, range(16), replace(layout, rank=rank))) for rank in range(3)]
     alone = [len(plan_step(SIZES, range(16), replace(layout, rank=rank, equal_counts=False))) for rank in range(3)]
     assert counts == [max(alone)] * 3
-
-
-def test_a_step_without_a_contribution_still_runs_one_micro_batch():
-    (only,) = plan_step(SIZES, [], MicroBatchLayout(4))
-    assert only.weight == 0.0
