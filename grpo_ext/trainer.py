@@ -22,9 +22,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from . import checks, compat
+from . import compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
+from .checks.model import refuse_frozen
+from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import token_cost
@@ -107,7 +109,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
-        processing_class = checks.check_arguments(
+        processing_class = check_arguments(
             config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
         )
         self._clock = PhaseClock()
@@ -129,7 +131,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if reference is not None:
             use_reference(reference, self, config)
         self._build(config, args)
-        self._uncovered = checks.check_trainer(self, config)
+        self._uncovered = check_trainer(self, config)
         if config.reward_workers:
             self._rollouts.worker.parts.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
@@ -418,14 +420,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
-        checks.refuse_frozen(self.model)
+        refuse_frozen(self.model)
         self._rollouts.forget_rollout()
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            checks.warn_before_training(self, self._uncovered)
+            warn_before_training(self, self._uncovered)
             with (
                 quiet(),
                 pinned(self.args.pinned_threads),

@@ -1,4 +1,7 @@
-"""What is checked of a trainer before and after TRL's constructor, and what the promise does not cover of it."""
+"""A trainer is checked before TRL's constructor (`check_arguments`), after it, and before it trains.
+
+Differs from TRL: the errors come at construction, with the values, the rule and the remedy.
+"""
 
 from __future__ import annotations
 

@@ -220,9 +220,9 @@ def test_an_estimator_may_be_named_by_its_file(tmp_path):
     finally:
         ESTIMATORS.pop(name, None)
     with pytest.raises(ConfigError, match="defines no other"):
-        estimated(f"{file}:other", 1, 2)
+        estimated(f"{file}:other", 1, 2, 3, 4)
     with pytest.raises(ConfigError, match=r"there is no file gone\.py"):
-        estimated("gone.py:f", 1, 2)
+        estimated("gone.py:f", 1, 2, 3, 4)
 
 
 def test_an_unknown_estimator_is_refused_with_the_names():
