@@ -122,11 +122,22 @@ class GRPOTrainer(trl.GRPOTrainer):
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
         with quiet():
-            super().__init__(  # in TRL's order
-                model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
-                eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
-                peft_config, tools, rollout_func, environment_factory,
-            )  # fmt: skip
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=loop_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
         train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)
