@@ -18,7 +18,7 @@ from .algorithms.losses import LossConfig
 from .batching.sizes import require_whole
 from .errors import ConfigError
 
-# the least of settings that are whole numbers, and of those that may be None
+# the lowest values of settings that are whole numbers; those of the second may also be None
 _LEAST = {
     "per_device_eval_batch_size": 1,
     "dynamic_sampling_max_rounds": 1,
@@ -153,7 +153,7 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     refused = {
         "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
         "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
-        "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": settings[
+        "ignore_data_skip=True (a resumed epoch begins again, and what was sampled ahead belongs to later prompts)": settings[
             "ignore_data_skip"
         ],
         "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],

@@ -10,6 +10,7 @@ def describe_plan(
     num_prompts: int | None,
     drop_last: bool,
     epochs: float | None,
+    *,
     micro_batch_tokens: int | None = None,
     form: str | None = None,
     precision: str | None = None,

@@ -152,11 +152,13 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
-    ours, theirs, phases = sizes["rollout_batch_size"], sizes["generation_batch_size"], sizes["steps_per_generation"]
-    rollout, name = ours or theirs, "generation_batch_size" if ours is None else "rollout_batch_size"
-    if ours is not None and theirs not in (None, ours):
+    requested, by_trl, phases = (
+        sizes[name] for name in ("rollout_batch_size", "generation_batch_size", "steps_per_generation")
+    )
+    rollout, name = requested or by_trl, "generation_batch_size" if requested is None else "rollout_batch_size"
+    if requested is not None and by_trl not in (None, requested):
         raise ConfigError(
-            f"rollout_batch_size={ours} and generation_batch_size={theirs} are two names for one size; set "
+            f"rollout_batch_size={requested} and generation_batch_size={by_trl} are two names for one size; set "
             "rollout_batch_size alone."
         )
     if phases is not None:
@@ -173,7 +175,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
             )
         rollout = sizes["per_device_train_batch_size"] * sizes["num_processes"] * phases
         name = f"rollout_batch_size (from steps_per_generation={phases})"
-    if rollout is None or (ours is None and step % rollout == 0):
+    if rollout is None or (requested is None and step % rollout == 0):
         # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
         rollout = step
     _check_multiples(rollout, step, name, sizes)

@@ -116,9 +116,9 @@ def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
     """Refuse settings that cannot be run on this trainer."""
     name, names = config.eval_pass_reward, trainer.reward_func_names
     if name is not None and names.count(name) != 1:
-        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
+        remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
         how_many = "the name of several reward functions" if name in names else "no reward function of this run"
-        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {meant}")
+        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and trainer.environment_factories is not None:
         raise ConfigError(
             f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
@@ -228,15 +228,15 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
     policy, dataset = trainer.model, trainer.train_dataset
     # tokens of a prompt with images are known once the images are prepared
-    known = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
+    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
 
     def lengths(prompts: list[Any]) -> list[int]:
         return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
 
     def longest_sequence() -> int | None:
-        return _longest_sequence(trainer, lengths) if known else None
+        return _longest_sequence(trainer, lengths) if readable else None
 
-    if known and hasattr(dataset, "__len__"):
+    if readable and hasattr(dataset, "__len__"):
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
@@ -247,13 +247,13 @@ def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
 def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
     """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
     train = trainer.train_dataset
-    readable = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    if all(data is not train for data in readable) or not trainer.max_completion_length:
+    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
+    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
         return None
-    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in readable)
+    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
     longest = 0
-    while some := list(itertools.islice(prompts, 256)):
-        longest = max(longest, *lengths(some))
+    while block := list(itertools.islice(prompts, 256)):
+        longest = max(longest, *lengths(block))
     return longest + trainer.max_completion_length
 
 

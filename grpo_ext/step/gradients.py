@@ -28,8 +28,8 @@ from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
     """Which of the parameters have a gradient on any process."""
-    mine = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
-    return stack_over_processes(mine).amax(0).bool().tolist()
+    used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
+    return stack_over_processes(used_here).amax(0).bool().tolist()
 
 
 class NativeGradients:

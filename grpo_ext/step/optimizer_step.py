@@ -250,10 +250,10 @@ class StepPlanner:
 
     def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool) -> tuple[Inputs, TokenRows]:
         """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
-        some = rollout.select(rows)
-        batch = send_to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        selected = rollout.select(rows)
+        batch = send_to_device(selected.collate(self.pad_token_id, self.multiple), self.accelerator.device)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return batch, self._token_rows(some, training)
+        return batch, self._token_rows(selected, training)
 
     def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
         return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))

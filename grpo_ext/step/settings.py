@@ -50,10 +50,10 @@ def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None
     """
     training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
     # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
-    others = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
-    others = others or custom_loss or trainer.loss_type == "vespo"
+    always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
+    always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
     return StepSettings(
-        skip_zeros=trainer.args.skip_zero_contribution and training and not others,
+        skip_zeros=trainer.args.skip_zero_contribution and training and not always_adds,
         top_entropy_quantile=quantile,
         router=router,
         experts_per_token=experts_per_token(trainer.model),

@@ -87,8 +87,14 @@ class MicroBatchContext:
     ) -> MicroBatchContext:
         """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
         mask = inputs["completion_mask"]
-        padded = Unchanged(*(inputs[name] for name in TOKENS))
-        return cls(step, part.weight, groups, rows, padded, step.keep_mask(part.rows, mask.size(1), mask.device))
+        return cls(
+            step=step,
+            weight=part.weight,
+            groups=groups,
+            rows=rows,
+            padded=Unchanged(*(inputs[name] for name in TOKENS)),
+            entropy_keep_BT=step.keep_mask(part.rows, mask.size(1), mask.device),
+        )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""

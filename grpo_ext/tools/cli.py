@@ -114,7 +114,7 @@ def plan(
 
         check_lag(lag, engine != "ddp")
     ahead = f"{lag} rollout batch(es)" if lag else None
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, micro_batch_tokens=tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 
