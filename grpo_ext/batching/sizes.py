@@ -152,9 +152,8 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
-    requested, by_trl, phases = (
-        sizes[name] for name in ("rollout_batch_size", "generation_batch_size", "steps_per_generation")
-    )
+    requested, by_trl = sizes["rollout_batch_size"], sizes["generation_batch_size"]
+    phases = sizes["steps_per_generation"]
     rollout, name = requested or by_trl, "generation_batch_size" if requested is None else "rollout_batch_size"
     if requested is not None and by_trl not in (None, requested):
         raise ConfigError(
