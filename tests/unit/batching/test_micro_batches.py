@@ -73,12 +73,6 @@ def test_loads_are_even_where_counts_are_not(seed, processes):
     assert imbalance(sizes, by_cost) <= imbalance(sizes, by_count)
 
 
-def test_groups_stay_whole_where_that_is_even():
-    sizes = whole(4, [50] * 8, [30] * 32)
-    for share in assign_rows(sizes, range(32), 4, COST):
-        assert [len(piece) for piece in sizes.pieces(share)] == [4, 4]
-
-
 def test_one_group_is_cut_for_two_processes_when_that_pays():
     sizes = whole(4, [10], [200, 200, 200, 200])
     assert sorted(map(len, assign_rows(sizes, range(4), 2, COST))) == [2, 2]

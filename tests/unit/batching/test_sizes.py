@@ -123,12 +123,6 @@ def test_a_step_may_cut_groups_as_in_trl(phase):
         assert (g.steps_per_rollout, g.prompts_per_rollout, g.accumulation_steps) == (2, 9, 3)
 
 
-@pytest.mark.parametrize("phase", [{"steps_per_generation": 2}, {"generation_batch_size": 4}])
-def test_several_phases_within_a_step_are_one_phase(phase):
-    g = resolve(micro_batch_size=4, accumulation_steps=4, **phase)
-    assert g.rollout_batch_size == g.global_batch_size == 16
-
-
 @given(st.integers(2, 9), st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(1, 4))
 def test_the_derived_accumulation_is_rounded_up_never_floored(generations, prompts, micro, processes, steps):
     total = generations * prompts
