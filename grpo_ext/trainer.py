@@ -223,11 +223,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        for attempt in self._step_planner.attempts(model, completions, self._step_settings()):  # smaller if need be
+        settings = self._step_settings()
+        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller again where memory ends
             with attempt.running() as gradients:  # at its end, one sum over the processes
                 attempt.measure(self.model)  # the denominators, before any forward with gradients
                 for micro_batch in self._with_events(attempt.micro_batches()):
-                    with gradients.micro_batch():
+                    with gradients.micro_batch():  # Accelerate's `accumulate`
                         gradients.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
         self._refuse_not_finite(loss, model, attempt)

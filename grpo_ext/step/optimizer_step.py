@@ -97,7 +97,8 @@ class Attempt:
             model: computes the entropies and router outputs of the statistics.
         """
         planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
-        self.context = count_step(self.rollout, StepMetrics(accelerator.device), settings.experts_per_token)
+        top_k = settings.experts_per_token
+        self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
         if not settings.needs_statistics:
             return
         measured: list[MicroBatchStatistics] = []
@@ -107,7 +108,6 @@ class Attempt:
             for part in self.plan:
                 batch, rows = planner.collate(self.rollout, part.rows, settings.training)
                 scores = planner.scorer.score_inputs(model, batch, rows, settings.router, settings.log_probs)
-                top_k = settings.experts_per_token
                 measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
         set_statistics(self.context, measured, settings.top_entropy_quantile)
 
