@@ -34,6 +34,7 @@ from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, reference_loader, use_reference
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
+from .precision.non_finite import explaining
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
@@ -156,14 +157,15 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
+        engine = self._rollouts.worker.parts.settings
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
             scorer=self._scorer,
             clock=self._clock,
             images=self._rollouts.images,
-            pad_token_id=self._rollouts.worker.parts.settings.pad,
-            multiple=self.pad_to_multiple_of,
+            pad_token_id=engine.pad,
+            multiple=engine.multiple,
             cost=token_cost(base_model_of(self.model)),
         )
         self._keeper = RunKeeper(self, user_args)
@@ -242,7 +244,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """End the run where the loss of a step is not finite; its forwards run again to find out where that began."""
         if not math.isfinite(loss):
             what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            with self._step_planner.explaining(model, what):
+            policy = self.accelerator.unwrap_model(model)
+            with explaining(what, policy, self.args.fp16, self._scorer.sharded), self._scorer.running(model):
                 for micro_batch in attempt.micro_batches():
                     self._loss_of(model, micro_batch)
 

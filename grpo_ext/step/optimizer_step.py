@@ -21,14 +21,13 @@ from accelerate.utils import send_to_device
 from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
-from ..errors import MemoryShortageError, PrecisionError
+from ..errors import MemoryShortageError
 from ..forward.rows import TokenRows, padded_ids_and_mask
 from ..forward.scorer import Scorer
-from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import first_of_all_processes, max_over_processes
+from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
 from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
@@ -193,20 +192,6 @@ class StepPlanner:
     def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `attempts`."""
         return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
-
-    @contextmanager
-    def explaining(self, model: Any, what: str) -> Iterator[None]:
-        """Inside, forwards of a step whose loss is not finite run again without gradients, to find the first module.
-
-        Raises:
-            PrecisionError: at the end, on every process, with the first module that produced the number.
-        """
-        policy, first = self.accelerator.unwrap_model(model), FirstModule()
-        weight = None if self.scorer.sharded else bad_weight(policy)
-        with torch.no_grad(), self.scorer.running(model), first.watching(policy):
-            yield
-        module = first_of_all_processes(first.name)
-        raise PrecisionError(f"{what}: {explanation(weight, module, self.args.fp16)}.")
 
     def _planned(
         self,
