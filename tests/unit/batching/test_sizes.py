@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from fractions import Fraction
 
 import pytest
 import trl
@@ -121,23 +120,6 @@ def test_a_step_may_cut_groups_as_in_trl(phase):
     ):
         assert (g.global_batch_size, g.rollout_batch_size) == (18, theirs.generation_batch_size) == (18, 36)
         assert (g.steps_per_rollout, g.prompts_per_rollout, g.accumulation_steps) == (2, 9, 3)
-
-
-@given(st.integers(2, 9), st.integers(1, 40), st.integers(1, 17), st.integers(1, 9), st.integers(1, 4))
-def test_the_derived_accumulation_is_rounded_up_never_floored(generations, prompts, micro, processes, steps):
-    total = generations * prompts
-    g = resolve(
-        num_generations=generations,
-        global_batch_size=total,
-        rollout_batch_size=total * steps,
-        micro_batch_size=micro,
-        num_processes=processes,
-    )
-    busiest = math.ceil(Fraction(total, processes))
-    assert g.accumulation_steps == math.ceil(Fraction(busiest, micro))
-    assert g.accumulation_steps * micro * processes >= total
-    assert g.global_batch_size == total  # whatever the layout
-    assert (g.prompts_per_rollout, g.steps_per_rollout) == (prompts * steps, steps)
 
 
 @given(st.integers(2, 100))

@@ -83,15 +83,6 @@ def test_a_gradient_that_is_not_finite_stops_bitwise_mode(accelerator):
         run_micro_batches(accelerator, model, adding("fixed", model, accelerator), plan(11, 2), loss_of)
 
 
-def test_hooks_are_gone_after_a_step(accelerator):
-    model = torch.nn.Linear(4, 1, bias=False)
-    gradients = adding("fixed", model, accelerator)
-    run_micro_batches(accelerator, model, gradients, plan(11, 2), lambda part: model(X[list(part.rows)].float()).sum())
-    model.weight.grad = None
-    model(X.float()).sum().backward()
-    assert model.weight.grad is not None  # nothing takes it away any more
-
-
 @pytest.mark.parametrize(("kind", "last"), [("native", False), ("sharded", True)])
 def test_only_a_sharded_engine_synchronises_and_in_the_last_micro_batch_alone(accelerator, kind, last):
     synced, model = [], torch.nn.Linear(4, 1)
@@ -106,18 +97,6 @@ def test_only_a_sharded_engine_synchronises_and_in_the_last_micro_batch_alone(ac
         assert accelerator.gradient_accumulation_steps == 1
         assert accelerator.sync_gradients  # the optimizer may step
     assert synced == [False, False, False, last] * 2
-
-
-@pytest.mark.parametrize("kind", ["native", "fixed", "sharded"])
-def test_a_step_that_fails_leaves_the_accumulation_at_one(accelerator, kind):
-    model = torch.nn.Linear(4, 1, bias=False)
-
-    def loss_of(part: MicroBatch) -> torch.Tensor:
-        raise RuntimeError("shapes do not fit")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        run_micro_batches(accelerator, model, adding(kind, model, accelerator), plan(11, 3), loss_of)
-    assert accelerator.gradient_accumulation_steps == 1
 
 
 # ---- What is logged -------------------------------------------------------------------------------------------------
