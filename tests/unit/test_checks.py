@@ -166,12 +166,6 @@ def test_data_without_prompts_is_refused_with_the_row(columns, says):
         check_prompts(Dataset.from_dict(columns), "training")
 
 
-def test_good_prompts_and_streams_pass():
-    check_prompts(Dataset.from_dict({"prompt": ["a", "b"]}), "training")
-    check_prompts(Dataset.from_dict({"prompt": [[{"role": "user", "content": "hi"}]]}), "training")
-    check_prompts(Dataset.from_dict({"prompt": ["a", ""]}).to_iterable_dataset(), "training")  # checked when it is read
-
-
 def lengths(prompts: list[str]) -> list[int]:
     """Counts characters as tokens."""
     return [len(p) for p in prompts]

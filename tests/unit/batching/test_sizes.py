@@ -208,19 +208,6 @@ def test_the_steps_of_a_rollout_tile_it_and_only_the_first_samples(layout):
 
 
 @given(LAYOUTS)
-def test_only_the_last_step_of_the_last_rollout_may_be_smaller(layout):
-    full, steps = layout.geometry.global_batch_size, steps_of(layout)
-    sizes = [len(step.step_rows) for step in steps]
-    tail = layout.trained_completions % full
-    smaller = [step for step, size in zip(steps, sizes) if size != full]
-    assert [(s.rollout, s.iteration) for s in smaller] == (
-        [(steps[-1].rollout, i) for i in range(layout.geometry.num_iterations)] if tail else []
-    )
-    assert all(len(s.step_rows) == tail for s in smaller)
-    assert all(size > 0 for size in sizes)
-
-
-@given(LAYOUTS)
 def test_drop_last_drops_the_smaller_last_step_and_nothing_else(layout):
     kept = EpochLayout(layout.geometry, layout.num_prompts, drop_last=False)
     dropping = EpochLayout(layout.geometry, layout.num_prompts, drop_last=True)
