@@ -48,7 +48,7 @@ OVERRIDES = (
 )
 
 
-# of a layer that keeps nothing; older versions of transformers have none
+# transformers' cache layer that stores nothing; None in versions without one
 DummyLayer: type | None = getattr(transformers.cache_utils, "DummyLayer", None)
 _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # since TRL 1.16
 

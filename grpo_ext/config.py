@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast, get_args
@@ -40,19 +38,6 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
-# settings that earlier versions had, and what to write now
-REMOVED_SETTINGS = {
-    "packed_forward": "use forward='padded' in place of False, and leave True out",
-    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
-    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
-    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
-    "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
-    **dict.fromkeys(
-        [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
-        + ["fp16_fixed_scale"],
-        "leave it out: the loss scale has DeepSpeed's defaults; under DeepSpeed its file's fp16 section sets it",
-    ),
-}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -81,14 +66,13 @@ class GRPOConfig(trl.GRPOConfig):
     # What the run means: changes what is learned, and is compared on resume.
     global_batch_size: int | None = _setting(
         None,
-        "Completions per optimizer step, over all processes. A size that is no multiple of num_generations cuts groups "
-        "and needs a rollout_batch_size. Default: per_device_train_batch_size * gradient_accumulation_steps * "
-        "processes, as in TRL.",
+        "Completions per optimizer step, over all processes. Default: per_device_train_batch_size * "
+        "gradient_accumulation_steps * processes, as in TRL.",
     )
     rollout_batch_size: int | None = _setting(
         None,
-        "Completions per generation phase, over all processes; a multiple of global_batch_size and num_generations. "
-        "Default: one optimizer step (or TRL's generation_batch_size / steps_per_generation).",
+        "Completions per generation phase, over all processes; a multiple of global_batch_size and "
+        "num_generations. Default: one optimizer step, or what TRL's names for it say.",
     )
     advantage_estimator: str | None = _setting(
         None,
@@ -112,61 +96,54 @@ class GRPOConfig(trl.GRPOConfig):
     rollout_chunk_size: int | None = _setting(
         None,
         "Completions per generate call on one device, and per call of a reward function; a multiple of "
-        "num_generations. Chunks are the same for every number of processes. Default: 64, rounded down to whole "
-        "groups.",
+        "num_generations, and the same for every number of processes. Default: 64, rounded down to whole groups.",
     )
     rollout_lag: int = _setting(
         0,
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "
         "weights from which training of rollout batch r - rollout_lag begins. 0: sample, then train, then sample.",
     )
-    float32_adapters: bool = _setting(
-        True,
-        "Train the adapter of a model in 4 or 8 bits in float32. False: in bfloat16, as TRL does, with 8 bytes less "
-        "per trained parameter; small updates are rounded away, and differently for another split.",
-    )
 
     # How it is laid out: changes nothing that is learned.
     rollout_threads: int | None = _setting(
         None,
-        "With rollout_lag on a CPU: threads of sampling; training has the others of torch's (OMP_NUM_THREADS). "
-        "Default: half. In bitwise mode part of what the run means, bitwise_threads by default.",
+        "With rollout_lag on a CPU: threads of sampling; training has the others of torch's. Default: half, and "
+        "bitwise_threads in bitwise mode, where it is part of what the run means.",
     )
     rollout_device: str | None = _setting(
         None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."
     )
     micro_batch_tokens: int | None = _setting(
         None,
-        "The most tokens of one forward on one device, prompts included (a shared prompt counts once). "
-        "per_device_train_batch_size still limits the completions. Default: no limit.",
+        "The most tokens of one forward on one device, a shared prompt counted once; per_device_train_batch_size "
+        "still limits the completions. Default: no limit.",
     )
 
     # What is not computed: each can be turned off, none changes the update.
     forward: str = _setting(
         "auto",
-        "How completions run through the model. 'packed': the prompt of a group once and its completions after it, "
-        "without padding. 'prefix': prompts once with a cache, then their completions, padded; also for linear "
-        "attention and convolutions. 'padded': every completion with its prompt. 'auto': the first that the model can "
-        "run. A model that cannot run the form pads, with a warning.",
+        "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
+        "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
+        "its prompt), or 'auto' (the first of these that the model can run). What the model cannot run is padded, "
+        "with a warning.",
         choices=["auto", *get_args(Form)],
     )
     skip_zero_contribution: bool = _setting(
         True,
-        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
-        "term). The logged entropy and clip ratios are those of the others (NaN without others).",
+        "Do not run completions that add exactly nothing to the update (advantage zero, no KL, entropy or "
+        "auxiliary term). The logged entropy and clip ratios are those of the others.",
     )
     compact_rollouts: bool = _setting(
         True,
-        "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the cache "
-        "in place. Models that cannot (own caches, sharded) sample as transformers does.",
+        "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the "
+        "cache in place. Models that cannot (own caches, sharded) sample as transformers does.",
     )
 
     # The same bits.
     bitwise_invariant: bool = _setting(
         False,
-        "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size and number "
-        "of processes (data parallel, one machine type): forwards run in canonical units, gradients are summed as "
-        "64-bit integers (steps of 3.6e-15, sums up to 16384). Takes 8 more bytes per trained parameter.",
+        "Give every parameter, optimizer tensor and logged metric the same bits for every micro-batch size and "
+        "number of processes (data parallel, one machine type). Takes 8 more bytes per trained parameter.",
     )
     canonical_unit_size: int | None = _setting(
         None,
@@ -188,14 +165,13 @@ class GRPOConfig(trl.GRPOConfig):
     # Reward functions that fail.
     reward_workers: int = _setting(
         0,
-        "Processes, for each training process, that call synchronous reward functions concurrently, without an "
-        "accelerator; a call that takes longer than reward_timeout is killed. 0: functions run in the training "
-        "process.",
+        "Processes, for each training process, that call synchronous reward functions concurrently; a call that "
+        "takes longer than reward_timeout is killed. 0: functions run in the training process.",
     )
     reward_timeout: float | None = _setting(
         None,
-        "Seconds one call of a reward function may take; a longer call has failed. Without reward_workers it runs in a "
-        "thread, which cannot be stopped. Default: no limit.",
+        "Seconds one call of a reward function may take; without reward_workers a longer call goes on in its "
+        "thread. Default: no limit.",
     )
     reward_retries: int = _setting(
         0, "How often a call of a reward function that raised or took too long is made again."
@@ -221,9 +197,8 @@ class GRPOConfig(trl.GRPOConfig):
     # Tools and environments.
     tool_timeout: float | None = _setting(
         None,
-        "Seconds one call of a tool, or an environment's `reset`, may take. The model reads that a longer call failed. "
-        "An asynchronous tool is cancelled; a synchronous one stays in its thread, and its environment is replaced. "
-        "Default: no limit. (TRL's max_tool_calling_iterations limits the turns.)",
+        "Seconds one call of a tool, or an environment's `reset`, may take; the model reads that a longer call "
+        "failed. Default: no limit.",
     )
 
     # Refusals.
@@ -359,20 +334,6 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
-
-def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
-    """A dataclass's `__init__` that names the replacement of a removed setting."""
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
-            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
-        init(self, *args, **kwargs)
-
-    return checked
-
-
-GRPOConfig.__init__ = _refusing_removed(GRPOConfig.__init__)  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

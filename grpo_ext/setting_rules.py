@@ -15,10 +15,10 @@ import torch
 
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
-from .batching.sizes import check_lag, require_whole
+from .batching.sizes import require_whole
 from .errors import ConfigError
 
-# the least of settings that are whole numbers, and of those that may be None
+# the lowest values of settings that are whole numbers; those of the second may also be None
 _LEAST = {
     "per_device_eval_batch_size": 1,
     "dynamic_sampling_max_rounds": 1,
@@ -120,6 +120,20 @@ def check_bitwise(settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_lag(lag: Any, sharded: bool) -> None:
+    """Refuse a `rollout_lag` that is no whole number, or that goes with FSDP or DeepSpeed.
+
+    Raises:
+        ConfigError: says what to use.
+    """
+    require_whole("rollout_lag", lag, least=0)
+    if lag and sharded:
+        raise ConfigError(
+            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run theirs in "
+            "different orders. Use rollout_lag=0, or DDP."
+        )
+
+
 def check_ahead(settings: Mapping[str, Any]) -> None:
     """Refuse settings that sampling ahead does not go with.
 
@@ -139,9 +153,7 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     refused = {
         "vllm_mode='colocate' (the engine shares the device with training; use a server)": colocated,
         "torch_compile (a copy would be compiled anew)": settings["torch_compile"],
-        "ignore_data_skip=True (a resumed epoch begins anew, and what was sampled ahead is for where it was)": settings[
-            "ignore_data_skip"
-        ],
+        "ignore_data_skip=True (what was sampled ahead belongs to later prompts)": settings["ignore_data_skip"],
         "cast_lm_head_to_fp32=True (TRL's head runs the weights that are trained)": settings["cast_lm_head_to_fp32"],
         "use_transformers_continuous_batching (it samples with the weights that are trained)": trained_weights,
     }

@@ -22,17 +22,19 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from . import checks, compat
+from . import compat
 from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader, make_loader
+from .checks.model import refuse_frozen
+from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import token_cost
-from .forward.lm_head import RouterOutput, install
+from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights, train_in_float32, trained_values
 from .forward.reference import base_model_of, reference_loader, use_reference
-from .forward.rows import TokenRows
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
+from .precision.non_finite import explaining
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
@@ -49,9 +51,9 @@ from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
 from .step.gradients import clear_cache_every
 from .step.loss import assemble_loss
-from .step.optimizer_step import StepParts, StepPlanner
-from .step.statistics import STEP_PART, StepPart
-from .step.terms import StepTerms, loss_config_of, step_terms_of
+from .step.optimizer_step import Attempt, StepPlanner
+from .step.settings import StepSettings, loss_config_of, step_settings_of
+from .step.statistics import CONTEXT_KEY, MicroBatchContext
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
 
@@ -108,7 +110,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         config = GRPOConfig.for_model(args, model)
         leave_in_order()
-        processing_class = checks.check_arguments(
+        processing_class = check_arguments(
             config, model, (train_dataset, eval_dataset), processing_class, tools, environment_factory
         )
         self._clock = PhaseClock()
@@ -119,19 +121,29 @@ class GRPOTrainer(trl.GRPOTrainer):
             loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL loads no reference; `use_reference` does
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
-        adapters = trained_values(model) if config.float32_adapters else {}
+        adapters = trained_values(model)
         with quiet():
-            super().__init__(  # in TRL's order
-                model, list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs, loop_args, train_dataset,
-                eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, quantization_config,
-                peft_config, tools, rollout_func, environment_factory,
-            )  # fmt: skip
-        if config.float32_adapters:
-            train_in_float32(self.model, adapters)
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                args=loop_args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        train_in_float32(self.model, adapters)
         if reference is not None:
             use_reference(reference, self, config)
         self._build(config, args)
-        self._uncovered = checks.check_trainer(self, config)
+        self._uncovered = check_trainer(self, config)
         if config.reward_workers:
             self._rollouts.worker.parts.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
@@ -144,11 +156,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.add_callback(self._clock)
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
-        cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
-        images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
-        parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
-        self._step_planner = StepPlanner(parts)
+        engine = self._rollouts.worker.parts.settings
+        self._step_planner = StepPlanner(
+            accelerator=self.accelerator,
+            args=self.args,
+            scorer=self._scorer,
+            clock=self._clock,
+            images=self._rollouts.images,
+            pad_token_id=engine.pad,
+            multiple=engine.multiple,
+            cost=token_cost(base_model_of(self.model)),
+        )
         self._keeper = RunKeeper(self, user_args)
         self.add_callback(self._keeper)
         self.add_callback(self._keeper.watch)
@@ -206,24 +225,29 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._completions_of(inputs)
-        for attempt in self._step_planner.attempts(model, completions, self._terms()):  # smaller if memory runs out
-            with attempt.fitting():
-                attempt.measure(self.model)
-                with attempt.accumulating() as gradients:
-                    for micro_batch in self._with_events(attempt.micro_batches()):
-                        with gradients.micro_batch():
-                            gradients.backward(self._loss_of(model, micro_batch))
+        settings = self._step_settings()
+        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller again where memory ends
+            with attempt.running() as gradients:  # at its end, one sum over the processes
+                attempt.measure(self.model)  # the denominators, before any forward with gradients
+                for micro_batch in self._with_events(attempt.micro_batches()):
+                    with gradients.micro_batch():  # Accelerate's `accumulate`
+                        gradients.backward(self._loss_of(model, micro_batch))
         loss = self._log_step(attempt.log_values())
-        if not math.isfinite(loss):
-            what = f"the loss of step {self.state.global_step + 1} is {loss}"
-            with self._step_planner.explaining(model, what):
-                for micro_batch in attempt.micro_batches():
-                    self._loss_of(model, micro_batch)
+        self._refuse_not_finite(loss, model, attempt)
         self._losses.append(loss)
         self._step += 1
         clear_cache_every(self.args.torch_empty_cache_steps, self.state.global_step)
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
+
+    def _refuse_not_finite(self, loss: float, model: Any, attempt: Attempt) -> None:
+        """End the run where the loss of a step is not finite; its forwards run again to find out where that began."""
+        if not math.isfinite(loss):
+            what = f"the loss of step {self.state.global_step + 1} is {loss}"
+            policy = self.accelerator.unwrap_model(model)
+            with explaining(what, policy, self.args.fp16, self._scorer.sharded), self._scorer.running(model):
+                for micro_batch in attempt.micro_batches():
+                    self._loss_of(model, micro_batch)
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
@@ -245,7 +269,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), quiet():
             completions = self._prepare_inputs(inputs)
-            evaluation = self._step_planner.evaluation(self.model, completions, self._terms())
+            evaluation = self._step_planner.evaluation(self.model, completions, self._step_settings())
             evaluation.measure(self.model)
             for micro_batch in self._with_events(evaluation.micro_batches()):
                 self._loss_of(self.model, micro_batch)
@@ -282,10 +306,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
 
-    def _terms(self) -> StepTerms:
-        """What the loss of a step is made of."""
+    def _step_settings(self) -> StepSettings:
+        """What the loss of a step is made of, as it is set now."""
         custom_loss = any(map(self._override_of, ("compute_loss", "_compute_loss")))
-        return step_terms_of(self, custom_loss, self._override_of(LOGPS))
+        return step_settings_of(self, custom_loss, self._override_of(LOGPS))
 
     def _with_events(self, micro_batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Micro-batches, and between two the event of callbacks; to transformers' loop the step is one batch."""
@@ -298,24 +322,25 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _loss_of(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through TRL's `compute_loss` and a user's overrides of it.
 
-        Overrides divide by `current_gradient_accumulation_steps`: see `StepPart.accumulation_steps`.
+        Overrides divide by `current_gradient_accumulation_steps`: see `MicroBatchContext.accumulation_steps`.
         """
-        part: StepPart = inputs[STEP_PART]
+        context: MicroBatchContext = inputs[CONTEXT_KEY]
         options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-        steps = part.accumulation_steps
+        steps = context.accumulation_steps
         with assigned(self, current_gradient_accumulation_steps=steps), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, **options)
-        return part.add_loss(loss)
+        return context.add_loss(loss)
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """A micro-batch's part of the loss of the step: weights times per-token losses, summed.
 
-        `inputs[STEP_PART]` carries the step-wide counts; without it the batch is taken as the whole step.
+        `inputs[CONTEXT_KEY]` carries the step-wide counts; without it the batch is taken as the whole step.
         """
-        if STEP_PART not in inputs:
-            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._terms())
-        rows = self._step_planner.tokens_of(inputs, self.model.training)
-        logps, entropies, router = self._score(model, inputs, rows)
+        if CONTEXT_KEY not in inputs:
+            inputs = self._step_planner.as_step(self.model, inputs, self._group_size, self._step_settings())
+        rows, with_router = self._step_planner.tokens_of(inputs, self.model.training), self.aux_loss_enabled
+        scores = self._scorer.score_inputs(model, inputs, rows, with_router, self._override_of(LOGPS))
+        logps, entropies, router = scores
         return assemble_loss(loss_config_of(self), inputs, logps, entropies, router)
 
     def _log_step(self, values: dict[str, float]) -> float:
@@ -333,12 +358,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     # ---- Log-probabilities ----------------------------------------------------------------------------------------
-
-    def _score(
-        self, model: Any, batch: dict[str, Any], rows: TokenRows
-    ) -> tuple[torch.Tensor, torch.Tensor, RouterOutput | None]:
-        """Log-probabilities and entropies (B, T) of a micro-batch, and the router output of a MoE model."""
-        return self._scorer.score_inputs(model, batch, rows, self.aux_loss_enabled, self._override_of(LOGPS))
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -416,14 +435,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             CheckpointError: there is no whole checkpoint to resume from, or it belongs to another run.
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
-        checks.refuse_frozen(self.model)
+        refuse_frozen(self.model)
         self._rollouts.forget_rollout()
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.folder.release)
             ending.callback(self._rollouts.end_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            checks.warn_before_training(self, self._uncovered)
+            warn_before_training(self, self._uncovered)
             with (
                 quiet(),
                 pinned(self.args.pinned_threads),

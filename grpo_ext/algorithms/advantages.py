@@ -107,49 +107,18 @@ def _from_file(name: str) -> Estimator:
     return getattr(module, function)
 
 
-def estimated_advantages(
-    name: str, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int
-) -> torch.Tensor:
-    """Advantages of a rollout batch by a registered estimator, from the weighted sum of the rewards; shape (B,).
-
-    Args:
-        rewards_BF, weights_F, num_generations: as in `group_advantages`.
-
-    Returns:
-        The advantages; zero for a completion that no function scored.
-
-    Raises:
-        ConfigError: an unknown name, or an estimator that returns something else than one finite number for every
-            completion that was scored.
-    """
-    check_estimator(name)
-    rewards = weighted_sum(rewards_BF, weights_F)
-    expected = (rewards.numel() // num_generations, num_generations)
-    advantages = ESTIMATORS[name](rewards.view(expected).clone())  # a copy: an estimator may write to its argument
-    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (rewards.numel(),)):
-        shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
-        raise ConfigError(
-            f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
-            "number per completion, in that shape."
-        )
-    advantages = advantages.reshape(-1).to(rewards)
-    broken = ~torch.isfinite(advantages) & ~torch.isnan(rewards)
-    if broken.any():
-        row = int(broken.nonzero()[0])
-        raise ConfigError(
-            f"advantage estimator {name!r} returned {float(advantages[row])} for completion {row % num_generations} of "
-            f"group {row // num_generations}, whose reward is {float(rewards[row]):g}; it has to return finite numbers."
-        )
-    return torch.where(torch.isnan(rewards), 0.0, advantages)
-
-
 @dataclass(frozen=True)
 class AdvantageRule:
     """How the rewards of a rollout batch become advantages.
 
+    The methods take the rewards of the whole rollout batch in global order, (B, F), NaN where a function returned
+    `None`; the weight of each reward function, (F,); and the completions per group.
+
     Attributes:
         estimator: a name as for `advantage_estimator`; None: the two that follow say.
-        scale_rewards, aggregation: TRL's `scale_rewards` and `multi_objective_aggregation`.
+        scale_rewards: "group", "batch" or "none": which standard deviation divides the centred reward.
+        aggregation: TRL's `multi_objective_aggregation`: "sum_then_normalize" (GRPO) or "normalize_then_sum" (GDPO,
+            arXiv 2601.05242).
     """
 
     estimator: str | None = None
@@ -157,10 +126,18 @@ class AdvantageRule:
     aggregation: str = "sum_then_normalize"
 
     def advantages(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
-        """Advantages (B,) of rewards (B, F), which are NaN where a function returned `None`."""
-        if self.estimator is not None:
-            return estimated_advantages(self.estimator, rewards_BF, weights_F, num_generations)
-        return group_advantages(rewards_BF, weights_F, num_generations, self.scale_rewards, self.aggregation)
+        """Advantages, (B,); zero for a completion that no function scored.
+
+        Raises:
+            ConfigError: an unknown estimator, or one that returns something else than one finite number for every
+                completion that was scored.
+        """
+        if self.estimator is None and self.aggregation == "normalize_then_sum":
+            return _standardized(_normalized_sum(rewards_BF, weights_F, num_generations)).nan_to_num(nan=0.0)
+        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
+        if self.estimator is None:
+            return _SCALED[self.scale_rewards](rewards_PG).view(-1).nan_to_num(nan=0.0)
+        return _estimated(self.estimator, rewards_PG)
 
     def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
         """The share of completions whose reward has no standard deviation, as TRL logs it (`frac_reward_zero_std`)."""
@@ -174,6 +151,19 @@ class AdvantageRule:
             std = nan_std(grouped, dim=1) if num_generations > 1 else torch.zeros(len(grouped))
         return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
 
+    def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+        """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, 3.2).
+
+        With "normalize_then_sum" every reward function has to be without variance on its own.
+        """
+        values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
+        if self.aggregation == "sum_then_normalize":
+            values = weighted_sum(rewards_BF, weights_F)[:, None]
+        grouped = values.reshape(len(values) // num_generations, num_generations, values.size(1))
+        low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+        high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+        return (high <= low).all(dim=1)
+
     @property
     def depends_on_the_batch(self) -> bool:
         """Whether the advantages of a group may depend on the other groups of the rollout batch."""
@@ -182,48 +172,26 @@ class AdvantageRule:
         return self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum"
 
 
-def groups_without_variance(
-    rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, aggregation: str = "sum_then_normalize"
-) -> torch.Tensor:
-    """Which groups teach nothing because their rewards are all alike, (P,), bool (DAPO, arXiv 2503.14476, section 3.2).
-
-    Args:
-        aggregation: with "normalize_then_sum" every reward function has to be without variance on its own.
-    """
-    summed = aggregation == "sum_then_normalize"
-    values = weighted_sum(rewards_BF, weights_F)[:, None] if summed else rewards_BF[:, weights_F.to(rewards_BF) != 0]
-    grouped = values.reshape(len(values) // num_generations, num_generations, values.size(1))
-    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
-    return (high <= low).all(dim=1)
-
-
-def group_advantages(
-    rewards_BF: torch.Tensor,
-    weights_F: torch.Tensor,
-    num_generations: int,
-    scale_rewards: str = "group",
-    aggregation: str = "sum_then_normalize",
-) -> torch.Tensor:
-    """Advantages of a rollout batch, shape (B,).
-
-    Args:
-        rewards_BF: rewards of the whole rollout batch in global order; NaN where a function returned `None`.
-        weights_F: weight of each reward function.
-        num_generations: completions per group; B is a multiple of it.
-        scale_rewards: "group", "batch" or "none": which standard deviation divides the centred reward.
-        aggregation: TRL's `multi_objective_aggregation`: "sum_then_normalize" (GRPO) or "normalize_then_sum" (GDPO,
-            arXiv 2601.05242).
-
-    Returns:
-        The advantages; zero for a completion that no function scored.
-    """
-    if aggregation == "normalize_then_sum":
-        advantages = _standardized(_normalized_sum(rewards_BF, weights_F, num_generations))
-    else:
-        rewards_PG = weighted_sum(rewards_BF, weights_F).view(-1, num_generations)
-        advantages = _SCALED[scale_rewards](rewards_PG).view(-1)
-    return torch.nan_to_num(advantages, nan=0.0)
+def _estimated(name: str, rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Advantages (B,) by a registered estimator; see `AdvantageRule.advantages`."""
+    check_estimator(name)
+    expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
+    advantages = ESTIMATORS[name](rewards_PG.clone())  # a copy: an estimator may write to its argument
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):
+        shape = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {shape} for rewards of shape {expected}; it has to return one "
+            "number per completion, in that shape."
+        )
+    advantages = advantages.reshape(expected).to(rewards_PG)
+    broken = (~torch.isfinite(advantages) & ~torch.isnan(rewards_PG)).nonzero().tolist()
+    if broken:
+        group, row = broken[0]
+        raise ConfigError(
+            f"advantage estimator {name!r} returned {float(advantages[group, row])} for completion {row} of group "
+            f"{group}, whose reward is {float(rewards_PG[group, row]):g}; it has to return finite numbers."
+        )
+    return torch.where(torch.isnan(rewards_PG), 0.0, advantages).reshape(-1)
 
 
 def _standardized(rewards: torch.Tensor) -> torch.Tensor:

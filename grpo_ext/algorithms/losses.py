@@ -119,11 +119,7 @@ class TokenBatch:
     @property
     def advantages(self) -> torch.Tensor:
         """The advantages against tokens: (B, 1), or (B, T) where a subclass gives one per token."""
-        return _against_tokens(self.advantages_B)
-
-
-def _against_tokens(advantages: torch.Tensor) -> torch.Tensor:
-    return advantages[:, None] if advantages.dim() == 1 else advantages
+        return self.advantages_B[:, None] if self.advantages_B.dim() == 1 else self.advantages_B
 
 
 @dataclass
@@ -253,9 +249,8 @@ def token_weights(
     return mask / tokens
 
 
-def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages_B: torch.Tensor) -> dict[str, torch.Tensor]:
+def clip_indicators(cfg: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
     """Where the ratio was clipped, as 0/1 tensors shaped like `ratio`, under TRL's metric names."""
-    advantages = _against_tokens(advantages_B)
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:

@@ -43,13 +43,13 @@ def are_pass_or_fail(rewards: Iterable[float]) -> bool:
     return all(math.isnan(r) or r == 0.0 or math.isclose(r, 1.0, rel_tol=1e-6) for r in rewards)
 
 
-def pass_metrics(rewards_PG: Sequence[Sequence[float]], least: float | None) -> dict[str, float]:
+def pass_metrics(rewards_PG: Sequence[Sequence[float]], threshold: float | None) -> dict[str, float]:
     """`pass@k` for every k of `logged_k`, and `mean@G`, the mean reward; each a mean over prompts.
 
     Args:
         rewards_PG: NaN where no function scored the completion. It does not count, and a prompt with fewer than k
             that do is left out of pass@k.
-        least: the least reward that has passed, to float32's rounding; None: no pass@k.
+        threshold: the least reward that has passed, to float32's rounding; None: no pass@k.
 
     Returns:
         By name, without what no prompt has.
@@ -59,9 +59,9 @@ def pass_metrics(rewards_PG: Sequence[Sequence[float]], least: float | None) -> 
         return {}
     group = len(rewards_PG[0])
     metrics = {f"mean@{group}": exact_mean([exact_mean(row) for row in scored])}
-    if least is None:
+    if threshold is None:
         return metrics
-    passed = [[reward > least or math.isclose(reward, least, rel_tol=1e-6) for reward in row] for row in scored]
+    passed = [[reward > threshold or math.isclose(reward, threshold, rel_tol=1e-6) for reward in row] for row in scored]
     for k in logged_k(group):
         if values := [pass_at_k(len(row), sum(row), k) for row in passed if len(row) >= k]:
             metrics[f"pass@{k}"] = exact_mean(values)

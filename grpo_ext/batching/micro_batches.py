@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal
 
 from .sizes import ceil_div, even_slice
@@ -40,7 +39,7 @@ class StepSizes:
     multiple: int = 1
 
     def up(self, tokens: int) -> int:
-        """Filled up to the multiple."""
+        """The number rounded up to the multiple."""
         return ceil_div(tokens, self.multiple) * self.multiple
 
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
@@ -82,18 +81,6 @@ class TokenCost:
 
     attention: float = 0.0
     head: float = 0.0
-
-    @classmethod
-    def of_model(cls, attention_width: int, body: int, head: int) -> TokenCost:
-        """From a model's sizes, in multiply-adds.
-
-        Args:
-            attention_width: heads times head dimension, summed over the layers that attend.
-            body: weights of the layers (those active for a token).
-            head: weights of the language-model head, which also recomputes its forward in the backward pass.
-        """
-        body = max(body, 1)
-        return cls(2 * attention_width / body, 4 / 3 * head / body)
 
     def prompt(self, tokens: int) -> float:
         """Cost of a prompt, once."""
@@ -143,9 +130,10 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         rows: the rows of the step that are run; the others add nothing to it.
     """
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
-    if layout.unit_rows is not None:
+    if layout.unit_rows is not None:  # units go to processes whole; each runs its own in order
         units = canonical_units(sizes, rows, layout.unit_rows)
-        return fill_up(assign_units(sizes, units, layout.processes, layout.cost)[layout.rank], 1, shortest)
+        numbers, _ = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
+        return fill_up([units[number] for number in sorted(numbers[layout.rank])], 1, shortest)
     assigned = assign_rows(sizes, rows, layout.processes, layout.cost)
     most = max(len(_cut(sizes, part, layout)) for part in assigned) if layout.equal_counts else 1
     return fill_up(_cut(sizes, assigned[layout.rank], layout), max(most, 1), shortest)
@@ -182,15 +170,15 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], processes: int, cost: Tok
     row_cost = {r: cost.completion(sizes.completions_B[r], sizes.prompts_B[r]) for r in rows}
     pieces = sizes.pieces(rows)
     numbers, loads = _longest_first([sizes.load(piece, cost) for piece in pieces], processes)
-    assigned = [{sizes.groups_B[pieces[i][0]]: list(pieces[i]) for i in mine} for mine in numbers]
+    assigned = [{sizes.groups_B[pieces[i][0]]: list(pieces[i]) for i in taken} for taken in numbers]
     for _ in range(8 * processes):
         if max(loads) <= BALANCED * sum(loads) / processes or not _level(assigned, loads, group_cost, row_cost):
             break
-    return [sorted(row for piece in mine.values() for row in piece) for mine in assigned]
+    return [sorted(row for piece in groups.values() for row in piece) for groups in assigned]
 
 
 def _longest_first(costs: Sequence[float], processes: int) -> tuple[list[list[int]], list[float]]:
-    """For each process, which of the items it gets, in the order assigned, and their cost."""
+    """For each process, which of the items it gets, in the order assigned, and their cost (Graham 1969, LPT)."""
     heap = [(0.0, process) for process in range(processes)]
     assigned: list[list[int]] = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -210,20 +198,20 @@ def _level(
     high, low = loads.index(max(loads)), loads.index(min(loads))
     best: tuple[float, int, list[int], float, float] | None = None
     for group, piece in assigned[high].items():
-        again = 0.0 if group in assigned[low] else group_cost[group]
-        wanted = (loads[high] - loads[low] - again) / 2
+        second_prompt = 0.0 if group in assigned[low] else group_cost[group]
+        room = (loads[high] - loads[low] - second_prompt) / 2
         moved: list[int] = []
         total = 0.0
         for row in sorted(piece, key=lambda r: -row_cost[r]):
-            if total + row_cost[row] <= wanted:
+            if total + row_cost[row] <= room:
                 moved.append(row)
                 total += row_cost[row]
         if not moved:
             continue
         freed = total + (group_cost[group] if len(moved) == len(piece) else 0.0)
-        result = max(loads[high] - freed, loads[low] + total + again)
+        result = max(loads[high] - freed, loads[low] + total + second_prompt)
         if best is None or result < best[0]:
-            best = (result, group, moved, freed, total + again)
+            best = (result, group, moved, freed, total + second_prompt)
     if best is None or best[0] > loads[high] * WORTH_CUTTING:
         return False
     _, group, moved, freed, added = best
@@ -248,14 +236,6 @@ def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> li
         count = ceil_div(len(piece), unit_rows)
         units += [[piece[i] for i in even_slice(len(piece), count, number)] for number in range(count)]
     return units
-
-
-def assign_units(
-    sizes: StepSizes, units: Sequence[Sequence[int]], processes: int, cost: TokenCost
-) -> list[list[list[int]]]:
-    """Assign units to processes whole, dearest first to the least loaded (Graham 1969, LPT); each keeps their order."""
-    assigned, _ = _longest_first([sizes.load(unit, cost) for unit in units], processes)
-    return [[list(units[i]) for i in sorted(mine)] for mine in assigned]
 
 
 def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
@@ -301,29 +281,13 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], max_rows: int, max_toke
     return [sorted(part) for part in result]
 
 
-def cut_in_order(
-    prompts_B: Sequence[int],
-    completions_B: Sequence[int],
-    same_prompt: Sequence[bool],
-    max_rows: int,
-    max_tokens: int | None,
-    form: Form,
-    multiple: int = 1,
-) -> list[slice]:
-    """Cut rows that have to keep their order into slices within the limits, for passes without gradients.
-
-    Args:
-        same_prompt: for each row but the first, whether its prompt is that of the row before.
-        multiple: as in `StepSizes`.
-    """
-    groups_B = list(accumulate((not same for same in same_prompt), initial=0))
-    sizes = StepSizes(groups_B, prompts_B, completions_B, multiple)
+def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[slice]:
+    """Cut rows that have to keep their order into slices within the limits, for passes without gradients."""
     result: list[slice] = []
-    start = 0
-    for row in range(1, len(prompts_B)):
+    start, total = 0, len(sizes.prompts_B)
+    for row in range(1, total):
         grown = range(start, row + 1)
         if len(grown) > max_rows or (max_tokens is not None and sizes.tokens(grown, form) > max_tokens):
             result.append(slice(start, row))
             start = row
-    result.append(slice(start, len(prompts_B)))
-    return result
+    return [*result, slice(start, total)]

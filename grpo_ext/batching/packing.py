@@ -106,12 +106,13 @@ def build_pack(
         for row in range(first, stop):
             length = completion_lengths[row]
             run = length if keep_last else max(length - 1, 0)
-            start, here = starts[row] + prompt_lengths[row], len(source)
+            start, first_token = starts[row] + prompt_lengths[row], len(source)
             source.extend(range(start, start + run))
             positions.extend(range(prompt, prompt + run))
             counts.extend([1] * run)
-            completions.append((here, here + run))
-            predictors.extend([last_of_prompt, *range(here, here + length - 1)] if length else [])
+            completions.append((first_token, first_token + run))
+            if length:
+                predictors.extend([last_of_prompt, *range(first_token, first_token + length - 1)])
         packed.append(PackedGroup((begin, begin + prompt), tuple(completions)))
     fill, end = -len(source) % multiple, len(source)
     if fill:

@@ -10,6 +10,7 @@ def describe_plan(
     num_prompts: int | None,
     drop_last: bool,
     epochs: float | None,
+    *,
     micro_batch_tokens: int | None = None,
     form: str | None = None,
     precision: str | None = None,
@@ -59,14 +60,15 @@ def _smaller_chunk(geometry: BatchGeometry) -> str:
 
 
 def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, str]]:
-    group, last = layout.geometry.num_generations, layout.last_step_rows
+    group, steps = layout.geometry.num_generations, len(layout)
+    last = len(layout[steps - 1].step_rows) if steps else 0
     dropped = layout.num_prompts * group - layout.trained_completions
     what = f"{dropped} completion(s)" if dropped % group else f"{dropped // group} prompt(s)"
     note = f", {what} dropped" if dropped else ""
     rows = [
-        ("epoch", f"{layout.num_prompts} prompts = {len(layout)} optimizer steps{note}"),
+        ("epoch", f"{layout.num_prompts} prompts = {steps} optimizer steps{note}"),
         ("last step of an epoch", f"{last / group:g} prompts = {last} completions"),
     ]
     if epochs is not None:
-        rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * len(layout) + 0.999)} optimizer steps"))
+        rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * steps + 0.999)} optimizer steps"))
     return rows

@@ -97,15 +97,25 @@ class ProcessSlices:
     num_processes: int
     rank: int
 
-    def request(self, epoch: int, layout: StepLayout) -> RolloutRequest:
-        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first."""
-        return self.part(epoch, layout, len(layout.rollout_prompts))
+    def request(
+        self, epoch: int, layout: StepLayout, num_prompts: int | None = None, first_prompt: int = 0
+    ) -> RolloutRequest:
+        """The request of this process for the rollout batch of `layout`; one without prompts borrows the first.
 
-    def part(self, epoch: int, layout: StepLayout, num_prompts: int, first_prompt: int = 0) -> RolloutRequest:
-        """The request for `num_prompts` prompts of that rollout batch, numbered from `first_prompt`."""
+        Args:
+            num_prompts, first_prompt: for a further round: how many prompts, and the number of the first.
+        """
+        num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
         empty = len(prompts) == 0
-        return RolloutRequest(epoch, layout, range(1) if empty else prompts, empty, self.num_generations, first_prompt)
+        return RolloutRequest(
+            epoch=epoch,
+            layout=layout,
+            prompts=range(1) if empty else prompts,
+            empty=empty,
+            num_generations=self.num_generations,
+            first_prompt=first_prompt,
+        )
 
     def rows(self, request: RolloutRequest, prompts: Any, number: Callable[[int], int] | None = None) -> StepRows:
         """The rows of a request, a copy for each completion, since rewards and tools may write to it.
@@ -180,8 +190,8 @@ class StepDataset(Dataset):
         order, start = self._order(request), request.layout.rollout_prompts.start
         return self.rule.rows(request, self.prompts, lambda position: order[start + position])
 
-    def further_rows(self, request: RolloutRequest, taken: int, wanted: int) -> StepRows | None:
-        """This process's rows of up to `wanted` further prompts, after the `taken` first; None where none is left.
+    def further_rows(self, request: RolloutRequest, taken: int, count: int) -> StepRows | None:
+        """This process's rows of up to `count` further prompts, after the `taken` first; None where none is left.
 
         They are the rest of the data set, in an order that (seed, epoch, rollout) decide. So they do not depend on the
         number of processes, nor on what other rollouts took, and a resumed run finds the same.
@@ -189,10 +199,10 @@ class StepDataset(Dataset):
         layout, order = request.layout, self._order(request)
         used = {order[position] for position in layout.rollout_prompts}
         mixed = _shuffled(len(self.prompts), self.seed, FURTHER_STREAM, request.epoch, layout.rollout)
-        chosen = [prompt for prompt in mixed if prompt not in used][taken : taken + wanted]
+        chosen = [prompt for prompt in mixed if prompt not in used][taken : taken + count]
         if not chosen:
             return None
-        further = self.rule.part(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
+        further = self.rule.request(request.epoch, layout, len(chosen), len(layout.rollout_prompts) + taken)
         return self.rule.rows(further, self.prompts, chosen.__getitem__)
 
     def _order(self, request: RolloutRequest) -> Sequence[int]:
@@ -272,7 +282,7 @@ def make_loader(prompts: Any, rule: ProcessSlices, args: Any, shuffle: bool) -> 
         steps = StepStream(stream, geometry, rule, drop_last)
         return StepLoader(steps, batch_size=None, collate_fn=_itself, num_workers=0)
     layout = EpochLayout(geometry, len(prompts), drop_last)
-    dataset = StepDataset(prompts, layout, rule, seed, shuffle, args.rollout_lag > 0)
+    dataset = StepDataset(prompts, layout, rule, seed, shuffle, ahead=args.rollout_lag > 0)
     workers = {name: getattr(args, f"dataloader_{name}") for name in _WORKERS}
     return StepLoader(dataset, batch_sampler=EpochSteps(len(layout)), collate_fn=itemgetter(0), **workers)
 
@@ -285,7 +295,7 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     rows = prompts if hasattr(prompts, "__len__") else list(prompts)
     layout = StepLayout(0, 0, 0, range(len(rows)), range(len(rows) * rule.num_generations))
     dataset = StepDataset(rows, [layout], rule)
-    once = [[(0, 0)]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
-    loader = StepLoader(dataset, batch_sampler=once, collate_fn=itemgetter(0))
+    keys = [[(0, 0)]] if len(rows) else []  # whatever the epoch: every evaluation samples by the same keys
+    loader = StepLoader(dataset, batch_sampler=keys, collate_fn=itemgetter(0))
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader

@@ -152,11 +152,12 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
 
 def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     """Completions per generation phase; one optimizer step of `step` completions where nothing else is set."""
-    ours, theirs, phases = sizes["rollout_batch_size"], sizes["generation_batch_size"], sizes["steps_per_generation"]
-    rollout, name = ours or theirs, "generation_batch_size" if ours is None else "rollout_batch_size"
-    if ours is not None and theirs not in (None, ours):
+    requested, by_trl = sizes["rollout_batch_size"], sizes["generation_batch_size"]
+    phases = sizes["steps_per_generation"]
+    rollout, name = requested or by_trl, "generation_batch_size" if requested is None else "rollout_batch_size"
+    if requested is not None and by_trl not in (None, requested):
         raise ConfigError(
-            f"rollout_batch_size={ours} and generation_batch_size={theirs} are two names for one size; set "
+            f"rollout_batch_size={requested} and generation_batch_size={by_trl} are two names for one size; set "
             "rollout_batch_size alone."
         )
     if phases is not None:
@@ -173,7 +174,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
             )
         rollout = sizes["per_device_train_batch_size"] * sizes["num_processes"] * phases
         name = f"rollout_batch_size (from steps_per_generation={phases})"
-    if rollout is None or (ours is None and step % rollout == 0):
+    if rollout is None or (requested is None and step % rollout == 0):
         # TRL may sample several times per optimizer step; the policy is the same each time, so it is one phase.
         rollout = step
     _check_multiples(rollout, step, name, sizes)
@@ -264,11 +265,6 @@ class EpochLayout:
         unit, total = self.geometry.global_batch_size, self.num_prompts * self.geometry.num_generations
         return total // unit * unit if self.drop_last else total
 
-    @property
-    def trained_prompts(self) -> int:
-        """Prompts that are trained in the epoch, the last one perhaps with some of its completions only."""
-        return ceil_div(self.trained_completions, self.geometry.num_generations)
-
     def __len__(self) -> int:
         return ceil_div(self.trained_completions, self.geometry.global_batch_size) * self.geometry.num_iterations
 
@@ -280,11 +276,6 @@ class EpochLayout:
         rows = min(g.rollout_batch_size, self.trained_completions - rollout * g.rollout_batch_size)
         return step_layout(g, rollout, inside, rows)
 
-    @property
-    def last_step_rows(self) -> int:
-        """Completions in the last optimizer step of the epoch."""
-        return len(self[len(self) - 1].step_rows) if len(self) else 0
-
 
 def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -> StepLayout:
     """Step number `inside` of a rollout batch that trains `rows` completions; iterations walk the same steps again."""
@@ -292,23 +283,6 @@ def step_layout(geometry: BatchGeometry, rollout: int, inside: int, rows: int) -
     prompts = range(start, start + ceil_div(rows, geometry.num_generations))
     iteration, step = divmod(inside, ceil_div(rows, size))
     return StepLayout(rollout, iteration, step, prompts, range(step * size, min((step + 1) * size, rows)))
-
-
-def check_lag(rollout_lag: Any, shares_weights: bool) -> None:
-    """Refuse a `rollout_lag` that is no whole number, or that the engine cannot have.
-
-    Args:
-        shares_weights: FSDP or DeepSpeed.
-
-    Raises:
-        ConfigError: says what to use.
-    """
-    require_whole("rollout_lag", rollout_lag, least=0)
-    if rollout_lag and shares_weights:
-        raise ConfigError(
-            f"rollout_lag={rollout_lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run "
-            "theirs in different orders. Use rollout_lag=0, or DDP."
-        )
 
 
 def process_prompts(num_prompts: int, num_generations: int, chunk_size: int, num_processes: int, rank: int) -> range:
@@ -327,8 +301,10 @@ def check_equal_slices(geometry: BatchGeometry, num_prompts: int | None, drop_la
     Raises:
         ConfigError: a rollout batch, or the smaller last one of an epoch, is no multiple of the number of processes.
     """
-    processes, prompts = geometry.num_processes, geometry.prompts_per_rollout
-    tail = 0 if num_prompts is None else EpochLayout(geometry, num_prompts, drop_last).trained_prompts % prompts
+    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
+    if num_prompts is not None:
+        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
+        tail = ceil_div(trained, geometry.num_generations) % prompts
     if processes > 1 and (prompts % processes or tail % processes):
         raise ConfigError(
             f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,38 +12,19 @@ from ..forward.images import images_of
 from ..forward.positions import covered_length
 
 
-def check_data_sets(train: Any, evaluation: Any) -> None:
-    """`check_prompts` for the training set and every evaluation set.
-
-    Raises:
-        DataError: names the set.
-    """
-    for split, dataset in _named(train, evaluation).items():
-        check_prompts(dataset, split)
-
-
-def with_length(train: Any, evaluation: Any) -> list[Any]:
-    """The data sets that can be read before training: not empty, and no streams."""
-    return [data for data in _named(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
-
-
-def with_rows(train: Any, evaluation: Any) -> list[Any]:
-    """The data sets with a length and with columns."""
-    return [data for data in with_length(train, evaluation) if hasattr(data, "select_columns")]
-
-
-def first_rows(train: Any, evaluation: Any) -> list[Any]:
-    """The first row of every data set, streams included."""
-    return [row for data in _named(train, evaluation).values() for row in itertools.islice(data, 1)]
-
-
-def _named(train: Any, evaluation: Any) -> dict[str, Any]:
+def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
+    """The training set and every evaluation set, by what messages call them."""
     named = {"training": train}
     if isinstance(evaluation, dict):
         named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}
     else:
         named["evaluation"] = evaluation
     return {split: dataset for split, dataset in named.items() if dataset is not None}
+
+
+def with_length(train: Any, evaluation: Any) -> list[Any]:
+    """The data sets that can be read before training: not empty, and no streams."""
+    return [data for data in named_sets(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
 
 
 def check_prompts(dataset: Any, split: str) -> None:
@@ -90,20 +70,10 @@ def iterate_prompts(dataset: Any) -> Iterator[Any]:
         yield from block["prompt"]
 
 
-def model_length_limit(config: Any) -> tuple[int | None, bool]:
-    """The longest input of a model in tokens, and whether it is absolute (learned position table).
-
-    Rotary positions are taken as far as their scaling covers them.
-    """
-    text = config.get_text_config()
-    rotary = getattr(text, "rope_parameters", None) is not None or getattr(text, "rope_theta", None) is not None
-    return covered_length(config), not rotary
-
-
 def check_prompt_lengths(
     prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for.
+    """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling covers them.
 
     Only prompts long enough (in bytes) to be able to break the limit are tokenised.
 
@@ -113,9 +83,11 @@ def check_prompt_lengths(
     Raises:
         DataError: names the row, its length and the limit.
     """
-    limit, absolute = model_length_limit(config)
+    limit, text = covered_length(config), config.get_text_config()
     if limit is None:
         return
+    # a learned table of positions has none for the completion either
+    absolute = getattr(text, "rope_parameters", None) is None and getattr(text, "rope_theta", None) is None
     room = limit - (max_completion_length if absolute else 0)
     # a token is at least one byte; the margin stands for what a chat template adds
     suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]

@@ -187,15 +187,13 @@ def check_half_weights(model: Any, fp16: bool) -> None:
     if fp16:
         raise ModelError(
             f"fp16=True trains float32 weights and computes in float16, but {name} (one of {len(half)}) is {dtype}; "
-            "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'}; for the adapter "
-            "of a quantised model: float32_adapters=True)."
+            "load the model with dtype='float32' (for a name: model_init_kwargs={'dtype': 'float32'})."
         )
-    if not getattr(model, "is_quantized", False):  # float32_adapters sets the precision of an adapter there
-        logger.warning(
-            f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds "
-            "them otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 "
-            "all the same."
-        )
+    logger.warning(
+        f"{len(half)} of {len(trained)} trained tensors are {dtype}, which rounds small updates away, and rounds them "
+        "otherwise for another split. Load the model with dtype=torch.float32; bf16=True computes in bfloat16 all the "
+        "same."
+    )
 
 
 def refuse_prompt_learning(policy: nn.Module) -> None:

@@ -1,10 +1,12 @@
-"""What is checked of a trainer before and after TRL's constructor, and what the promise does not cover of it."""
+"""A trainer is checked before TRL's constructor (`check_arguments`), after it, and before it trains.
+
+Differs from TRL: the errors come at construction, with the values, the rule and the remedy.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 from accelerate.logging import get_logger
@@ -30,15 +32,14 @@ from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import check_kernels
 from .ahead import check_ahead, refuse_overrides_ahead, refuse_own_forward
 from .data import (
-    check_data_sets,
     check_images,
     check_prompt_lengths,
+    check_prompts,
     check_stream,
-    first_rows,
     has_readable_prompts,
     iterate_prompts,
+    named_sets,
     with_length,
-    with_rows,
 )
 from .model import (
     check_causal_lm,
@@ -83,13 +84,15 @@ def check_arguments(
     if config.rollout_lag:
         refuse_own_forward(model)
     if factories is None:
-        check_data_sets(*data_sets)
-    check_names(with_rows(*data_sets), factories)
+        for split, dataset in named_sets(*data_sets).items():
+            check_prompts(dataset, split)
+    check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
     answers = bool(tools or factories)
     if answers:
-        check_tools(tools or [], processing_class, first_rows(*data_sets))
+        first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
+        check_tools(tools or [], processing_class, first_rows)
     check_stream(data_sets[0], config.dynamic_sampling, isinstance(processing_class, ProcessorMixin) and not answers)
     return processing_class
 
@@ -109,71 +112,77 @@ def refuse_overrides(trainer: Any) -> None:
         refuse_overrides_ahead(trainer)
 
 
-def _refused_settings(trainer: Any, config: GRPOConfig) -> Iterator[str]:
-    """Messages for settings that cannot be run on this trainer."""
+def _refuse_settings(trainer: Any, config: GRPOConfig) -> None:
+    """Refuse settings that cannot be run on this trainer."""
     name, names = config.eval_pass_reward, trainer.reward_func_names
     if name is not None and names.count(name) != 1:
-        meant = did_you_mean(name, names, f"use one of {', '.join(names)}.")
+        remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
         how_many = "the name of several reward functions" if name in names else "no reward function of this run"
-        yield f"eval_pass_reward={name!r} is {how_many}; {meant}"
+        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
     if config.reward_workers and trainer.environment_factories is not None:
-        yield (
+        raise ConfigError(
             f"reward_workers={config.reward_workers} with environment_factory: reward functions are called with the "
             "environments, which cannot leave the training process; use reward_workers=0."
         )
     if (size := trainer.get_tp_size()) > 1:
-        yield (
+        raise ConfigError(
             f"tensor parallel size {size}: this trainer assigns rows to every process, and the ranks of one model "
             "replica need the same rows; train with data parallelism, FSDP or DeepSpeed ZeRO."
         )
     accelerator = trainer.accelerator
     if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
-        yield (
+        raise ConfigError(
             "sync_each_batch=True sums gradients over processes in every backward pass; this trainer sums them "
             "once, after the last. Leave it out of gradient_accumulation_kwargs."
         )
     if config.dynamic_sampling:
-        yield from _refused_dynamic_sampling(trainer, config)
+        _refuse_dynamic_sampling(trainer, config)
 
 
-def _refused_dynamic_sampling(trainer: Any, config: GRPOConfig) -> Iterator[str]:
-    """Messages where there is nothing to draw from, or where it would undo a subclass's work."""
+def _refuse_dynamic_sampling(trainer: Any, config: GRPOConfig) -> None:
+    """Refuse dynamic sampling with nothing to draw from, or where it would undo a subclass's work."""
     rows, prompts = len(trainer.train_dataset), trainer.geometry.prompts_per_rollout
     if rows <= prompts:
-        yield (
+        raise ConfigError(
             f"dynamic_sampling=True draws further prompts from the rest of the training set, which has {rows} and "
             f"a rollout batch takes {prompts}; use more prompts, or a smaller rollout_batch_size."
         )
     rule = AdvantageRule(config.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation)
     if rule.depends_on_the_batch and (method := overridden(trainer, "_generate_and_score_completions")):
-        yield (
+        raise ConfigError(
             f"dynamic_sampling=True computes advantages over the batch once it is full, and the advantages of {method} "
             "would be lost; use an estimator that looks at one group at a time (the default does)."
         )
 
 
-def _refused_images_and_tools(trainer: Any, may_be_shown: bool) -> Iterator[str]:
-    """Messages for tools and images that processes cannot run alike.
-
-    Args:
-        may_be_shown: tools or an environment may show images.
-    """
-    processes = trainer.accelerator.num_processes
+def _refuse_images_and_tools(trainer: Any) -> None:
+    """Refuse tools and images that processes cannot run alike, images that change, and images that no one reads."""
+    processes, prepare = trainer.accelerator.num_processes, trainer._rollouts.images.prepare
+    may_be_shown = prepare is not None and bool(trainer.tools or trainer.environment_factories)
     if may_be_shown and shards_parameters(trainer.accelerator):
-        yield (
+        raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to one alone; train with DDP."
         )
     if may_be_shown and trainer.rollout_func is not None:
-        yield (
+        raise ConfigError(
             "a rollout_func together with tools or an environment, and a model that takes images: TRL leaves out the "
             "images of prompts there; take the tools into rollout_func, or leave it out."
         )
     if trainer.tools and processes > 1 and (why := why_equal(trainer.args, False)) is not None:
-        yield (
+        raise ConfigError(
             f"tools or an environment on {processes} processes: {why}, and in later turns they have not; use "
             "vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
         )
+    for data in with_length(trainer.train_dataset, trainer.eval_dataset):
+        if prepare is not None and not may_be_shown:
+            check_images(data, prepare)
+        if prepare is None and images_of(data[0]):
+            raise DataError(
+                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
+                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
+                "the columns image and images."
+            )
 
 
 def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
@@ -190,11 +199,8 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
         for module in (policy, trainer.ref_model):
             if module is not None:
                 disable_random_parts(module)
-    with_images = trainer._rollouts.images.prepare is not None
-    may_be_shown = with_images and bool(trainer.tools or trainer.environment_factories)
-    for message in (*_refused_settings(trainer, config), *_refused_images_and_tools(trainer, may_be_shown)):
-        raise ConfigError(message)
-    _check_images(trainer, with_images, may_be_shown)
+    _refuse_settings(trainer, config)
+    _refuse_images_and_tools(trainer)
     refuse_overrides(trainer)
     refuse_unknown_head(base_model_of(policy))
     refuse_prompt_learning(policy)
@@ -218,31 +224,37 @@ def check_trainer(trainer: Any, config: GRPOConfig) -> list[str]:
     return uncovered + _check_lengths(trainer, config)
 
 
-def _check_images(trainer: Any, with_images: bool, may_be_shown: bool) -> None:
-    """Refuse images that change, and images for a model that takes none."""
-    for data in with_length(trainer.train_dataset, trainer.eval_dataset):
-        if with_images and not may_be_shown:
-            check_images(data, trainer._rollouts.images.prepare)
-        if not with_images and images_of(data[0]):
-            raise DataError(
-                "the data has images, and the model is given a tokenizer, which makes nothing of them: pass the "
-                "processor of a model that takes images as processing_class (its own, where none is given), or remove "
-                "the columns image and images."
-            )
-
-
 def _check_lengths(trainer: Any, config: GRPOConfig) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
     policy, dataset = trainer.model, trainer.train_dataset
-    with_images = trainer._rollouts.images.prepare is not None
-    lengths = functools.partial(_prompt_lengths, trainer)
     # tokens of a prompt with images are known once the images are prepared
-    if trainer.environment_factories is None and hasattr(dataset, "__len__") and not with_images:
+    readable = trainer.environment_factories is None and trainer._rollouts.images.prepare is None
+
+    def lengths(prompts: list[Any]) -> list[int]:
+        return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+
+    def longest_sequence() -> int | None:
+        return _longest_sequence(trainer, lengths) if readable else None
+
+    if readable and hasattr(dataset, "__len__"):
         longest = trainer.max_completion_length or 0  # None: as long as the model allows
         check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
     models = [base_model_of(model) for model in (policy, trainer.ref_model) if model is not None]
-    dependent = settle_rope(models, functools.partial(_longest_sequence, trainer, lengths))
+    dependent = settle_rope(models, longest_sequence)
     return refuse([] if dependent is None else [dependent], config.allow_split_dependent)
+
+
+def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
+    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
+    train = trainer.train_dataset
+    data_sets = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
+    if all(data is not train for data in data_sets) or not trainer.max_completion_length:
+        return None
+    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in data_sets)
+    longest = 0
+    while block := list(itertools.islice(prompts, 256)):
+        longest = max(longest, *lengths(block))
+    return longest + trainer.max_completion_length
 
 
 def check_bitwise(trainer: Any) -> None:
@@ -279,48 +291,30 @@ def warn_before_training(trainer: Any, uncovered: list[str]) -> None:
     refuse_overrides(trainer)
     if trainer.args.bitwise_invariant:
         check_bitwise(trainer)
-    for sentence in [*uncovered, *_uncovered_sampling(trainer)]:
+    sampling = _uncovered_sampling(trainer)
+    for sentence in uncovered if sampling is None else [*uncovered, sampling]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
 
 
-def _uncovered_sampling(trainer: Any) -> list[str]:
-    """What the promise does not cover of how completions are sampled, as sentences."""
+def _uncovered_sampling(trainer: Any) -> str | None:
+    """What the promise does not cover of how completions are sampled, as a sentence; None where it covers all."""
     override = own_sampling(trainer)
     if override is None and samples_by_key(trainer):
-        return []
+        return None
     if override == "rollout_func":
-        return [
+        return (
             "rollout_func may sample in its own way; only the update is covered. A resumed run goes on with the "
             "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
             "many processes; what else rollout_func draws from is its own"
-        ]
+        )
     if override is not None:
-        return [f"{override} may sample in its own way; only the update is covered"]
+        return f"{override} may sample in its own way; only the update is covered"
     if trainer.use_vllm:
-        return [
+        return (
             "vLLM samples every completion with a seed of its own, but rounds by its batches, so now and then a "
             "completion differs"
-        ]
+        )
     generate = own_generate(trainer.accelerator.unwrap_model(trainer.model))
     if generate is not None and not trainer.use_transformers_continuous_batching:
-        return [f"{generate} samples, and not by key; only the update is covered"]
-    return ["this way of generating does not sample by key; only the update is covered"]
-
-
-def _prompt_lengths(trainer: Any, prompts: list[Any]) -> list[int]:
-    return [len(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
-
-
-def _longest_sequence(trainer: Any, lengths: Callable[[list[Any]], list[int]]) -> int | None:
-    """Tokens of the longest prompt of all data sets and max_completion_length; None where it is not known."""
-    train = trainer.train_dataset
-    known = [data for data in with_length(train, trainer.eval_dataset) if has_readable_prompts(data)]
-    unread = all(data is not train for data in known) or trainer.environment_factories is not None
-    unread = unread or trainer._rollouts.images.prepare is not None
-    if unread or not trainer.max_completion_length:
-        return None
-    prompts = itertools.chain.from_iterable(iterate_prompts(data) for data in known)
-    longest = 0
-    while some := list(itertools.islice(prompts, 256)):
-        longest = max(longest, *lengths(some))
-    return longest + trainer.max_completion_length
+        return f"{generate} samples, and not by key; only the update is covered"
+    return "this way of generating does not sample by key; only the update is covered"

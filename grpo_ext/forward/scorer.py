@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -218,8 +219,9 @@ class Scorer:
     def _cut(self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None) -> list[slice]:
         """Rows in order, in chunks of at most so many completions and tokens."""
         form = self.choice.form(model) if rows.attended_N is None else "padded"
-        lengths = (list(rows.prompts_B), list(rows.completions_B), list(rows.same_prompt))
-        return cut_in_order(*lengths, batch_size or len(rows), max_tokens, form, self.multiple)
+        groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
+        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
+        return cut_in_order(sizes, batch_size or len(rows), max_tokens, form)
 
     def _score_chunks(
         self,

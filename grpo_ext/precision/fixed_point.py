@@ -21,6 +21,30 @@ def largest_term(terms: int) -> float:
     return 2.0 ** (62 - FRACTION_BITS) / max(terms, 1)
 
 
+def check_terms(name: str, terms: int, largest: float) -> None:
+    """Refuse the sum of a gradient with a term that was not finite or not within range.
+
+    Args:
+        name: of the parameter, for the message.
+        terms: of the whole sum, over all processes.
+        largest: absolute value of a term, over all processes.
+
+    Raises:
+        PrecisionError: with what to do.
+    """
+    limit = largest_term(terms)
+    if not math.isfinite(largest):
+        raise PrecisionError(
+            f"the gradient of {name} is not finite, so no sum of it is right; lower the learning rate, or look for "
+            "the first reward, log-probability or weight that is not finite."
+        )
+    if largest > limit:
+        raise PrecisionError(
+            f"a gradient element of {name} is {largest:.3g}; {terms} terms with {FRACTION_BITS} fraction bits "
+            f"hold up to {limit:.3g}. Scale the rewards down, or turn bitwise_invariant off."
+        )
+
+
 def to_fixed(values: torch.Tensor) -> torch.Tensor:
     """Nearest multiples of 2**-FRACTION_BITS, as int64 counts of it; only for values within `largest_term`."""
     return values.to(torch.float64).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
@@ -43,34 +67,10 @@ class FixedPointSum:
         self.largest = torch.zeros((), dtype=torch.float32, device=like.device)
 
     def add(self, values: torch.Tensor) -> None:
-        """Add a term; whether it fits is looked at in `value`, so that nothing waits for the device here."""
+        """Add a term; `check_terms` says later whether it fits, so nothing waits for the device here."""
         # NaN wins a maximum; float32 holds the range of every smaller type, and float64 terms that large are refused
         self.largest = torch.maximum(self.largest, values.detach().abs().max().float())
         self.total += to_fixed(values.detach())
-
-    def check(self, name: str, terms: int, largest: float | None = None) -> None:
-        """Refuse a sum with a term that was not finite or not within range.
-
-        Args:
-            name: of the sum, for the message.
-            terms: of the whole sum, over all processes.
-            largest: of the terms over all processes (default: of this process).
-
-        Raises:
-            PrecisionError: with what to do.
-        """
-        largest = float(self.largest) if largest is None else largest
-        limit = largest_term(terms)
-        if not math.isfinite(largest):
-            raise PrecisionError(
-                f"the gradient of {name} is not finite, so no sum of it is right; lower the learning rate, or look for "
-                "the first reward, log-probability or weight that is not finite."
-            )
-        if largest > limit:
-            raise PrecisionError(
-                f"a gradient element of {name} is {largest:.3g}; {terms} terms with {FRACTION_BITS} fraction bits "
-                f"hold up to {limit:.3g}. Scale the rewards down, or turn bitwise_invariant off."
-            )
 
     def value(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum."""

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..errors import PrecisionError
+from ..runtime.collectives import first_of_all_processes
+
 
 def is_finite(value: Any) -> bool:
     """Whether all floating point tensors in a value are."""
@@ -45,8 +48,22 @@ class FirstModule:
             yield
 
 
+@contextmanager
+def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> Iterator[None]:
+    """Inside, forwards of a step whose loss is not finite run again without gradients, to find where that began.
+
+    Raises:
+        PrecisionError: at the end, on every process, with the weight or the first module that is not finite.
+    """
+    first, weight = FirstModule(), None if sharded else bad_weight(model)
+    with torch.no_grad(), first.watching(model):
+        yield
+    module = first_of_all_processes(first.name)
+    raise PrecisionError(f"{what}: {explanation(weight, module, fp16)}.")
+
+
 def explanation(weight: str | None, module: str | None, fp16: bool) -> str:
-    """The message of the error."""
+    """The cause and the remedy, for an error's message."""
     if weight is not None:
         return f"the parameter {weight} is not finite any more; go on from a checkpoint before that, with a lower rate"
     advice = (

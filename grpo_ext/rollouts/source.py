@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..algorithms.advantages import groups_without_variance
 from ..algorithms.dynamic_sampling import fill_places
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
@@ -226,7 +225,7 @@ class Rollouts:
         open_places = prompts_used = 0
         while next_rows is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
             rounds.append(self._round(next_rows, context))
-            constant = groups_without_variance(rounds[-1].rewards_BF, weights_F, group, rule.aggregation)
+            constant = rule.constant_groups(rounds[-1].rewards_BF, weights_F, group)
             has_variance.append([not value for value in constant.tolist()])
             prompts_used += len(constant) if len(rounds) > 1 else 0
             places, open_places = fill_places(has_variance)

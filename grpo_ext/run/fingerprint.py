@@ -301,7 +301,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
-    if saved["settings"].pop("packed_forward", True) is False:  # one of config.REMOVED_SETTINGS
+    if saved["settings"].pop("packed_forward", True) is False:  # of checkpoints by earlier versions
         saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
     fixed = sorted(changes.keys() & _OPTIMIZER)

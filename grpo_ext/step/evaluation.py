@@ -35,13 +35,13 @@ class PassAtK:
         """`pass_metrics` of the rollout batch that was observed last; none where its rewards are unknown."""
         if not len(self._rewards_B):
             return {}
-        least = self.args.eval_pass_threshold
-        if least is None and self._pass_or_fail:
-            least = 1.0
-        if least is None and self.args.num_generations_eval is not None and not self._warned:
+        threshold = self.args.eval_pass_threshold
+        if threshold is None and self._pass_or_fail:
+            threshold = 1.0
+        if threshold is None and self.args.num_generations_eval is not None and not self._warned:
             self._warned = True
             logger.warning(
                 "Evaluation logs no pass@k, because not every reward is 0 or 1; set eval_pass_threshold to the least "
                 "reward that has passed, or eval_pass_reward to the reward function that says what has."
             )
-        return pass_metrics(self._rewards_B.view(-1, num_generations).tolist(), least)
+        return pass_metrics(self._rewards_B.view(-1, num_generations).tolist(), threshold)

@@ -11,8 +11,9 @@ sees one batch per optimizer step, so both are set here, before the first micro-
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,40 +21,45 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 
-from ..precision.fixed_point import FixedPointSum
+from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime.collectives import max_over_processes, stack_over_processes, sum_in_place, sum_over_processes
 from ..runtime.out_of_memory import StepOutOfMemory, is_out_of_memory
 
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
     """Which of the parameters have a gradient on any process."""
-    mine = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
-    return stack_over_processes(mine).amax(0).bool().tolist()
+    used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
+    return stack_over_processes(used_here).amax(0).bool().tolist()
 
 
 class NativeGradients:
     """Sums in the parameters' own `.grad`: fast, and equal to rounding for every split."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], accelerator: Accelerator) -> None:
-        self.parameters, self.accelerator = [p for p in parameters if p.requires_grad], accelerator
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.accelerator = accelerator
 
-    def start(self) -> None:
-        """Before the first backward of a step."""
-
-    def stop(self) -> None:
-        """After the last backward, also where it failed."""
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A context for the backward passes of a step."""
+        yield
 
     def discard(self) -> None:
         """Throw the gradients away."""
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
-    def finish(self, terms: int) -> None:
-        """Sum over all processes; afterwards `.grad` is that of the step on every process."""
+    def finish(self, count: int) -> None:
+        """Sum over all processes; afterwards `.grad` is that of the step on every process.
+
+        Args:
+            count: backward passes of this process.
+        """
         if self.accelerator.num_processes == 1:
             return
-        anywhere = _used_anywhere([p.grad is not None for p in self.parameters], self.accelerator)
-        shared = [p for p, used in zip(self.parameters, anywhere) if used]
+        parameters = list(self.parameters.values())
+        anywhere = _used_anywhere([p.grad is not None for p in parameters], self.accelerator)
+        shared = [p for p, used in zip(parameters, anywhere) if used]
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -67,63 +73,58 @@ class FixedPointGradients(NativeGradients):
     that of the sums.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        accelerator: Accelerator,
-        names: Sequence[str],
-    ) -> None:
-        super().__init__(parameters, accelerator)
-        self.names = [n for n, p in zip(names, parameters) if p.requires_grad]
-        self._sums: dict[int, FixedPointSum] = {}
-        self._hooks: list[Any] = []
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
+        super().__init__(model, accelerator)
+        self._sums: dict[str, FixedPointSum] = {}
 
-    def start(self) -> None:
-        def take(parameter: torch.Tensor) -> None:
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        def take(name: str, parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            total = self._sums.get(id(parameter))
-            if total is None:
-                total = self._sums[id(parameter)] = FixedPointSum(parameter)
-            total.add(parameter.grad)
+            self._sum_of(name).add(parameter.grad)
             parameter.grad = None
 
         self._sums.clear()
-        self._hooks = [p.register_post_accumulate_grad_hook(take) for p in self.parameters]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
+            for name, parameter in self.parameters.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def _sum_of(self, name: str) -> FixedPointSum:
+        if name not in self._sums:
+            self._sums[name] = FixedPointSum(self.parameters[name])
+        return self._sums[name]
 
     def discard(self) -> None:
         super().discard()
         self._sums.clear()
 
-    def finish(self, terms: int) -> None:
+    def finish(self, count: int) -> None:
         """Sum over all processes and hand the gradient over, once.
-
-        Args:
-            terms: backward passes of the step, over all processes.
 
         Raises:
             PrecisionError: on every process, where a term was not finite or out of range on any of them.
         """
         device = self.accelerator.device
-        anywhere = _used_anywhere([id(p) in self._sums for p in self.parameters], self.accelerator)
-        shared = [(p, name) for p, name, used in zip(self.parameters, self.names, anywhere) if used]
-        for parameter, _ in shared:
-            if id(parameter) not in self._sums:
-                self._sums[id(parameter)] = FixedPointSum(parameter)
-        if not shared:
+        terms = int(sum_over_processes(torch.tensor(float(count), device=device)))
+        anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
+        names = [name for name, used in zip(self.parameters, anywhere) if used]
+        if not names:
             return
-        highest = torch.stack([self._sums[id(p)].largest.to(device) for p, _ in shared])
+        highest = torch.stack([self._sum_of(name).largest.to(device) for name in names])
         everyone = stack_over_processes(highest).nan_to_num(nan=float("inf")).amax(0).tolist()
-        for (parameter, name), largest in zip(shared, everyone):
-            self._sums[id(parameter)].check(name, terms, largest)
+        for name, largest in zip(names, everyone):
+            check_terms(name, terms, largest)
         if self.accelerator.num_processes > 1:
-            sum_in_place([self._sums[id(p)].total for p, _ in shared])
-        for parameter, _ in shared:
-            parameter.grad = self._sums.pop(id(parameter)).value(parameter.dtype)
+            sum_in_place([self._sums[name].total for name in names])
+        for name in names:
+            parameter = self.parameters[name]
+            parameter.grad = self._sums.pop(name).value(parameter.dtype)
 
 
 @contextmanager
@@ -197,18 +198,15 @@ def accumulating(
     adding = Accumulation(accelerator, model, count, by_engine=gradients is None)
     accelerator.gradient_accumulation_steps = adding.steps
     accelerator.step = 0
-    with out_of_memory_on_all(accelerator, None if gradients is None else gradients.discard):
-        if gradients is not None:
-            gradients.start()
+    discard, collecting = (None, nullcontext()) if gradients is None else (gradients.discard, gradients.collecting())
+    with out_of_memory_on_all(accelerator, discard):
         try:
-            yield adding
+            with collecting:
+                yield adding
         finally:
-            if gradients is not None:
-                gradients.stop()
             accelerator.gradient_accumulation_steps = 1
     if gradients is not None:
-        terms = torch.tensor(float(count), device=accelerator.device)
-        gradients.finish(int(sum_over_processes(terms)))
+        gradients.finish(count)
         accelerator.sync_gradients = True  # the optimizer may step
 
 

@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 
-from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators, token_loss, token_weights
+from ..algorithms.losses import (
+    LossConfig,
+    TokenBatch,
+    TokenLoss,
+    clip_indicators,
+    load_balancing_loss,
+    router_statistics,
+    token_loss,
+    token_weights,
+)
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
-from .statistics import STEP_PART, StepPart, router_term
+from .statistics import CONTEXT_KEY, MicroBatchContext
 
 
 def loss_mask(batch: dict[str, Any]) -> torch.Tensor:
@@ -31,7 +40,7 @@ def assemble_loss(
     """The part of the loss that the completions of `inputs` add to the step, times the micro-batch's weight.
 
     Args:
-        inputs: the collated micro-batch, with its `StepPart`.
+        inputs: the collated micro-batch, with its `MicroBatchContext`.
         logps, entropies: (B, T), from the policy, with gradient.
         router: router output of a MoE model.
 
@@ -43,8 +52,8 @@ def assemble_loss(
             f"beta={cfg.beta:g} asks for the KL term, and these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
-    part: StepPart = inputs[STEP_PART]
-    context, weight, keep, mask = part.context, part.weight, part.entropy_keep_BT, loss_mask(inputs)
+    context: MicroBatchContext = inputs[CONTEXT_KEY]
+    metrics, weight, keep, mask = context.step.metrics, context.weight, context.entropy_keep_BT, loss_mask(inputs)
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
@@ -55,23 +64,23 @@ def assemble_loss(
         sampling_ratio=inputs.get("importance_sampling_ratio"),
         entropy_keep_BT=keep,
     )
-    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.counts, part.groups)
+    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, context.step.counts, context.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
     if cfg.entropy_coefficient is not None:
-        context.metrics.add_total("policy_loss", loss, weight)
+        metrics.add_total("policy_loss", loss, weight)
         bonus_mask = mask if keep is None else mask * keep
-        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, part)
+        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, context)
     if cfg.router_coefficient is not None:
-        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, part)
-    context.metrics.add_tokens("entropy", entropies, mask, weight)
-    _add_policy_metrics(cfg, tokens, inputs["advantages"], mask, part)
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, context)
+    metrics.add_tokens("entropy", entropies, mask, weight)
+    _add_policy_metrics(cfg, tokens, batch.advantages, mask, context)
     if cfg.log_ratios and batch.old_logps_BT is not None:
-        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, part)
+        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, context)
     return loss * weight
 
 
-def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart) -> None:
-    metrics, weight = part.context.metrics, part.weight
+def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBatchContext) -> None:
+    metrics, weight = context.step.metrics, context.weight
     metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
     unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
@@ -79,15 +88,15 @@ def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart) -
 
 
 def _entropy_bonus(
-    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, part: StepPart
+    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, context: MicroBatchContext
 ) -> torch.Tensor:
     """This part of the mean entropy of the step's tokens, times the coefficient."""
     bonus = (entropies_BT * mask_BT).sum()
-    part.context.metrics.add("bonus_entropy", bonus, mask_BT.sum(), part.weight)
-    return coefficient * bonus / max(part.context.counts.entropy_tokens, 1)
+    context.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), context.weight)
+    return coefficient * bonus / max(context.step.counts.entropy_tokens, 1)
 
 
-def _router_loss(coefficient: float, router: RouterOutput | None, part: StepPart) -> torch.Tensor:
+def _router_loss(coefficient: float, router: RouterOutput | None, context: MicroBatchContext) -> torch.Tensor:
     """This part of the load-balancing loss of the step.
 
     Raises:
@@ -99,15 +108,20 @@ def _router_loss(coefficient: float, router: RouterOutput | None, part: StepPart
             "router logits; set router_aux_loss_coef=0, or let an override of _get_per_token_logps_and_entropies pass "
             "compute_aux_loss on."
         )
-    aux = router_term(router, part.context)
-    part.context.metrics.add_total("aux_loss", aux, part.weight)
+    step = context.step
+    chosen, probs, rows = router_statistics(router.logits, router.counts_BL, step.top_k)
+    share, total = step.expert_share, step.router_rows
+    if share is None:  # the batch is the whole step
+        share, total = chosen / max(rows, 1), rows
+    aux = load_balancing_loss(probs, share.to(probs), probs.numel(), total)
+    step.metrics.add_total("aux_loss", aux, context.weight)
     return aux
 
 
 def _add_policy_metrics(
-    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, part: StepPart
+    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, context: MicroBatchContext
 ) -> None:
-    metrics, weight = part.context.metrics, part.weight
+    metrics, weight = context.step.metrics, context.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
     if tokens.vespo_phi_B1 is not None:

@@ -1,4 +1,4 @@
-"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; tokens and time."""
+"""The logged values of a step: sums over its micro-batches, which one reduction makes step-wide; its tokens."""
 
 from __future__ import annotations
 
@@ -82,41 +82,20 @@ class StepMetrics:
         return result
 
 
-@dataclass(frozen=True)
-class StepWork:
+def token_counts(sizes: StepSizes, rows: Sequence[int], plan: Sequence[MicroBatch], form: Form) -> tuple[int, int, int]:
     """Tokens of a step.
 
-    Attributes:
-        useful: unique tokens of the whole step: each prompt once, each completion, of those that are run.
-        computed: tokens that this process's forwards hold.
-        padding: those among them that are padding.
+    Args:
+        rows: those of the whole step that are run.
+        plan: the micro-batches of this process.
+
+    Returns:
+        Unique tokens of the whole step (each prompt once, each completion); tokens that this process's forwards hold;
+        and those among them that are padding.
     """
-
-    useful: int
-    computed: int
-    padding: int
-
-    @classmethod
-    def of(cls, sizes: StepSizes, rows: Sequence[int], parts: Sequence[MicroBatch], form: Form) -> StepWork:
-        """Count a plan: `rows` are those of the whole step that are run, `parts` this process's micro-batches."""
-        batches = [part.rows for part in parts if part.weight]
-        computed = sum(sizes.tokens(batch, form) for batch in batches)
-        # rows that repeat no prompt
-        sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
-        real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
-        return cls(sizes.tokens(rows, "packed"), computed, computed - real)
-
-    def add_to(self, metrics: StepMetrics) -> None:
-        """Meter this process's part."""
-        for name in ("computed", "padding"):
-            metrics.add_total(f"layout/{name}", torch.tensor(float(getattr(self, name))), 1.0)
-
-    def logged(self, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """What is logged, from the reduced values (taken out of `values`) and this process's seconds."""
-        computed, padding = values.pop("layout/computed"), values.pop("layout/padding")
-        spare = max(computed - padding - self.useful, 0.0)
-        return {
-            "layout/padding_share": padding / max(computed, 1.0),
-            "layout/duplicate_share": spare / max(computed, 1.0),
-            "layout/useful_tokens_per_second": self.useful / max(seconds, 1e-9),
-        }
+    batches = [part.rows for part in plan if part.weight]
+    computed = sum(sizes.tokens(batch, form) for batch in batches)
+    # rows that repeat no prompt
+    sharing = [[row] for batch in batches for row in batch] if form == "padded" else batches
+    real = computed if form == "packed" else sum(sizes.tokens(batch, "packed") for batch in sharing)
+    return sizes.tokens(rows, "packed"), computed, computed - real

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,105 +18,74 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 
-from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
+from ..batching.micro_batches import Form, MicroBatch, MicroBatchLayout, StepSizes, TokenCost, plan_step
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
-from ..errors import MemoryShortageError, PrecisionError
-from ..forward.rows import TokenRows, Unchanged, padded_ids_and_mask
+from ..errors import MemoryShortageError
+from ..forward.rows import TokenRows, padded_ids_and_mask
 from ..forward.scorer import Scorer
-from ..precision.non_finite import FirstModule, bad_weight, explanation
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import first_of_all_processes, max_over_processes
+from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, free_memory
 from .gradients import Accumulation, FixedPointGradients, NativeGradients, accumulating, out_of_memory_on_all
 from .loss import loss_mask
-from .metrics import StepMetrics, StepWork
+from .metrics import StepMetrics, token_counts
+from .settings import StepSettings
 from .statistics import (
-    STEP_PART,
-    TOKENS,
-    Measured,
+    CONTEXT_KEY,
+    MicroBatchContext,
+    MicroBatchStatistics,
     StepContext,
-    StepPart,
     count_step,
     counted,
     set_statistics,
 )
-from .terms import StepTerms
 
 logger = get_logger(__name__)
 
 Inputs = dict[str, Any]  # a micro-batch as TRL's loss takes it
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """What runs a step; the same for every step of a run.
-
-    Attributes:
-        args: the loop's configuration.
-        clock: takes the seconds of the phase "train".
-        images: from the columns of completions to their images.
-        pad_token_id: fills up micro-batches.
-        cost: of a token, by which groups are assigned to processes.
-    """
-
-    accelerator: Accelerator
-    args: GRPOConfig
-    scorer: Scorer
-    clock: PhaseClock
-    images: ImageSource
-    pad_token_id: int
-    cost: TokenCost
-
-    @property
-    def multiple(self) -> int | None:
-        """TRL's `pad_to_multiple_of`."""
-        multiple: Any = self.args.pad_to_multiple_of
-        return multiple
-
-    def token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
-        """The tokens of completions, on the device."""
-        return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))
-
-    def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool = True) -> tuple[Inputs, TokenRows]:
-        """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
-        some = rollout.select(rows)
-        batch = send_to_device(some.collate(self.pad_token_id, self.multiple), self.accelerator.device)
-        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        return batch, self.token_rows(some, training)
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Attempt:
     """One run through the micro-batches of this process.
 
     Attributes:
+        model: as the loop calls it.
         rollout: the completions of the step, those of all processes.
+        sizes, form: the tokens of the completions, and how a forward holds them.
+        rows: the completions that are run, on all processes; the others add nothing to the step.
         plan: the micro-batches of this process.
-        work: the tokens of the step.
         gradients: how gradients are added up; None where an engine (FSDP, DeepSpeed) does it, or nothing is trained.
         context: the step-wide counts and statistics; set by `measure`.
         shortage: why memory ran out, on this process or another; None where it did not.
     """
 
-    parts: StepParts
+    planner: StepPlanner
     model: Any
     rollout: RolloutBatch
-    terms: StepTerms
+    settings: StepSettings
+    sizes: StepSizes
+    form: Form
+    rows: Sequence[int]
     plan: list[MicroBatch]
-    work: StepWork
     gradients: NativeGradients | None = None
     context: StepContext = field(init=False)
     shortage: str | None = None
 
     @contextmanager
-    def fitting(self) -> Iterator[None]:
-        """Inside, forwards run in the model's form; memory that runs out ends the attempt, on all processes."""
+    def running(self) -> Iterator[Accumulation]:
+        """A context for the passes of the attempt; afterwards `.grad` is that of the step (`gradients.accumulating`).
+
+        Memory that runs out ends the attempt, on all processes.
+        """
+        planner = self.planner
+        passes = accumulating(planner.accelerator, self.model, self.gradients, len(self.plan))
         try:
-            with self.parts.clock.phase("train"), self.parts.scorer.running(self.model):
-                yield
+            with planner.clock.phase("train"), planner.scorer.running(self.model), passes as gradients:
+                yield gradients
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
 
@@ -126,66 +95,82 @@ class Attempt:
         Args:
             model: computes the entropies and router outputs of the statistics.
         """
-        parts, terms = self.parts, self.terms
-        self.context = count_step(self.rollout, StepMetrics(parts.accelerator.device), terms.experts_per_token)
-        if not terms.needs_statistics:
+        planner, settings, accelerator = self.planner, self.settings, self.planner.accelerator
+        top_k = settings.experts_per_token
+        self.context = count_step(self.rollout, StepMetrics(accelerator.device), top_k)
+        if not settings.needs_statistics:
             return
-        measured: list[Measured] = []
+        measured: list[MicroBatchStatistics] = []
         discard = None if self.gradients is None else self.gradients.discard
-        plain = parts.scorer.without_gradients(parts.accelerator.unwrap_model(self.model))
-        with out_of_memory_on_all(parts.accelerator, discard), plain:
+        without_gradients = planner.scorer.without_gradients(accelerator.unwrap_model(self.model))
+        with out_of_memory_on_all(accelerator, discard), without_gradients:
             for part in self.plan:
-                batch, rows = parts.collate(self.rollout, part.rows, terms.training)
-                scores = parts.scorer.score_inputs(model, batch, rows, terms.router, terms.log_probs)
-                measured.append(Measured.of(part, scores, loss_mask(batch), terms.experts_per_token))
-        set_statistics(self.context, measured, terms.top_entropy_quantile)
-
-    def accumulating(self) -> AbstractContextManager[Accumulation]:
-        """A context for the backward passes; afterwards `.grad` is that of the step. See `gradients.accumulating`."""
-        return accumulating(self.parts.accelerator, self.model, self.gradients, len(self.plan))
+                batch, rows = planner.collate(self.rollout, part.rows, settings.training)
+                scores = planner.scorer.score_inputs(model, batch, rows, settings.router, settings.log_probs)
+                measured.append(MicroBatchStatistics.of(part, scores, loss_mask(batch), top_k))
+        set_statistics(self.context, measured, settings.top_entropy_quantile)
 
     def micro_batches(self) -> Iterator[Inputs]:
         """The micro-batches of this process, once the step is measured."""
         return map(self.micro_batch, self.plan)
 
     def micro_batch(self, part: MicroBatch) -> Inputs:
-        """A micro-batch as TRL's loss takes it, with its `StepPart`."""
-        device, training = self.parts.accelerator.device, self.terms.training
-        inputs, rows = self.parts.collate(self.rollout, part.rows, training)
-        if self.terms.custom_loss and rows.images is not None:
+        """A micro-batch as TRL's loss takes it, with its `MicroBatchContext`."""
+        accelerator, training = self.planner.accelerator, self.settings.training
+        inputs, rows = self.planner.collate(self.rollout, part.rows, training)
+        if self.settings.custom_loss and rows.images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= rows.images.as_trl(ids, rows.prompts_B, inputs["prompt_ids"].size(1))
-        keep = None
-        if self.context.entropy_keep is not None:
-            keep = self.context.keep_mask(part.rows, inputs["completion_mask"].size(1), device)
-        groups, padded = [self.rollout.groups[row] for row in part.rows], Unchanged(*(inputs[name] for name in TOKENS))
-        inputs[STEP_PART] = step_part = StepPart(self.context, part.weight, groups, rows, padded, keep)
-        steps = self.parts.args.geometry.steps_per_rollout if training else None
-        items = step_part.items_in_batch(self.parts.accelerator.num_processes, steps)
-        inputs["num_items_in_batch"] = torch.tensor(items, device=device)
+        groups = [self.rollout.groups[row] for row in part.rows]
+        inputs[CONTEXT_KEY] = context = MicroBatchContext.of(self.context, part, groups, rows, inputs)
+        steps = self.planner.args.geometry.steps_per_rollout if training else None
+        items = context.items_in_batch(accelerator.num_processes, steps)
+        inputs["num_items_in_batch"] = torch.tensor(items, device=accelerator.device)
         return inputs
 
     def log_values(self) -> dict[str, float]:
         """The logged values of the step: counts and sums are the same on every process, seconds and rates its own."""
-        seconds = self.parts.clock.take()
-        self.work.add_to(self.context.metrics)
-        values = self.context.metrics.reduce()
-        values |= self.work.logged(values, seconds.get("train", 0.0))
+        seconds, metrics = self.planner.clock.take(), self.context.metrics
+        useful, computed, padding = token_counts(self.sizes, self.rows, self.plan, self.form)
+        metrics.add_total("computed", torch.tensor(float(computed)), 1.0)
+        metrics.add_total("padding", torch.tensor(float(padding)), 1.0)
+        values = metrics.reduce()
+        computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
+        duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)
+        values["layout/padding_share"] = padding_anywhere / max(computed_anywhere, 1.0)
+        values["layout/duplicate_share"] = duplicates / max(computed_anywhere, 1.0)
+        values["layout/useful_tokens_per_second"] = useful / max(seconds.get("train", 0.0), 1e-9)
         return values | {f"time/{name}": value for name, value in seconds.items()}
 
 
+@dataclass(kw_only=True)
 class StepPlanner:
     """Plans optimizer steps.
 
     Attributes:
+        args: the loop's configuration.
+        clock: takes the seconds of the phase "train".
+        images: from the columns of completions to their images.
+        pad_token_id: fills up micro-batches.
+        multiple: TRL's `pad_to_multiple_of`.
+        cost: of a token, by which groups are assigned to processes.
         limits: the micro-batch size that fits.
     """
 
-    def __init__(self, parts: StepParts) -> None:
-        self.parts = parts
-        self.limits = MicroBatchLimits(parts.args.per_device_train_batch_size, parts.args.micro_batch_tokens)
+    accelerator: Accelerator
+    args: GRPOConfig
+    scorer: Scorer
+    clock: PhaseClock
+    images: ImageSource
+    pad_token_id: int
+    multiple: int | None
+    cost: TokenCost
+    limits: MicroBatchLimits = field(init=False)
 
-    def attempts(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> Iterator[Attempt]:
+    def __post_init__(self) -> None:
+        self.limits = MicroBatchLimits(self.args.per_device_train_batch_size, self.args.micro_batch_tokens)
+
+    def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """The step as it is run, and again with smaller micro-batches until an attempt fits into memory.
 
         Args:
@@ -197,100 +182,98 @@ class StepPlanner:
         """
         gradients = self._gradients(model)
         for number in itertools.count():
-            attempt = self._planned(model, rollout, self.limits.rows, terms, gradients)
+            attempt = self._planned(model, rollout, settings, self.limits.rows, gradients)
             yield attempt
             if attempt.shortage is None:
                 return
             free_memory()
             self._shrink(attempt, number)
 
-    def evaluation(self, model: Any, rollout: RolloutBatch, terms: StepTerms) -> Attempt:
+    def evaluation(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Attempt:
         """The forward passes alone, in micro-batches of the evaluation's size; arguments as of `attempts`."""
-        return self._planned(model, rollout, self.parts.args.per_device_eval_batch_size, terms)
-
-    @contextmanager
-    def explaining(self, model: Any, what: str) -> Iterator[None]:
-        """Inside, forwards of a step whose loss is not finite run again without gradients, to find the first module.
-
-        Raises:
-            PrecisionError: at the end, on every process, with the first module that produced the number.
-        """
-        policy, first = self.parts.accelerator.unwrap_model(model), FirstModule()
-        weight = None if self.parts.scorer.sharded else bad_weight(policy)
-        with torch.no_grad(), self.parts.scorer.running(model), first.watching(policy):
-            yield
-        module = first_of_all_processes(first.name)
-        raise PrecisionError(f"{what}: {explanation(weight, module, self.parts.args.fp16)}.")
+        return self._planned(model, rollout, settings, self.args.per_device_eval_batch_size, None)
 
     def _planned(
         self,
         model: Any,
         rollout: RolloutBatch,
+        settings: StepSettings,
         max_rows: int,
-        terms: StepTerms,
-        gradients: NativeGradients | None = None,
+        gradients: NativeGradients | None,
     ) -> Attempt:
         """Assign the completions to processes and micro-batches; before the first pack, compare it with padding."""
-        parts, args, scorer = self.parts, self.parts.args, self.parts.scorer
-        sizes, policy = rollout.sizes(parts.multiple), parts.accelerator.unwrap_model(model)
+        scorer, policy = self.scorer, self.accelerator.unwrap_model(model)
         if not scorer.choice.settled(policy):
             with scorer.without_gradients(policy):
-                scorer.choice.check(policy, parts.token_rows(rollout, terms.training))
+                scorer.choice.check(policy, self._token_rows(rollout, settings.training))
         form = "padded" if any(rollout.gaps) else scorer.choice.form(policy)
         layout = MicroBatchLayout(
             max_rows=max_rows,
             max_tokens=self.limits.tokens,
             form=form,
-            cost=parts.cost,
-            unit_rows=args.unit_rows,
-            processes=parts.accelerator.num_processes,
-            rank=parts.accelerator.process_index,
+            cost=self.cost,
+            unit_rows=self.args.unit_rows,
+            processes=self.accelerator.num_processes,
+            rank=self.accelerator.process_index,
             equal_counts=scorer.sharded,
         )
-        rows = rollout.contributing_rows if terms.skip_zeros else range(len(rollout))
-        micro_batches = plan_step(sizes, rows, layout)
-        work = StepWork.of(sizes, rows, micro_batches, form)
-        return Attempt(parts, model, rollout, terms, micro_batches, work, gradients)
+        sizes = rollout.sizes(self.multiple)
+        rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
+        return Attempt(
+            planner=self,
+            model=model,
+            rollout=rollout,
+            settings=settings,
+            sizes=sizes,
+            form=form,
+            rows=rows,
+            plan=plan_step(sizes, rows, layout),
+            gradients=gradients,
+        )
 
-    # ---- Batches of the user's own --------------------------------------------------------------------------------
+    # ---- Batches --------------------------------------------------------------------------------------------------
+
+    def collate(self, rollout: RolloutBatch, rows: Sequence[int], training: bool) -> tuple[Inputs, TokenRows]:
+        """Some completions as TRL's loss takes them, padded, and their tokens without padding; on the device."""
+        selected = rollout.select(rows)
+        batch = send_to_device(selected.collate(self.pad_token_id, self.multiple), self.accelerator.device)
+        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        return batch, self._token_rows(selected, training)
+
+    def _token_rows(self, rollout: RolloutBatch, training: bool) -> TokenRows:
+        return rollout.token_rows(self.accelerator.device, self.images.of_batch(rollout.columns, training))
 
     def tokens_of(self, inputs: Inputs, training: bool) -> TokenRows:
         """The tokens of a padded batch without padding, also of one that the user has made or changed."""
-        rows = inputs[STEP_PART].rows_of(inputs) if STEP_PART in inputs else None
+        rows = inputs[CONTEXT_KEY].rows_of(inputs) if CONTEXT_KEY in inputs else None
         if rows is None:
-            images = self.parts.images.of_batch(inputs, training)
+            images = self.images.of_batch(inputs, training)
             rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
         return rows
 
-    def as_step(self, model: Any, inputs: Inputs, num_generations: int, terms: StepTerms) -> Inputs:
+    def as_step(self, model: Any, inputs: Inputs, num_generations: int, settings: StepSettings) -> Inputs:
         """A batch with log-probabilities and advantages that is no part of a step, with itself as its step.
 
         Args:
             inputs: TRL's dictionary, of a user's own call; it begins with a whole group.
         """
-        rows, mask = self.tokens_of(inputs, terms.training), loss_mask(inputs)
+        rows, mask, top_k = self.tokens_of(inputs, settings.training), loss_mask(inputs), settings.experts_per_token
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), num_generations)
-        metrics = StepMetrics(self.parts.accelerator.device)
-        context = StepContext(counted(mask.sum(1).tolist(), groups), metrics, top_k=terms.experts_per_token)
-        keep = None
-        if terms.top_entropy_quantile < 1.0:
+        step = StepContext(counted(mask.sum(1).tolist(), groups), StepMetrics(self.accelerator.device), top_k=top_k)
+        if settings.top_entropy_quantile < 1.0:
             with torch.no_grad():
-                _, entropies, _ = self.parts.scorer.score_inputs(model, inputs, rows, terms.router, terms.log_probs)
-            set_statistics(context, [Measured(whole, entropies, mask)], terms.top_entropy_quantile)
-            keep = context.keep_mask(whole.rows, mask.size(1), entropies.device)
-        padded = Unchanged(*(inputs[name] for name in TOKENS))
-        return {**inputs, STEP_PART: StepPart(context, 1.0, groups, rows, padded, keep)}
+                scores = self.scorer.score_inputs(model, inputs, rows, settings.router, settings.log_probs)
+            set_statistics(step, [MicroBatchStatistics(whole, scores[1], mask)], settings.top_entropy_quantile)
+        return {**inputs, CONTEXT_KEY: MicroBatchContext.of(step, whole, groups, rows, inputs)}
 
     # ---- Gradients and memory -------------------------------------------------------------------------------------
 
     def _gradients(self, model: Any) -> NativeGradients | None:
         """How this step's gradients are added up; None where the engine does it."""
-        if self.parts.scorer.sharded:
+        if self.scorer.sharded:
             return None
-        names, parameters = zip(*self.parts.accelerator.unwrap_model(model).named_parameters())
-        if not self.parts.args.bitwise_invariant:
-            return NativeGradients(parameters, self.parts.accelerator)
-        return FixedPointGradients(parameters, self.parts.accelerator, names)
+        kind = FixedPointGradients if self.args.bitwise_invariant else NativeGradients
+        return kind(self.accelerator.unwrap_model(model), self.accelerator)
 
     def _shrink(self, attempt: Attempt, number: int) -> None:
         """Lower the limits after attempt `number` of a step, which did not fit.
@@ -298,23 +281,20 @@ class StepPlanner:
         Raises:
             MemoryShortageError: nothing smaller is left.
         """
-        sizes, reason = attempt.rollout.sizes(self.parts.multiple), attempt.shortage
-        unit_rows, device = self.parts.args.unit_rows, self.parts.accelerator.device
+        unit_rows, device, reason = self.args.unit_rows, self.accelerator.device, attempt.shortage
         if unit_rows is not None and number:
             raise MemoryShortageError(
                 f"the step ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), which "
                 "bitwise_invariant=True does not cut. Helpful: a smaller canonical_unit_size (it belongs to what the "
                 "run means), gradient_checkpointing=True, a smaller max_completion_length."
             )
-        form = self.parts.scorer.choice.form(attempt.model)
-        rows = max(len(part.rows) for part in attempt.plan)
-        tokens = max(sizes.tokens(part.rows, form) for part in attempt.plan)
-        rows, tokens = max_over_processes(rows, device), max_over_processes(tokens, device)
         if unit_rows is not None:
             self.limits.failures += 1
             logger.warning(f"Out of memory in the step ({reason}); its units run again after freeing memory.")
             return
-        allowed = self.limits.shrink(rows, tokens)
+        rows = max_over_processes(max(len(part.rows) for part in attempt.plan), device)
+        tokens = max(attempt.sizes.tokens(part.rows, attempt.form) for part in attempt.plan)
+        allowed = self.limits.shrink(rows, max_over_processes(tokens, device))
         logger.warning(
             f"Out of memory in the step ({reason}); it runs again with {allowed}, and so do all that follow. The "
             "update is the same."

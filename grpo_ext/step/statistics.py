@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms.losses import StepCounts, entropy_threshold, load_balancing_loss, router_statistics
+from ..algorithms.losses import StepCounts, entropy_threshold, router_statistics
 from ..batching.micro_batches import MicroBatch
 from ..forward.lm_head import RouterOutput
 from ..forward.rows import TokenRows, Unchanged
@@ -43,28 +43,30 @@ class StepContext:
     router_rows: int = 0
     top_k: int = 1
 
-    def keep_mask(self, rows: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
-        """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1."""
+    def keep_mask(self, rows: Sequence[int], width: int, device: torch.device) -> torch.Tensor | None:
+        """`entropy_keep` of some rows as one (B, width) tensor of 0 and 1; None without a quantile."""
+        if self.entropy_keep is None:
+            return None
         mask = torch.zeros(len(rows), width, device=device)
         for i, row in enumerate(rows):
-            keep_T = (self.entropy_keep or {})[row]
+            keep_T = self.entropy_keep[row]
             mask[i, : keep_T.numel()] = keep_T[:width].float()
         return mask
 
 
-STEP_PART = "grpo_ext_step"
+CONTEXT_KEY = "grpo_ext_step"  # of TRL's dictionary, for the `MicroBatchContext`
 TOKENS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of TRL's dictionary
 
 
 @dataclass(frozen=True)
-class StepPart:
-    """A micro-batch's place in its step.
+class MicroBatchContext:
+    """What a micro-batch's loss needs to know of its step.
 
-    The dictionary that TRL's `compute_loss` and `_compute_loss` take holds it under `STEP_PART`, so it passes through a
-    user's overrides of them, and into copies of the dictionary.
+    The dictionary that TRL's `compute_loss` and `_compute_loss` take holds it under `CONTEXT_KEY`, so it passes through
+    a user's overrides of them, and into copies of the dictionary.
 
     Attributes:
-        context: the step.
+        step: counts and statistics of the step.
         weight: 0 where a process runs the micro-batch only to keep the collectives aligned.
         groups: the group of each completion.
         rows: the tokens, without padding.
@@ -72,12 +74,27 @@ class StepPart:
         entropy_keep_BT: 1 on the tokens above the step's entropy quantile; None without a quantile.
     """
 
-    context: StepContext
+    step: StepContext
     weight: float
     groups: Sequence[int]
     rows: TokenRows
     padded: Unchanged
-    entropy_keep_BT: torch.Tensor | None = None
+    entropy_keep_BT: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, step: StepContext, part: MicroBatch, groups: Sequence[int], rows: TokenRows, inputs: Mapping[str, Any]
+    ) -> MicroBatchContext:
+        """The context of the completions of `part`, which `inputs` holds as TRL's dictionary."""
+        mask = inputs["completion_mask"]
+        return cls(
+            step=step,
+            weight=part.weight,
+            groups=groups,
+            rows=rows,
+            padded=Unchanged(*(inputs[name] for name in TOKENS)),
+            entropy_keep_BT=step.keep_mask(part.rows, mask.size(1), mask.device),
+        )
 
     def rows_of(self, inputs: Mapping[str, Any]) -> TokenRows | None:
         """The tokens of a dictionary without padding; None where a user's override has changed them."""
@@ -86,7 +103,7 @@ class StepPart:
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the micro-batch's loss to the logged one; returns it, or zero at weight zero."""
         loss = loss if self.weight else loss * 0.0  # a subclass's own term does not know the weight
-        self.context.metrics.add_total("loss", loss, 1.0)
+        self.step.metrics.add_total("loss", loss, 1.0)
         return loss
 
     @property
@@ -96,7 +113,7 @@ class StepPart:
         Losses of micro-batches are added up, so a mean over completions that is divided by this, as TRL wants of a
         loss, becomes the mean over the step.
         """
-        return self.context.counts.completions / len(self.groups)
+        return self.step.counts.completions / len(self.groups)
 
     def items_in_batch(self, processes: int, steps_per_rollout: int | None) -> float:
         """The `num_items_in_batch` that TRL's rescaling (in training alone) turns into the loss tokens of this step.
@@ -104,7 +121,7 @@ class StepPart:
         Args:
             steps_per_rollout: optimizer steps of a rollout batch; None in an evaluation.
         """
-        counts = self.context.counts
+        counts = self.step.counts
         items = float((counts.tokens if counts.items is None else counts.items) * processes)
         if steps_per_rollout is None:
             return items
@@ -120,7 +137,7 @@ def counted(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MicroBatchStatistics:
     """The statistics of a micro-batch, from a pass without gradients.
 
     Attributes:
@@ -140,7 +157,7 @@ class Measured:
         scores: tuple[torch.Tensor, torch.Tensor, RouterOutput | None],
         mask_BT: torch.Tensor,
         top_k: int,
-    ) -> Measured:
+    ) -> MicroBatchStatistics:
         """Of the log-probabilities, entropies and router output of a micro-batch; its router logits are not kept."""
         _, entropies_BT, router = scores
         if router is None:
@@ -150,14 +167,14 @@ class Measured:
 
 
 def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
-    """Count the step. Every process holds the whole step, so the counts need no collective."""
+    """Count a step. Every process holds the whole step, so the counts need no collective."""
     counts = counted([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
     return StepContext(counts, metrics, top_k=top_k)
 
 
-def set_statistics(context: StepContext, measured: Sequence[Measured], top_entropy_quantile: float) -> None:
+def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
     """Make the entropy threshold and the experts' shares of a step from its micro-batches; all processes together."""
     if top_entropy_quantile < 1.0:
         local = [m.entropies_BT[m.mask_BT.bool()].float() for m in measured if m.part.weight]
@@ -173,12 +190,3 @@ def set_statistics(context: StepContext, measured: Sequence[Measured], top_entro
         totals = sum_over_processes(torch.cat([chosen, chosen.new_tensor([float(rows)])]))
         context.router_rows = int(totals[-1])
         context.expert_share = totals[:-1] / max(context.router_rows, 1)
-
-
-def router_term(router: RouterOutput, context: StepContext) -> torch.Tensor:
-    """A micro-batch's part of the load-balancing loss of the step, with gradient."""
-    chosen, probs, rows = router_statistics(router.logits, router.counts_BL, context.top_k)
-    share, total = context.expert_share, context.router_rows
-    if share is None:  # the batch is the whole step
-        share, total = chosen / max(rows, 1), rows
-    return load_balancing_loss(probs, share.to(probs), probs.numel(), total)

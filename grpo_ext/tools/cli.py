@@ -97,7 +97,7 @@ def plan(
     The model is that of the run: an id, a folder, or a config.json.
     """
     from ..batching.plan_text import describe_plan
-    from ..batching.sizes import check_lag, geometry_of
+    from ..batching.sizes import geometry_of
 
     settings = settings_of(context, config)
     if settings.get("demo") is not None:
@@ -109,9 +109,12 @@ def plan(
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
-    check_lag(lag, engine != "ddp")
+    if lag:
+        from ..setting_rules import check_lag  # loads torch
+
+        check_lag(lag, engine != "ddp")
     ahead = f"{lag} rollout batch(es)" if lag else None
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, tokens, ahead=ahead))
+    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, micro_batch_tokens=tokens, ahead=ahead))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan.measure import expected_memory
 

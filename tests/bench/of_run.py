@@ -11,7 +11,7 @@ from typing import Any
 from trl import ModelConfig
 
 from grpo_ext.batching.sizes import SETTINGS, ceil_div
-from grpo_ext.checks import find_model
+from grpo_ext.checks.model import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.data import load_prompts

@@ -9,7 +9,8 @@ import pytest
 import torch
 import trl
 
-from grpo_ext import GRPOConfig, GRPOTrainer, checks
+from grpo_ext import GRPOConfig, GRPOTrainer
+from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import ConfigError, DataError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from tests.support.images import (
@@ -248,7 +249,7 @@ def test_images_are_packed_without_loss():
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.trainer, "shards_parameters", lambda accelerator: True)
+    monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
     with pytest.raises(ConfigError, match="tools may show an image to one alone; train with DDP"):
         with_tools(tmp_path)
 

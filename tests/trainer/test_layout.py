@@ -77,14 +77,14 @@ def test_packs_and_padded_batches_learn_the_same_from_steps_that_cut_groups(tmp_
 def scored_rows(trainer: GRPOTrainer) -> list[int]:
     """Completions in each forward that has a gradient."""
     rows: list[int] = []
-    score = trainer._score
+    score = trainer._scorer.score_inputs
 
-    def spy(model: Any, batch: dict[str, Any], tokens: Any) -> Any:
+    def spy(model: Any, batch: dict[str, Any], *others: Any) -> Any:
         if torch.is_grad_enabled():
             rows.append(len(batch["completion_ids"]))
-        return score(model, batch, tokens)
+        return score(model, batch, *others)
 
-    trainer._score = spy
+    trainer._scorer.score_inputs = spy
     return rows
 
 
@@ -137,10 +137,6 @@ def test_a_form_is_chosen_and_can_be_set(tmp_path):
     assert shares["padded"][0] > 0 < shares["padded"][1]
     with pytest.raises(ConfigError, match="forward='fast' is unknown; use one of 'auto', 'packed', 'prefix', 'padded'"):
         make(tmp_path, forward="fast")
-    with pytest.raises(ConfigError, match=r"packed_forward.*use forward='padded' in place of False"):
-        make(tmp_path, packed_forward=False)
-    with pytest.raises(ConfigError, match=r"score_completions_only.*leave it out"):
-        make(tmp_path, score_completions_only=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
-from grpo_ext.step.statistics import STEP_PART
+from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.beside_trl import build
 from tests.support.tiny import letter_reward, stock_scores, tiny_model
 from tests.support.trainers import change, error
@@ -34,7 +34,7 @@ OVERRIDDEN = (
     *("create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {STEP_PART, "attention_mask"}
+MORE_INPUTS = {CONTEXT_KEY, "attention_mask"}
 
 
 def shown(value: Any) -> Any:
@@ -173,7 +173,7 @@ def test_a_copy_of_trls_loss_learns_what_trl_learns_for_every_micro_batch_size(t
 def test_the_micro_batch_of_a_process_without_a_share_adds_nothing(tmp_path):
     trainer = build(tmp_path, GRPOTrainer, OwnTerm, max_steps=1)
     trainer.train()
-    attempt = trainer._step_planner.evaluation(trainer.model, trainer._rollouts.batch, trainer._terms())
+    attempt = trainer._step_planner.evaluation(trainer.model, trainer._rollouts.batch, trainer._step_settings())
     attempt.measure(trainer.model)
     with torch.no_grad():
         assert trainer._loss_of(trainer.model, attempt.micro_batch(MicroBatch((0,)))) != 0.0

@@ -8,7 +8,7 @@ import transformers
 import trl
 
 import grpo_ext
-from grpo_ext.step.statistics import STEP_PART
+from grpo_ext.step.statistics import CONTEXT_KEY
 from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 from tests.tolerances import DIFFERENT, PARITY
 
@@ -112,9 +112,11 @@ def test_loss_and_gradient_are_those_of_stock_trl(tmp_path, name, old):
 
 def last_metrics(trainer, batch) -> dict[str, float]:
     """The metrics of the batch as one step, under the names they are logged with."""
-    inputs = trainer._step_planner.as_step(trainer.model, dict(batch), trainer.num_generations, trainer._terms())
+    inputs = trainer._step_planner.as_step(
+        trainer.model, dict(batch), trainer.num_generations, trainer._step_settings()
+    )
     trainer._compute_loss(trainer.model, inputs)
-    trainer._log_step(inputs[STEP_PART].context.metrics.reduce())
+    trainer._log_step(inputs[CONTEXT_KEY].step.metrics.reduce())
     return {key: values[-1] for key, values in trainer._metrics["train"].items()}
 
 

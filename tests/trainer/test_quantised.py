@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_ext import GRPOTrainer
+from grpo_ext import trainer as trainer_module
 from grpo_ext.errors import ConfigError, ModelError, SplitDependentError
 from grpo_ext.tools.export import export
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -77,45 +80,60 @@ WAYS: dict[str, dict[str, Any]] = {
 
 full = pytest.mark.full
 EITHER = pytest.mark.parametrize("bits", [4, pytest.param(8, marks=full)])
-BFLOAT16 = {"float32_adapters": False}  # as TRL has them
+
+
+@pytest.fixture
+def bfloat16(monkeypatch) -> Callable[[], Any]:
+    """A context in which trainers keep the adapters as TRL casts them."""
+
+    @contextmanager
+    def kept() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_module, "train_in_float32", lambda model, before: None)
+            yield
+
+    return kept
 
 
 @pytest.mark.parametrize(("bits", "way"), [(4, "packs"), (4, "dora"), pytest.param(8, "packs", marks=full)])
-def test_the_update_does_not_depend_on_the_split(tmp_path, base, bits, way):
+def test_the_update_does_not_depend_on_the_split(tmp_path, base, bfloat16, bits, way):
     def of(size: int, **changes: Any) -> torch.Tensor:
         settings = {"quantise": BITS[bits], "per_device_train_batch_size": size, **WAYS[way], **changes}
         return update(tmp_path, base, **settings)
 
     whole = of(16)
     assert error(whole, of(5)) <= UPDATE
-    assert UPDATE < error(of(16, **BFLOAT16), of(5, **BFLOAT16)) <= UPDATE_BFLOAT16 / 2
+    with bfloat16():
+        assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
     assert error(whole, of(16, seed=4)) > UPDATE_BFLOAT16
     assert error(whole, of(16, quantise=None)) > DIFFERENT  # which is to say that the weights are quantised
 
 
-def test_small_steps_are_not_rounded_away(tmp_path, base):
-    def moved(**settings: Any) -> float:
+def test_small_steps_are_not_rounded_away(tmp_path, base, bfloat16):
+    def moved() -> float:
         """The part of the adapter's first factors that three steps of 1e-5 have changed."""
         small = {"optim": "adamw_torch", "learning_rate": 1e-5, "max_steps": 3}
-        trainer = make(tmp_path, base, quantise=BITS[4], **small, **settings)
+        trainer = make(tmp_path, base, quantise=BITS[4], **small)
         factors = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_A" in name}
         trainer.train()
         after = dict(trainer.model.named_parameters())
         return float(torch.cat([(after[name] != value).flatten() for name, value in factors.items()]).double().mean())
 
     assert moved() > 0.99
-    assert moved(**BFLOAT16) < 0.1
+    with bfloat16():
+        assert moved() < 0.1
 
 
-def test_an_adapter_that_was_trained_before_keeps_its_digits(tmp_path, base):
-    def given_and_trained(**settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def test_an_adapter_that_was_trained_before_keeps_its_digits(tmp_path, base, bfloat16):
+    def given_and_trained() -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(1)
         model = peft.get_peft_model(loaded(base, 4), lora(init_lora_weights=False))
         given = torch.cat([p.detach().flatten().double() for p in model.parameters() if p.requires_grad])
-        return given, trained(make(tmp_path, model, **settings))
+        return given, trained(make(tmp_path, model))
 
     assert torch.equal(*given_and_trained())
-    assert error(*given_and_trained(**BFLOAT16)) > DIFFERENT
+    with bfloat16():
+        assert error(*given_and_trained()) > DIFFERENT
 
 
 @EITHER
@@ -162,10 +180,9 @@ def test_outlier_columns_are_refused_because_they_depend_on_the_rows(tmp_path, b
     assert error(of(16, 0.0), of(5, 0.0)) <= UPDATE
 
 
-@pytest.mark.parametrize(("bits", "precision"), [(4, BFLOAT16), (4, {}), pytest.param(8, {}, marks=full)])
-def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits, precision):
+@EITHER
+def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits):
     settings = {
-        **precision,
         "quantise": BITS[bits],
         "save_strategy": "steps",
         "save_steps": 1,

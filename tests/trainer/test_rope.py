@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_ext import checks
+from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import DataError, SplitDependentError
 from grpo_ext.forward.positions import covered_length
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
@@ -91,7 +91,7 @@ def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind, f
 
 @pytest.mark.parametrize("kind", ["longrope", "per_layer_type"])
 def test_left_alone_the_update_would_depend_on_it(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(checks.trainer, "settle_rope", lambda models, longest: None)
+    monkeypatch.setattr(checks, "settle_rope", lambda models, longest: None)
     # padded: before its first pack a model is compared in both forms, which notices some of these
     layout = {"forward": "padded"}
     whole, rows = (update(tmp_path, KINDS[kind], per_device_train_batch_size=size, **layout) for size in (16, 1))

@@ -9,7 +9,7 @@ import time
 import pytest
 from datasets import Dataset
 
-from grpo_ext import checks
+from grpo_ext.checks.trainer import check_trainer
 from grpo_ext.errors import ConfigError, DataError
 from tests.support.drop_in import make
 from tests.support.tiny import prompts, tiny_model, tiny_tokenizer
@@ -105,9 +105,9 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
     settings = {"use_vllm": True, "vllm_mode": mode, "vllm_tensor_parallel_size": engines}
     for name, value in settings.items():
         monkeypatch.setattr(trainer.args, name, value)
-    checks.check_trainer(trainer, trainer.args)
+    check_trainer(trainer, trainer.args)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     together = (mode, engines) != ("colocate", 1)
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
     with refused if together else contextlib.nullcontext():
-        checks.check_trainer(trainer, trainer.args)
+        check_trainer(trainer, trainer.args)

@@ -10,17 +10,12 @@ import inspect
 import textwrap
 from functools import cache
 
-import accelerate
-import accelerate.utils
 import pytest
-import torch
 import transformers
 import trl
-import trl.trainer.grpo_trainer as trl_module
 from trl.trainer.base_trainer import _BaseTrainer
 
 from grpo_ext import compat
-from grpo_ext.runtime.collectives import uneven_gathers
 
 
 @cache
@@ -80,20 +75,6 @@ def test_what_is_still_called_of_trls_turn_exchanges_nothing():
     assert collectives_in("_calculate_rewards")  # it finds those that there are
 
 
-def test_uneven_gathers_replaces_the_accelerators_gather_and_puts_it_back():
-    accelerator = accelerate.Accelerator(cpu=True)
-    before = (trl_module.gather, trl_module.gather_object)
-    with uneven_gathers(accelerator, empty=False):
-        assert (trl_module.gather, trl_module.gather_object) == before  # nothing of TRL's module is touched
-        assert "gather" in vars(accelerator)
-        assert accelerator.gather(torch.tensor([1, 2])).tolist() == [1, 2]
-        assert accelerator.gather(torch.tensor(5.0)).sum() == 5.0
-    assert "gather" not in vars(accelerator)
-    with uneven_gathers(accelerator, empty=True):  # a process without prompts
-        assert accelerator.gather(torch.ones(3, 2)).shape == (0, 2)
-        assert accelerator.gather(torch.tensor(5.0)).sum() == 0.0
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -106,11 +87,3 @@ def test_trl_still_takes_as_many_rows_from_every_process(name, line):
     # and so does code that is written for it, which runs here where processes have unequal shares
     source = inspect.getsource(getattr(trl.GRPOTrainer, name))
     assert line in source, f"{name} may take unequal shares now: see whether uneven_gathers is still needed"
-
-
-# ---- Names ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_train_batch_size_is_still_a_property_of_the_arguments():
-    # why the global batch is not called train_batch_size
-    assert isinstance(inspect.getattr_static(transformers.TrainingArguments, "train_batch_size"), property)

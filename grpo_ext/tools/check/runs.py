@@ -78,8 +78,7 @@ class Run:
     @property
     def in_float32(self) -> bool:
         """Whether it computes and trains in float32; TRL's adapters of quantised weights are bfloat16."""
-        ours = self.trainer == OURS and self.config.get("float32_adapters", True)
-        return self.half is None and (self.quantization is None or ours)
+        return self.half is None and (self.quantization is None or self.trainer == OURS)
 
     @property
     def has_float64(self) -> bool:

@@ -11,7 +11,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
-from ...checks import find_model
+from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...rewards.registry import resolve_rewards
 from ..data import load_prompts

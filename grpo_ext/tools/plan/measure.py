@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from ...batching.micro_batches import Form
 from ...batching.sizes import BatchGeometry, ceil_div
-from ...checks import find_model
+from ...checks.model import find_model
 from ...config import forms_of
 from ...errors import ConfigError
 from ...forward.architecture import attention_sizes

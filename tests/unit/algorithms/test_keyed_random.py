@@ -17,7 +17,6 @@ from grpo_ext.algorithms.keyed_random import (
     choose,
     choose_by_integers,
     completion_keys,
-    derive_key,
     mix,
     mix_int,
     uniform,
@@ -80,33 +79,14 @@ def test_keys_of_different_completions_do_not_collide():
     assert len(keys.unique()) == len(keys)
 
 
-@given(st.integers(0, 2**31), st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 64))
-def test_a_completions_key_is_the_fold_of_its_coordinates(seed, epoch, rollout, prompt, generation):
-    key = completion_keys(seed, TRAIN_STREAM, epoch, rollout, torch.tensor([prompt]), torch.tensor([generation]))
-    assert unsigned(int(key)) == derive_key(seed, TRAIN_STREAM, epoch, rollout, prompt, generation)
-
-
 # ---- Uniform numbers ------------------------------------------------------------------------------------------------
 
 NUMBERS = 100_000
 
 
-def across_positions() -> np.ndarray:
-    key = completion_keys(42, TRAIN_STREAM, 0, 0, torch.tensor([3]), torch.tensor([1]))
-    return uniform(key.expand(NUMBERS), torch.arange(NUMBERS)).numpy()
-
-
-def across_generations() -> np.ndarray:
-    index = torch.arange(NUMBERS)
-    return uniform(completion_keys(42, TRAIN_STREAM, 0, 0, index // 8, index % 8), 0).numpy()
-
-
-NEIGHBOURS = pytest.mark.parametrize("numbers", [across_positions, across_generations], ids=lambda f: f.__name__)
-
-
-@NEIGHBOURS
-def test_numbers_are_uniform_and_neighbours_not_correlated(numbers):
-    u = numbers()
+def test_numbers_are_uniform_and_neighbours_not_correlated():
+    index = torch.arange(NUMBERS)  # 8 generations of each prompt, one position
+    u = uniform(completion_keys(42, TRAIN_STREAM, 0, 0, index // 8, index % 8), 0).numpy()
     assert u.dtype == np.float64
     assert u.min() >= 0.0
     assert u.max() < 1.0
@@ -161,21 +141,6 @@ def test_a_filtered_token_is_never_chosen_even_at_the_edges(u, dtype):
     scores[:, 20] = 0.0
     tokens = choose(scores, torch.full((300,), u, dtype=torch.float64))
     assert torch.isfinite(scores.gather(1, tokens[:, None])).all()
-
-
-def test_the_edges_choose_the_first_and_the_last_possible_token():
-    scores = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0, 0.0, -torch.inf]])
-    assert choose(scores, torch.tensor([0.0], dtype=torch.float64)).tolist() == [1]
-    assert choose(scores, torch.tensor([1.0 - 2.0**-53], dtype=torch.float64)).tolist() == [4]
-    large = torch.zeros(1, 152_000)  # the float64 sum of a large vocabulary is not exactly one
-    large[0, -1] = -torch.inf
-    assert choose(large, torch.tensor([1.0 - 2.0**-53], dtype=torch.float64)).tolist() == [151_998]
-
-
-def test_a_token_whose_probability_underflows_is_never_chosen():
-    scores = torch.tensor([[-2000.0, 0.0, -2000.0, 0.0, -2000.0]]).repeat(5, 1)
-    u = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert choose(scores, u).tolist() == [1, 1, 3, 3, 3]
 
 
 # ---- Running sums of whole numbers, for CUDA ------------------------------------------------------------------------

@@ -285,10 +285,6 @@ def test_what_is_not_known_is_refused_with_what_is():
         token_weights(LossConfig(aggregation="prompt_mean"), MASK, StepCounts(4, 7, 7))
     with pytest.raises(ConfigError, match=r"loss_aggregation='mean' is unknown; use one of token_mean, .*"):
         LossConfig(aggregation="mean")
-    with pytest.raises(ConfigError, match=r"loss_type='ppo' is unknown; use one of grpo, bnpo, .*vespo"):
-        LossConfig(loss_type="ppo")
-    with pytest.raises(ConfigError, match=r"importance_sampling_level='word' is unknown; use 'token' or 'sequence'"):
-        LossConfig(importance_sampling_level="word")
 
 
 # ---- Entropy quantile -----------------------------------------------------------------------------------------------
@@ -314,16 +310,6 @@ def test_tokens_with_one_entropy_in_exact_arithmetic_are_kept_or_left_together()
         assert (seen >= entropy_threshold(seen, 0.2)).tolist() == (exact >= 2.0).tolist()
         assert (seen >= entropy_threshold(seen, 0.5, tolerance=0.0)).tolist() != (exact >= 1.0).tolist()
     assert entropy_threshold(torch.zeros(0), 0.2) == math.inf
-
-
-@pytest.mark.full
-def test_the_threshold_takes_more_tokens_than_torchs_quantile():
-    entropies = torch.zeros(2**24 + 1, dtype=torch.float16)
-    entropies[-1] = 1.0
-    with pytest.raises(RuntimeError, match="too large"):
-        torch.quantile(entropies.float(), 0.5)
-    assert entropy_threshold(entropies, 0.5, tolerance=0.0) == 0.0
-    assert entropy_threshold(entropies, 0.0, tolerance=0.0) == 1.0
 
 
 @pytest.mark.parametrize(

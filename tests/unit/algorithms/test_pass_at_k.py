@@ -20,17 +20,6 @@ def test_the_estimator_is_the_share_of_draws_with_a_passed_completion(scored):
         assert pass_at_k(scored, passed, k) == sum(draws) / len(draws), (scored, passed, k)
 
 
-def test_nothing_cancels_where_n_is_large():
-    assert pass_at_k(100_000, 1, 1) == 1e-5
-    assert pass_at_k(1000, 1, 500) == 0.5
-
-
-@pytest.mark.parametrize(("scored", "passed", "k"), [(4, 2, 5), (4, 5, 1)])
-def test_what_cannot_be_estimated_is_an_error(scored, passed, k):
-    with pytest.raises(ValueError, match=f"pass@{k} of {passed} among {scored}"):
-        pass_at_k(scored, passed, k)
-
-
 def test_all_small_k_are_logged_and_then_powers_of_two_and_the_last():
     assert logged_k(12) == [1, 2, 3, 4, 5, 6, 7, 8, 12]
     assert logged_k(64) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64]

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from grpo_ext.batching.micro_batches import MicroBatch
 from grpo_ext.forward.lm_head import RouterOutput
 from grpo_ext.step.metrics import StepMetrics
-from grpo_ext.step.statistics import Measured, StepContext, counted, set_statistics
+from grpo_ext.step.statistics import MicroBatchStatistics, StepContext, counted, set_statistics
 
 
 @pytest.fixture(autouse=True)
@@ -18,11 +18,11 @@ def accelerator() -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def measured(row: int, weight: float) -> Measured:
+def measured(row: int, weight: float) -> MicroBatchStatistics:
     """A completion of 2 tokens with entropy `row` behind a prompt of 2, all of which choose the expert `row` of 3."""
     logits = torch.nn.functional.one_hot(torch.full((4,), row), 3).float()
     scores = (torch.zeros(1, 2), torch.full((1, 2), float(row)), RouterOutput((logits,), torch.ones(1, 4)))
-    return Measured.of(MicroBatch((row,), weight), scores, torch.ones(1, 2), top_k=1)
+    return MicroBatchStatistics.of(MicroBatch((row,), weight), scores, torch.ones(1, 2), top_k=1)
 
 
 def statistics(weights: list[float]) -> StepContext:

@@ -187,7 +187,6 @@ QUANTISED = object()  # stands for a BitsAndBytesConfig
         ({"fp16": True}, None, False),
         ({"bf16": True}, None, False),
         ({}, QUANTISED, True),
-        ({"float32_adapters": False}, QUANTISED, False),
     ],
 )
 def test_only_a_run_in_float32_is_repeated_in_float64(pretend, settings, quantization, in_float32):

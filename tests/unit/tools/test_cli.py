@@ -152,8 +152,6 @@ def test_a_check_makes_messages_of_the_prompts_and_keeps_the_precision_that_is_n
     said = "LoRA of rank 16; float32 on weights of 4 bits; the run itself trains in bfloat16"
     assert said in " ".join(result.output.split())
     quantised = {**data, "bf16": False, "use_peft": True}
-    _, result = checked({**quantised, "load_in_4bit": True, "float32_adapters": False}, *options)
-    assert "LoRA of rank 16; bfloat16 on weights of 4 bits" in " ".join(result.output.split())
     stated = '{"quantization_config": {"load_in_8bit": true, "llm_int8_threshold": 0.0}}'
     seen, result = checked({**quantised, "model_init_kwargs": stated}, *options)
     assert (seen["quantization"].load_in_8bit, seen["quantization"].llm_int8_threshold) == (True, 0.0)

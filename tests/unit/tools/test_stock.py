@@ -24,7 +24,7 @@ LAYOUT = {
     *("global_batch_size", "rollout_batch_size", "rollout_chunk_size", "micro_batch_tokens", "forward"),
     *("skip_zero_contribution", "compact_rollouts", "bitwise_invariant", "canonical_unit_size", "bitwise_threads"),
     *("allow_changed_on_resume", "reward_workers", "reward_timeout", "reward_retries", "reward_on_failure"),
-    *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward", "float32_adapters"),
+    *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
     *("dynamic_sampling_max_rounds", "rollout_threads", "rollout_device"),  # without effect alone
 }
 

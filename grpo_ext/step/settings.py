@@ -1,0 +1,99 @@
+"""The settings of a step and of its loss, read where TRL reads them: at each step and each loss.
+
+A callback, or a subclass after `super().__init__()`, may change a setting once the trainer is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..algorithms.losses import LossConfig
+from ..forward.architecture import experts_per_token
+from ..forward.scorer import LogProbs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What the loss of a step is made of, as it is set when the step begins.
+
+    Attributes:
+        skip_zeros: a completion with advantage 0 adds nothing to loss or gradient, and is not run.
+        top_entropy_quantile: share of the tokens with the highest entropy that carry loss; 1: all.
+        router: a MoE model's load-balancing loss is added.
+        experts_per_token: of a MoE model.
+        custom_loss: the user overrides the loss, so a micro-batch holds its images too.
+        training: the step trains; False in an evaluation.
+        log_probs: the user's `_get_per_token_logps_and_entropies`; None: the scorer's.
+    """
+
+    skip_zeros: bool
+    top_entropy_quantile: float
+    router: bool
+    experts_per_token: int
+    custom_loss: bool
+    training: bool
+    log_probs: LogProbs | None
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether a term depends on a statistic of the whole step, which takes a pass of its own."""
+        return self.top_entropy_quantile < 1.0 or self.router
+
+
+def step_settings_of(trainer: Any, custom_loss: bool, log_probs: LogProbs | None) -> StepSettings:
+    """The settings of a step as they are now.
+
+    Args:
+        trainer: TRL's attributes; `args` is a `GRPOConfig`.
+        custom_loss, log_probs: as in `StepSettings`.
+    """
+    training, quantile, router = trainer.model.training, trainer.top_entropy_quantile, trainer.aux_loss_enabled
+    # terms that are not zero at advantage 0; "vespo" logs a weight of every sequence
+    always_adds = trainer.beta != 0.0 or trainer._entropy_bonus_enabled or router or quantile < 1.0
+    always_adds = always_adds or custom_loss or trainer.loss_type == "vespo"
+    return StepSettings(
+        skip_zeros=trainer.args.skip_zero_contribution and training and not always_adds,
+        top_entropy_quantile=quantile,
+        router=router,
+        experts_per_token=experts_per_token(trainer.model),
+        custom_loss=custom_loss,
+        training=training,
+        log_probs=log_probs,
+    )
+
+
+def loss_config_of(trainer: Any) -> LossConfig:
+    """The settings of the loss as they are now, from where TRL reads them at each loss.
+
+    Args:
+        trainer: TRL's attributes; `args` is a `GRPOConfig`.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+    args = trainer.args
+    # TRL's gate: the adaptive bonus acts only while the last step's entropy was at or below the target
+    acts = not trainer.use_adaptive_entropy or trainer._last_world_entropy <= args.entropy_target
+    return LossConfig(
+        loss_type=trainer.loss_type,
+        importance_sampling_level=trainer.importance_sampling_level,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        delta=args.delta,
+        beta=trainer.beta,
+        use_bias_correction_kl=args.use_bias_correction_kl,
+        sapo_temperature_pos=args.sapo_temperature_pos,
+        sapo_temperature_neg=args.sapo_temperature_neg,
+        vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos,
+        vespo_k_neg=args.vespo_k_neg,
+        vespo_lambda_neg=args.vespo_lambda_neg,
+        off_policy_mask_threshold=trainer.off_policy_mask_threshold,
+        max_completion_length=trainer.max_completion_length or 1,
+        correct_sampling=trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+        aggregation=args.loss_aggregation,
+        entropy_coefficient=(trainer.entropy_coef if acts else 0.0) if trainer._entropy_bonus_enabled else None,
+        router_coefficient=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None,
+        log_ratios=bool(args.rollout_lag) and trainer.model.training,
+    )
