@@ -28,7 +28,6 @@ from .setting_rules import (
     check_ahead,
     check_algorithm,
     check_bitwise,
-    check_rollout_device,
     check_values,
 )
 
@@ -47,6 +46,8 @@ REMOVED_SETTINGS = {
     "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
     "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
     "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
+    "rollout_threads": "leave it out: sampling ahead on a CPU has half of torch's threads (OMP_NUM_THREADS)",
+    "rollout_device": "leave it out, and let a vLLM server sample on other devices (vllm_mode='server')",
     **dict.fromkeys(
         [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
         + ["fp16_fixed_scale"],
@@ -127,14 +128,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     # How it is laid out: changes nothing that is learned.
-    rollout_threads: int | None = _setting(
-        None,
-        "With rollout_lag on a CPU: threads of sampling; training has the others of torch's (OMP_NUM_THREADS). "
-        "Default: half. In bitwise mode part of what the run means, bitwise_threads by default.",
-    )
-    rollout_device: str | None = _setting(
-        None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."
-    )
     micro_batch_tokens: int | None = _setting(
         None,
         "The most tokens of one forward on one device, prompts included (a shared prompt counts once). "
@@ -244,8 +237,6 @@ class GRPOConfig(trl.GRPOConfig):
             else:
                 self.use_cpu = True
         user_sizes = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
-        if self.rollout_device is not None:
-            check_rollout_device(self.rollout_device, self.device, self.world_size)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It gets sizes that pass, and the user's are

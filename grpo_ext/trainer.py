@@ -35,7 +35,7 @@ from .forward.rows import TokenRows
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
+from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
@@ -133,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args)
         self._uncovered = checks.check_trainer(self, config)
         if config.reward_workers:
-            self._rollouts.worker.parts.rewards.pack_functions(terms_of(self).rewards)
+            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -146,7 +146,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         cost = token_cost(base_model_of(self.model))
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
-        images, pad = self._rollouts.images, self._rollouts.worker.parts.settings.pad
+        images, pad = self._rollouts.images, self._rollouts.worker.settings.pad
         parts = StepParts(self.accelerator, self.args, self._scorer, self._clock, images, pad, cost)
         self._step_planner = StepPlanner(parts)
         self._keeper = RunKeeper(self, user_args)
@@ -277,7 +277,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         rows = StepRows.checked(generation_batch)
-        batch = self._rollouts.completions_of(rows, context_of(self))
+        batch = self._rollouts.completions_of(rows, terms_of(self))
         if (terms := self._rollouts.scored_by) is not None:
             self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
@@ -363,7 +363,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
-        return self._rollouts.score(inputs, context_of(self))
+        return self._rollouts.score(inputs, terms_of(self))
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
@@ -372,7 +372,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
-        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), context_of(self))
+        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), terms_of(self))
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any

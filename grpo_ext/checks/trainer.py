@@ -172,7 +172,7 @@ def _refused_images_and_tools(trainer: Any, may_be_shown: bool) -> Iterator[str]
     if trainer.tools and processes > 1 and (why := why_equal(trainer.args, False)) is not None:
         yield (
             f"tools or an environment on {processes} processes: {why}, and in later turns they have not; use "
-            "vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
+            "vllm_tensor_parallel_size=1, a server, or one process."
         )
 
 

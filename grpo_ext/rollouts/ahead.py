@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Snapshot, Weights
 from ..runtime.collectives import alone, gather_lists
 from .local import LocalRollout, Terms
+from .worker import RolloutWorker
 
 _CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
 
@@ -139,36 +140,35 @@ class RolloutThread:
             atexit.register(self._thread.join, _EXIT_S)
 
 
+@dataclass
 class RolloutsAhead:
     """Submits rollout batches to the thread before they are due, and returns them when they are.
 
-    Args:
+    Attributes:
+        worker: of the thread; it samples with the models of `snapshot`.
+        form_of: gives the forward that a model runs.
         steps: the steps of the training set.
         max_steps: the number of optimizer steps of the run.
-        sample: runs on the thread; samples this process's part of a rollout batch, by weights and terms.
         stopping: whether this process was asked to stop.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
+        jobs: submitted rollout batches, in order; the first of them until its rollout batch is held.
+        training_waited, thread_waited: seconds in this step that training waited, and the thread before it.
     """
 
-    def __init__(
-        self,
-        steps: StepDataset,
-        max_steps: int,
-        snapshot: Snapshot,
-        thread: RolloutThread,
-        sample: Callable[[StepRows, Weights, Terms, float], SampledAhead],
-        stopping: Callable[[], bool],
-        send: Callable[[], None] | None = None,
-    ) -> None:
-        self.steps, self.max_steps, self.snapshot, self.thread = steps, max_steps, snapshot, thread
-        self.sample, self.stopping, self.send = sample, stopping, send
-        self.training_waited = self.thread_waited = (
-            0.0  # seconds in this step that training waited, and the thread before it
-        )
-        self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
-        self._sent: Weights | None = None
-        self._next: int | None = None  # the first step of the next rollout batch to submit
+    worker: RolloutWorker
+    snapshot: Snapshot
+    form_of: Callable[[Any], str]
+    thread: RolloutThread
+    steps: StepDataset
+    max_steps: int
+    stopping: Callable[[], bool]
+    send: Callable[[], None] | None = None
+    jobs: deque[Job] = field(default_factory=deque, init=False)
+    training_waited: float = field(default=0.0, init=False)
+    thread_waited: float = field(default=0.0, init=False)
+    _sent: Weights | None = field(default=None, init=False)
+    _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
     def for_checkpoint(self) -> list[tuple[int, Weights]]:
         """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
@@ -206,8 +206,18 @@ class RolloutsAhead:
             self.snapshot.put_in_place(weights)
             self.send()
             self._sent = weights
-        sampled = self.thread.submit(functools.partial(self.sample, rows, weights, terms))
+        sampled = self.thread.submit(functools.partial(self._sample, rows, weights, terms))
         return Job(step, rows, weights, terms, sampled)
+
+    def _sample(self, rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
+        """This process's part of a rollout batch; runs on the thread."""
+        worker, snapshot = self.worker, self.snapshot
+        snapshot.put_in_place(weights)
+        if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
+            worker.environments.pools = {name: [] for name in worker.environments.factories}
+        local = worker.sample(rows, terms)
+        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
+        return SampledAhead(local, tuple(map(self.form_of, models)), worker.clock.take(), idle)
 
     def part_of(self, rows: StepRows) -> SampledAhead:
         """This process's part of a rollout batch, once every process has its part; all processes come here together.

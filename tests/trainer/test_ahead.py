@@ -271,8 +271,7 @@ def test_what_was_abandoned_stops_at_its_next_forward(adapter):
             run(input_ids=ids)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, (2, 2)), (4, (1, 4))])
-def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
+def test_the_threads_of_a_cpu_are_divided(tmp_path):
     seen: set[tuple[str, int]] = set()
 
     class Note(TrainerCallback):
@@ -283,12 +282,12 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
         seen.add(("sampling", torch.get_num_threads()))
         return letter_reward(prompts, completions)
 
-    trainer = make(tmp_path, reward=note, rollout_lag=1, rollout_threads=given)
+    trainer = make(tmp_path, reward=note, rollout_lag=1)
     trainer.add_callback(Note())
     with computing_with(4):
         trainer.train()
         assert torch.get_num_threads() == 4
-    assert seen == {("training", expected[0]), ("sampling", expected[1])}
+    assert seen == {("training", 2), ("sampling", 2)}
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------
@@ -299,14 +298,10 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path, given, expected):
     [
         ({"rollout_lag": -1}, "rollout_lag=-1"),
         ({"rollout_lag": 1.5}, "rollout_lag=1.5"),
-        ({"rollout_threads": 2}, "rollout_threads without rollout_lag"),
-        ({"rollout_device": "cpu"}, "rollout_device without rollout_lag"),
-        ({"rollout_lag": 1, "rollout_threads": 0}, "rollout_threads=0"),
         ({"rollout_lag": 1, "use_transformers_continuous_batching": True}, "continuous_batching"),
         ({"rollout_lag": 1, "torch_compile": True}, "torch_compile"),
         ({"rollout_lag": 1, "ignore_data_skip": True}, "ignore_data_skip"),
         ({"rollout_lag": 1, "cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        ({"rollout_lag": 1, "rollout_device": "meta"}, "a device of the same kind"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, said):

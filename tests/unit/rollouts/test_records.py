@@ -12,8 +12,7 @@ import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.rewards.calls import RewardCall
-from grpo_ext.rollouts.images import ImageSource
-from grpo_ext.rollouts.join import Context, Entry, Round
+from grpo_ext.rollouts.join import Entry, Round
 from grpo_ext.rollouts.records import rollout_metrics
 from tests.support.batches import batch_of_rows
 
@@ -30,9 +29,11 @@ def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], call
 
 def logged(rounds: list[Round]) -> dict[str, float]:
     values = defaultdict(list)
-    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["f"]), weights_F=torch.ones(1), ratios=None)
-    context = Context(terms, 2, AdvantageRule(), ImageSource())
-    for name, value in rollout_metrics(rounds, context, with_tools=True):
+    rewards = SimpleNamespace(names=["f"])
+    terms: Any = SimpleNamespace(
+        num_generations=2, rewards=rewards, weights_F=torch.ones(1), rule=AdvantageRule(), ratios=None
+    )
+    for name, value in rollout_metrics(rounds, terms, with_tools=True):
         values[name].append(value)
     assert all(len(entries) == 1 for entries in values.values())
     return {name: value for name, (value,) in values.items()}

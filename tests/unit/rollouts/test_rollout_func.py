@@ -66,7 +66,10 @@ def test_log_probabilities_may_be_needed():
 
 
 def test_where_generation_is_a_collective_processes_need_as_many_prompts():
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server")
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
+    assert why_equal(args, sharded=False) is None  # every process sends its own
+    assert str(why_equal(args, sharded=False, rollout_func=True)).startswith("vLLM cuts")
+    args.vllm_mode = "colocate"
     assert str(why_equal(args, sharded=False)).startswith("vLLM cuts")
     args.use_vllm = False
     assert why_equal(args, sharded=False) is None
