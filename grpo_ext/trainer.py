@@ -33,7 +33,6 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import base_model_of, reference_loader, use_reference
 from .forward.rows import TokenRows
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
-from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
 from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
@@ -43,7 +42,7 @@ from .run.loading import all_loaded, fill_missing_state
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import from_main_process, leave_in_order
+from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
@@ -227,16 +226,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
-        tokens_seen = self.state.num_input_tokens_seen
-        try:
-            sample_ahead(self, only_due=self.args.dynamic_sampling)
-            completions = self._prepare_inputs(inputs)
-            sample_ahead(self)
-        except StoppedWaiting:  # the step is abandoned
-            self.state.num_input_tokens_seen = tokens_seen
-            raise
-        for name, value in self._rollouts.waits(self.state.global_step).items():
-            self._metrics["train"][name].append(value)
+        sample_ahead(self, only_due=self.args.dynamic_sampling)
+        completions = self._prepare_inputs(inputs)
+        sample_ahead(self)
+        if self._rollouts.ahead is not None:
+            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
         return completions
 
     def prediction_step(
@@ -438,18 +432,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
 
-    def _stop_between_steps(self, trial: Any) -> None:
-        """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
-        self._keeper.watch.stopping = True
-        there = from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir)
-        if saves := self.state.global_step and not there:
-            self._save_checkpoint(self.model, trial)
-        self._rollouts.close()  # callbacks may evaluate
-        if saves:
-            self.callback_handler.on_save(self.args, self.state, self.control)
-        self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self.control.should_training_stop = True
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
@@ -469,15 +451,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which would train one step too many where a finished run is resumed.
-
-        A run that is asked to stop while it waits for a rollout batch ends here.
-        """
+        """transformers', which would train one step too many where a finished run is resumed."""
         if self.state.global_step < self.state.max_steps:
-            try:
-                super()._run_epoch(*args, **kwargs)
-            except StoppedWaiting:
-                self._stop_between_steps(kwargs.get("trial"))
+            super()._run_epoch(*args, **kwargs)
             return
         self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
         self.control.should_training_stop = True

@@ -158,10 +158,13 @@ def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows,
 
 def load_weights(trainer: Any) -> None:
     """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
-    rollouts, step = trainer._rollouts, trainer.state.global_step
-    if trainer.use_vllm and rollouts.ahead is not None:  # the server may still sample with other weights
-        rollouts.ahead.drain()
-    if trainer.use_vllm and step != trainer._last_loaded_step:
+    if not trainer.use_vllm:
+        return
+    ahead, step = trainer._rollouts.ahead, trainer.state.global_step
+    if ahead is not None:  # the server may still sample with other weights
+        ahead.drain()
+        wait_for_all(trainer.accelerator)
+    if step != trainer._last_loaded_step:
         with compat.profiling_context(trainer, "sync_weights"):
             trainer.vllm_generation.sync_weights()
         wait_for_all(trainer.accelerator)  # the main process sends to a server, which every process asks

@@ -84,9 +84,9 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
         snapshot=snapshot,
         form_of=scorer.choice.form,
         thread=RolloutThread(rollouts.threads, snapshot.device),
+        clock=trainer._clock,
         steps=rollouts.steps,
         max_steps=trainer.state.max_steps,
-        stopping=lambda: trainer._keeper.watch.requested,
         send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
     if number := len(rollouts.waiting):
@@ -122,8 +122,9 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
     generation.model = snapshot.policy
 
     def send() -> None:
-        generation.sync_weights()
         wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
+        generation.sync_weights()
+        wait_for_all(trainer.accelerator)
         trainer._last_loaded_step = -1  # an evaluation sends the current weights
 
     return send

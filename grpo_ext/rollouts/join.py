@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PrecisionError, ProcessError, RolloutError
+from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
 from .batch import Column, RolloutBatch, concatenated
@@ -48,6 +48,7 @@ class Share:
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
     first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
+    forms: tuple[str, ...] = ()
     failure: tuple[str, str] | None = None
 
 
@@ -82,9 +83,15 @@ def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
+        ConfigError: on every process, where models ran different forwards.
     """
     shares: list[Share] = gather_lists([_share(local, images)])
     _raise_failures(local.failure, shares)
+    if len({share.forms for share in shares}) > 1:
+        raise ConfigError(
+            "processes disagree on how completions run through the model, as some of them compare equal on one "
+            "process alone; set forward='padded'."
+        )
     return shares
 
 
@@ -165,7 +172,14 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         for transcript in transcripts
     ]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
-    return Share(columns, entries, rewards_BF, local.reward_calls, local.first)
+    return Share(
+        columns=columns,
+        entries=entries,
+        rewards_BF=rewards_BF,
+        reward_calls=local.reward_calls,
+        first=local.first,
+        forms=local.forms,
+    )
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:

@@ -111,6 +111,7 @@ class LocalRollout:
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: with what the functions logged.
+        forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
     """
 
@@ -123,6 +124,7 @@ class LocalRollout:
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
+    forms: tuple[str, ...] = ()
     failure: Exception | None = None
 
     @property

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
+from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
 from .local import LocalRollout, Terms
@@ -41,14 +43,13 @@ from .worker import logged_elsewhere, reward_columns
 logger = get_logger(__name__)
 
 
+@dataclass
 class Rollouts:
     """Makes rollout batches and holds the one that is trained on.
 
-    Args:
+    Attributes:
         worker: samples this process's part.
         sync_vllm: sends the current weights to vLLM.
-
-    Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
         rewards_BF, scored_by: rewards of the completions that were sampled last, training's or an evaluation's, and the
             terms with the functions that they are from; None before.
@@ -59,29 +60,29 @@ class Rollouts:
         steps: the training loader's data set of steps.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        worker: OverriddenWorker,
-        sync_vllm: Callable[[], None],
-    ) -> None:
-        self.accelerator, self.args, self.worker, self.sync_vllm = accelerator, args, worker, sync_vllm
-        self.images = worker.images
-        self.batch: RolloutBatch | None = None
-        self.held: tuple[int, int] | None = None
-        self.rewards_BF: torch.Tensor | None = None
-        self.scored_by: Terms | None = None
-        self.ahead: RolloutsAhead | None = None
-        self.waiting: Sequence[tuple[int, Weights]] = ()
-        self.threads: int | None = None
-        self.sampled_at = 0
-        self.steps: Any = None
-        # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
-        self._scored: tuple[RolloutRequest, list[Round]] | None = None
-        self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
-        self._free_requests = itertools.count(1)
-        self._warned_of_own_scoring = False
+    accelerator: Accelerator
+    args: GRPOConfig
+    worker: OverriddenWorker
+    sync_vllm: Callable[[], None]
+    batch: RolloutBatch | None = field(default=None, init=False)
+    held: tuple[int, int] | None = field(default=None, init=False)
+    rewards_BF: torch.Tensor | None = field(default=None, init=False)
+    scored_by: Terms | None = field(default=None, init=False)
+    ahead: RolloutsAhead | None = field(default=None, init=False)
+    sampled_at: int = field(default=0, init=False)
+    waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
+    threads: int | None = field(default=None, init=False)
+    steps: Any = field(default=None, init=False)
+    # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
+    _scored: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
+    _rewarded: LocalRollout | None = field(default=None, init=False)  # while a user's `_calculate_rewards` runs
+    _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _warned_of_own_scoring: bool = field(default=False, init=False)
+
+    @property
+    def images(self) -> ImageSource:
+        """Where the images of rows come from."""
+        return self.worker.images
 
     def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
         """Train on a rollout batch, named by its epoch and its index in the epoch."""
@@ -113,10 +114,6 @@ class Rollouts:
             self.threads = max(1, torch.get_num_threads() // 2)
             return max(1, torch.get_num_threads() - self.threads)
         return None
-
-    def waits(self, step: int) -> dict[str, float]:
-        """Log values of sampling ahead in an optimizer step: the age of its weights, and who waited."""
-        return {} if self.ahead is None else {"sampling/staleness": step - self.sampled_at, **self.ahead.take_waits()}
 
     def close(self) -> None:
         """Stop sampling ahead."""
@@ -173,19 +170,14 @@ class Rollouts:
     def _round(self, rows: StepRows, terms: Terms) -> Round:
         if (score := terms.hooks.score) is not None:
             return self._scored_by_user(rows, terms, score)
-        return self._joined(self._local(rows, terms), terms)
-
-    def _local(self, rows: StepRows, terms: Terms) -> LocalRollout:
-        """This process's part, sampled now or ahead."""
         if self.ahead is not None and terms.training:
-            sampled = self.ahead.part_of(rows)
-            self.sampled_at = self.ahead.sampled_at
-            self.worker.show_environments(sampled.local.transcripts)
-            self.worker.clock.add(sampled.seconds)
-            return sampled.local
+            local = self.ahead.part_of(rows)
+            self.sampled_at = self.ahead.jobs[0].weights.step
+            self.worker.show_environments(local.transcripts)
+            return self._joined(local, terms)
         if self.worker.settings.sharded:
             self.images.refuse_mixed(rows, self.accelerator.device)
-        return self._sampled(rows, terms)
+        return self._joined(self._sampled(rows, terms), terms)
 
     def _sampled(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
         self.sync_vllm()

@@ -9,7 +9,6 @@ thread may sample.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -143,14 +142,20 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
 
 
-class _WithGenerate:
-    """An engine of vLLM with another `generate`."""
+class _SeededEngine:
+    """A vLLM engine that samples each row with a seed of its own."""
 
-    def __init__(self, engine: Any, generate: Callable[..., Any]) -> None:
-        self.engine, self.generate = engine, generate
+    def __init__(self, engine: Any, seeds: Sequence[int]) -> None:
+        self.engine, self.seeds = engine, seeds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+    def generate(self, prompts: Any, sampling_params: Any, **options: Any) -> Any:
+        params_B = [sampling_params.clone() for _ in self.seeds]
+        for params, seed in zip(params_B, self.seeds):
+            params.seed = seed
+        return self.engine.generate(prompts, sampling_params=params_B, **options)
 
 
 def seeded(generation: Any, seeds: Sequence[int]) -> AbstractContextManager[None]:
@@ -163,12 +168,4 @@ def seeded(generation: Any, seeds: Sequence[int]) -> AbstractContextManager[None
     if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
         parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
         seeds = [seed for part in parts for seed in part]
-    generate = functools.partial(_one_setting_per_row, generation.llm, seeds)
-    return assigned(generation, llm=_WithGenerate(generation.llm, generate))
-
-
-def _one_setting_per_row(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
-    params_B = [sampling_params.clone() for _ in seeds]
-    for params, seed in zip(params_B, seeds):
-        params.seed = seed
-    return engine.generate(prompts, sampling_params=params_B, **options)
+    return assigned(generation, llm=_SeededEngine(generation.llm, seeds))

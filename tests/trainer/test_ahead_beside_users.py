@@ -258,6 +258,7 @@ def judge(prompts, completions, **columns):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGTERM)
+    if len(calls) >= 3:
         end = time.time() + 8  # longer than a run waits for its thread
         while time.time() < end:
             torch.randn(300, 300) @ torch.randn(300, 300)

@@ -40,8 +40,8 @@ def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes
     rollouts = []
     make = trainer._rollouts.make
 
-    def remember(rows: Any, context: Any) -> Any:
-        rollouts.append(make(rows, context))
+    def remember(rows: Any, terms: Any) -> Any:
+        rollouts.append(make(rows, terms))
         return rollouts[-1]
 
     trainer._rollouts.make = remember
