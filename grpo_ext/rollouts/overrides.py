@@ -62,7 +62,7 @@ class OverriddenWorker(RolloutWorker):
         local = self.active_rollout
         assert local is not None
         known, terms, transcripts = local.transcripts, local.terms, []
-        keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_call())
+        keys = request_keys(local.request, len(prompts), terms.seed, terms.training, self._next_super_call())
         for place, (prompt, key) in enumerate(zip(prompts, keys)):
             row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
             row = dataclasses.replace(row, key=key, prompt=prompt, tool_calls=0, tool_failures=0)
@@ -101,14 +101,14 @@ class OverriddenWorker(RolloutWorker):
         self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None, config: Any, num_generations: int
     ) -> tuple[list[list[int]], Any]:
         """`super()._generate_single_turn` of an override: new tokens for rows of the chunk, after any tokens."""
-        chunk, call = self.active_chunk, self._next_call()
+        chunk, call_number = self.active_chunk, self._next_super_call()
         assert chunk is not None
         rows = []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
-            if place >= len(chunk) or call:  # a row that the override has added, or a further call
-                key = int(mix(torch.tensor(key), BEYOND + place * (place >= len(chunk)) + (call << 20)))
+            if place >= len(chunk) or call_number:  # a row that the override has added, or a further call
+                key = int(mix(torch.tensor(key), BEYOND + place * (place >= len(chunk)) + (call_number << 20)))
             shown = row.images if images is None else list(images[place] or ())
             rows.append(
                 dataclasses.replace(row, key=key, images=shown, prompt_ids=list(ids[:cut]), ids=list(ids[cut:]))
@@ -117,7 +117,7 @@ class OverriddenWorker(RolloutWorker):
         logps = [values for _, values in sampled]
         return [ids for ids, _ in sampled], None if any(values is None for values in logps) else logps
 
-    def _next_call(self) -> int:
+    def _next_super_call(self) -> int:
         """The number of the override's next call of `super()`, from 0."""
         self._super_calls += 1
         return self._super_calls - 1

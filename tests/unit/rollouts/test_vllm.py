@@ -1,22 +1,13 @@
-"""vLLM without an engine: seeds from the key alone, the same in both modes of TRL, and step-wide statistics."""
+"""vLLM without an engine: seeds from the key alone, the same in both modes of TRL."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from grpo_ext.algorithms.advantages import AdvantageRule
-from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.algorithms.keyed_random import completion_keys
-from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.join import Entry, Round
-from grpo_ext.rollouts.ragged import Ragged
-from grpo_ext.rollouts.records import rollout_metrics
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.rollouts.vllm import VllmServer, seeded, seeds_of
 
@@ -69,12 +60,10 @@ SETTINGS = {"repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k"
 SETTINGS |= {"structured_outputs_regex": None, "max_completion_length": 4, "generation_kwargs": {"min_tokens": 1}}
 
 
-def server(fails: bool = False) -> tuple[VllmServer, list[dict[str, Any]]]:
+def server() -> tuple[VllmServer, list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
     def generate(prompts: Any, n: int, generation_kwargs: Any, **params: Any) -> dict[str, Any]:
-        if fails:
-            raise ConnectionError("the server is gone")
         asked.append({"prompt": prompts[0], "n": n, "generation_kwargs": generation_kwargs, **params})
         ids = [[generation_kwargs["seed"] + i] for i in range(n)]
         return {"completion_ids": ids, "logprobs": [[[-1.0, -2.0]]] * n}
@@ -104,70 +93,3 @@ def test_rows_that_no_longer_share_their_tokens_are_asked_for_one_by_one():
         row.ids = [7]
     assert [ids for ids, _ in engine.generate(rows, None, 2)] == [[seed] for seed in seeds_of(rows, 2)]
     assert [request["n"] for request in asked] == [1] * 5
-
-
-def test_a_failing_request_is_an_error():
-    engine, _ = server(fails=True)
-    with pytest.raises(ConnectionError):
-        engine.generate(transcripts(), None, 2)
-
-
-# ---- How far vLLM's log-probabilities are from the trainer's --------------------------------------------------------
-
-
-def sampling_metrics(parts: Sequence[RolloutBatch], level: str | None) -> dict[str, float]:
-    """What is logged of how vLLM sampled these rounds."""
-    ratios = None if level is None else RatioRule(level, None, None)
-    rewards = SimpleNamespace(names=["r"])
-    terms: Any = SimpleNamespace(
-        num_generations=1, rewards=rewards, weights_F=torch.ones(1), rule=AdvantageRule(), ratios=ratios
-    )
-    rounds = []
-    for part in parts:
-        entries = [Entry("", "", None, 1, 1, False)] * len(part)
-        rewards_BF, advantages = torch.zeros(len(part), 1), torch.zeros(len(part))
-        rounds.append(Round(part, rewards_BF, advantages, entries, [], range(len(part))))
-    found = rollout_metrics(rounds, terms, with_tools=False)
-    return {name: value for name, value in found if name.startswith("sampling/")}
-
-
-def share(rows: Sequence[int], sequence_level: bool) -> RolloutBatch:
-    columns: dict[str, list[torch.Tensor]] = {}
-    for row in rows:
-        source, length = torch.Generator().manual_seed(row), 1 + row % 5
-        sampling = torch.rand(length, generator=source)
-        values = {
-            "completion_ids": torch.zeros(length, dtype=torch.long),
-            "completion_mask": torch.full((length,), int(row % 4 != 3)),
-            "tool_mask": (torch.arange(length) != 1).long(),
-            "old_per_token_logps": torch.rand(length, generator=source),
-            "sampling_per_token_logps": torch.where(torch.arange(length) == 2, math.nan, sampling),
-            "importance_sampling_ratio": 1 + torch.rand(1 if sequence_level else length, generator=source),
-        }
-        for name, value in values.items():
-            columns.setdefault(name, []).append(value)
-    ragged: Any = {name: Ragged.of(values) for name, values in columns.items()}
-    if sequence_level:
-        ragged["importance_sampling_ratio"] = ragged["importance_sampling_ratio"].values[:, None]
-    prompts = {"prompt_ids": ragged["completion_ids"], "prompt_mask": ragged["completion_mask"]}
-    return RolloutBatch.of_columns({**ragged, **prompts, "advantages": torch.zeros(len(rows))}, 1)
-
-
-@pytest.mark.parametrize("sequence_level", [False, True])
-def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_level):
-    parts = [share(rows, sequence_level) for rows in (range(3), range(3, 4), range(4, 11))]  # the second has no token
-    whole = RolloutBatch.joined(parts, 1)
-    level = "sequence_mask" if sequence_level else "token_mask"
-    found = sampling_metrics([whole], level)
-    assert found == sampling_metrics(parts, level)
-    alone = [sampling_metrics([part], level) for part in parts]
-    assert 0.0 < min(found.values()) < 5.0
-    # what TRL logs: the least of the processes' minima, the mean of their means
-    name = "sampling/sampling_logp_difference/mean"
-    assert found[name] != pytest.approx(sum(part[name] for part in alone) / 3)
-    name = "sampling/importance_sampling_ratio/min"
-    assert found[name] >= 1.0
-    assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
-    masks = [mask.bool() for mask in whole.loss_masks]
-    ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole.importance_sampling_ratio, masks)])
-    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
