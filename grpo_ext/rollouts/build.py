@@ -181,13 +181,8 @@ def terms_of(trainer: Any) -> Terms:
         ConfigError: `num_generations` or `num_iterations` was changed since the trainer was built.
     """
     args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
-    for name in ("num_generations", "num_iterations"):
-        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
-        if training and value != planned:
-            raise ConfigError(
-                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
-                f"with {planned}; set it in GRPOConfig."
-            )
+    if training:
+        _refuse_changed_plan(trainer)
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
@@ -228,6 +223,16 @@ def terms_of(trainer: Any) -> Terms:
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
         hooks=hooks_of(trainer),
     )
+
+
+def _refuse_changed_plan(trainer: Any) -> None:
+    for name in ("num_generations", "num_iterations"):
+        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
+        if value != planned:
+            raise ConfigError(
+                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
+                f"with {planned}; set it in GRPOConfig."
+            )
 
 
 def hooks_of(trainer: Any) -> Hooks:
