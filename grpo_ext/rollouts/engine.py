@@ -86,9 +86,9 @@ class TransformersEngine:
     """Samples with the `generate` of a model.
 
     Attributes:
-        model: gives the policy, as PEFT wraps it.
-        generating: the contexts of generation; gives the model inside.
-        images_of: the images of transcripts; None for a model that takes none.
+        model: returns the policy, as PEFT wraps it.
+        generating: a context that prepares the model for generation and returns it.
+        images_of: returns the images of transcripts; None for a model that takes none.
         memory: the number of completions that fit into one `generate`.
     """
 
@@ -149,7 +149,7 @@ class ContinuousBatching:
 
     Attributes:
         turn: TRL's method.
-        model: gives the model that is trained.
+        model: returns the model that is trained.
     """
 
     turn: Callable[..., Any]

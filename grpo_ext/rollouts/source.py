@@ -51,10 +51,10 @@ class Rollouts:
         worker: samples this process's part.
         sync_vllm: sends the current weights to vLLM.
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
-        rewards_BF, scored_by: rewards of the completions that were sampled last, training's or an evaluation's, and the
-            terms with the functions that they are from; None before.
-        ahead: with `rollout_lag`, during training.
-        sampled_at: optimizer steps before the weights that sampled the rollout batch.
+        rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
+            terms; None before.
+        ahead: what samples ahead; None without `rollout_lag`, and outside of training.
+        sampled_at: the optimizer step whose weights sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
         threads: CPU threads of sampling ahead; None: as many as torch has.
         steps: the training loader's data set of steps.

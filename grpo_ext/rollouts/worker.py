@@ -43,9 +43,10 @@ class RolloutWorker:
     """Makes one process's part of rollout batches.
 
     Attributes:
-        policy, reference: give the models that score; None from `reference`: the policy inside `as_reference`.
-        as_reference: a context in which the policy is the reference: its adapters are disabled.
-        logps: log-probabilities (S,) of the completion tokens of rows under a model.
+        policy: returns the model that samples.
+        reference: returns the reference model; None where it is the policy inside `as_reference`.
+        as_reference: a context in which the adapters of the policy are disabled.
+        logps: returns the log-probabilities (S,) of the completion tokens of rows under a model.
         engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
         memory: the number of completions that fit into one `generate`.
         clock: adds up the seconds of the phases.
@@ -151,7 +152,7 @@ class RolloutWorker:
         return sampled
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """What the engine samples; one token for each stand-in of a process without prompts."""
+        """What the engine samples; for a process without prompts one token per stand-in."""
         request, config = local.request, local.terms.generation_config
         counted = rows = [] if request.empty else transcripts
         if not counted and self.shards_vision and config is not None:
@@ -232,7 +233,7 @@ class RolloutWorker:
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """The same for transcripts with the same prompt."""
+    """A key that transcripts with the same prompt share."""
     # images are named by the row they are read from; those of an environment are not the row's
     number = transcript.number if transcript.environment is None else None
     images = (number, transcript.place if number is None else None) if transcript.images else ()

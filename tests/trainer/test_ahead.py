@@ -186,7 +186,7 @@ def server(tmp_path, monkeypatch) -> StandIn:
 
 
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("more", [{}, {"eval_strategy": "steps", "eval_steps": 1}])
+@pytest.mark.parametrize("more", [{}, {"eval_strategy": "steps", "eval_steps": 1}, {"dynamic_sampling": True}])
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, lag, more):
     evaluated = {"eval_dataset": prompts(4, seed=1)} if "eval_steps" in more else {}
     settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 5, "learning_rate": 1e-2, "top_k": 0, **more}
