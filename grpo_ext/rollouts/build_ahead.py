@@ -5,13 +5,10 @@ Reads a trainer, as rollouts.build does. Called by the trainer, with `rollout_la
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from .. import compat
 from ..forward.images import PromptProcessor
@@ -138,17 +135,12 @@ def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) 
         prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
         images = dataclasses.replace(images, prepare=prepare)
 
-    @contextlib.contextmanager
-    def generating() -> Iterator[Any]:
-        checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
-        unwrapped = compat.unwrapped_for_generation(
-            snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs
-        )
-        with unwrapped as model, torch.no_grad():
-            yield model
-
     def policy() -> Any:
         return snapshot.policy
+
+    def generating() -> Any:
+        kwargs, checkpointing = trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs
+        return compat.unwrapped_for_generation(policy(), accelerator, checkpointing, generation_kwargs=kwargs)
 
     if trainer.use_vllm:
         engine: Any = VllmServer(main.engine.generation, main.engine.client)
