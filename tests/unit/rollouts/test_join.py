@@ -13,7 +13,7 @@ import torch
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
-from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
+from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.join import exchange, join
@@ -101,6 +101,13 @@ def test_a_failure_of_a_process_is_an_error_on_every_process(monkeypatch, failur
     with pytest.raises(type(failure)) as caught:
         joined(monkeypatch, parts, 1)
     assert caught.value is failure
+
+
+def test_models_that_run_different_forwards_are_refused(monkeypatch):
+    parts = [part([0]), part([1])]
+    parts[0].forms, parts[1].forms = ("packed",), ("padded",)
+    with pytest.raises(ConfigError, match="processes disagree on how completions run"):
+        joined(monkeypatch, parts)
 
 
 def test_rewards_of_another_number_of_rows_are_refused(monkeypatch):
