@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, cast, get_args
@@ -26,7 +28,6 @@ from .setting_rules import (
     check_ahead,
     check_algorithm,
     check_bitwise,
-    check_rollout_device,
     check_values,
 )
 
@@ -38,6 +39,22 @@ _LAYOUT_FIELDS = (
     "steps_per_generation",
     "auto_find_batch_size",
 )
+# settings that earlier versions had, and what to write now
+REMOVED_SETTINGS = {
+    "packed_forward": "use forward='padded' in place of False, and leave True out",
+    "score_completions_only": "leave it out: only completion tokens go through the language-model head",
+    "balance_by_cost": "leave it out: groups are always assigned to processes by their cost",
+    "bitwise_fraction_bits": "leave it out: gradient sums always have 48 fraction bits",
+    "recompute_granularity": "leave it out: gradient_checkpointing=True runs whole layers again, False runs none",
+    "rollout_threads": "leave it out: sampling ahead on a CPU has half of torch's threads (OMP_NUM_THREADS)",
+    "float32_adapters": "leave it out: the adapter of a model in 4 or 8 bits trains in float32",
+    "rollout_device": "leave it out, and let a vLLM server sample on other devices (vllm_mode='server')",
+    **dict.fromkeys(
+        [f"fp16_{name}" for name in ("loss_scale", "initial_scale", "scale_window", "hysteresis", "min_scale")]
+        + ["fp16_fixed_scale"],
+        "leave it out: the loss scale has DeepSpeed's defaults; under DeepSpeed its file's fp16 section sets it",
+    ),
+}
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -105,14 +122,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     # How it is laid out: changes nothing that is learned.
-    rollout_threads: int | None = _setting(
-        None,
-        "With rollout_lag on a CPU: threads of sampling; training has the others of torch's. Default: half, and "
-        "bitwise_threads in bitwise mode, where it is part of what the run means.",
-    )
-    rollout_device: str | None = _setting(
-        None, "With rollout_lag: the device that samples, for example 'cuda:1'. Default: the one that trains."
-    )
     micro_batch_tokens: int | None = _setting(
         None,
         "The most tokens of one forward on one device, a shared prompt counted once; per_device_train_batch_size "
@@ -219,8 +228,6 @@ class GRPOConfig(trl.GRPOConfig):
             else:
                 self.use_cpu = True
         user_sizes = {name: getattr(self, name) for name in _LAYOUT_FIELDS}
-        if self.rollout_device is not None:
-            check_rollout_device(self.rollout_device, self.device, self.world_size)
         if not isinstance(self.num_generations, int) or self.num_generations < 2:
             self.resolve_geometry(num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not. It gets sizes that pass, and the user's are
@@ -334,6 +341,20 @@ class GRPOConfig(trl.GRPOConfig):
         args.accelerator_config = accelerator
         return args
 
+
+def _refusing_removed(init: Callable[..., None]) -> Callable[..., None]:
+    """A dataclass's `__init__` that names the replacement of a removed setting."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() & REMOVED_SETTINGS.keys():
+            raise ConfigError(f"GRPOConfig no longer has the field {name!r}; {REMOVED_SETTINGS[name]}.")
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+GRPOConfig.__init__ = _refusing_removed(GRPOConfig.__init__)  # type: ignore[method-assign]
 
 # help of fields that mean something else here than TRL and transformers say
 _HELP = {

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
-import torch
-
 from .algorithms.advantages import check_estimator
 from .algorithms.losses import LossConfig
 from .batching.sizes import require_whole
@@ -26,7 +24,7 @@ _LEAST = {
     "reward_retries": 0,
     "reward_workers": 0,
 }
-_LEAST_IF_GIVEN = {"num_generations_eval": 1, "rollout_threads": 1, "micro_batch_tokens": 2}
+_LEAST_IF_GIVEN = {"num_generations_eval": 1, "micro_batch_tokens": 2}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -73,12 +71,11 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
                 f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
                 "both say how rewards become advantages; leave the latter two out."
             )
-    shared = settings["vllm_mode"] != "colocate" or settings["vllm_tensor_parallel_size"] > 1
+    shared = settings["vllm_mode"] == "colocate" and settings["vllm_tensor_parallel_size"] > 1
     if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
         raise ConfigError(
             "dynamic_sampling=True samples as many prompts as are missing, which several processes cannot share "
-            "evenly, as a vLLM server and tensor parallel engines need; use vllm_mode='colocate' with "
-            "vllm_tensor_parallel_size=1."
+            "evenly, as tensor parallel vLLM engines need; use vllm_tensor_parallel_size=1, or a server."
         )
 
 
@@ -143,10 +140,6 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
     check_lag(lag, asks_for_fsdp(settings) or asks_for_deepspeed(settings))
     if not lag:
-        if useless := [name for name in ("rollout_threads", "rollout_device") if settings[name] is not None]:
-            raise ConfigError(
-                f"{', '.join(useless)} without rollout_lag: nothing is sampled ahead; set rollout_lag, or leave it out."
-            )
         return
     colocated = vllm and settings["vllm_mode"] != "server"
     trained_weights = settings["use_transformers_continuous_batching"]
@@ -159,17 +152,3 @@ def check_ahead(settings: Mapping[str, Any]) -> None:
     }
     if names := [name for name, value in refused.items() if value]:
         raise ConfigError(f"rollout_lag={lag} does not go with {'; '.join(names)}. Change that, or use rollout_lag=0.")
-
-
-def check_rollout_device(name: str, training: torch.device, processes: int) -> None:
-    """Refuse a device that cannot sample beside the one that trains.
-
-    Raises:
-        ConfigError: names both.
-    """
-    device = torch.device(name)
-    if device.type != training.type or (device.index is not None and (device.type == "cpu" or processes > 1)):
-        raise ConfigError(
-            f"rollout_device={name!r} and training on {training} by {processes} process(es): use a device of the same "
-            "kind, with a number only for an accelerator and one process, or leave it out."
-        )

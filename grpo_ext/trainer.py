@@ -35,9 +35,8 @@ from .forward.quantised import keep_4bit_weights, train_in_float32, trained_valu
 from .forward.reference import base_model_of, reference_loader, use_reference
 from .precision.loss_scaler import LossScaler, install_loss_scaler, reduce_in_float32
 from .precision.non_finite import explaining
-from .rollouts.ahead import StoppedWaiting
 from .rollouts.batch import RolloutBatch
-from .rollouts.build import LOGPS, build_rollouts, context_of, terms_of
+from .rollouts.build import LOGPS, build_rollouts, terms_of
 from .rollouts.build_ahead import sample_ahead
 from .rollouts.decoding import without_router_logits
 from .run.keeper import RunKeeper
@@ -45,7 +44,7 @@ from .run.loading import all_loaded, fill_missing_state
 from .run.output_folder import create_output_dir
 from .runtime.attributes import assigned
 from .runtime.clock import PhaseClock
-from .runtime.collectives import from_main_process, leave_in_order
+from .runtime.collectives import leave_in_order
 from .runtime.determinism import align_memory, computing_with, pinned
 from .runtime.quiet import quiet
 from .step.evaluation import PassAtK
@@ -145,7 +144,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args)
         self._uncovered = check_trainer(self, config)
         if config.reward_workers:
-            self._rollouts.worker.parts.rewards.pack_functions(terms_of(self).rewards)
+            self._rollouts.worker.rewards.pack_functions(terms_of(self).rewards)
         if config.bitwise_invariant:
             align_memory(*(module for module in (self.model, self.ref_model) if module is not None))
 
@@ -157,7 +156,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         keep_4bit_weights(self.model)
         install(base_model_of(self.model), self.temperature, self.args.cast_lm_head_to_fp32)
         self._scorer, self._rollouts = build_rollouts(self, self._clock)
-        engine = self._rollouts.worker.parts.settings
+        engine = self._rollouts.worker.settings
         self._step_planner = StepPlanner(
             accelerator=self.accelerator,
             args=self.args,
@@ -251,16 +250,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _completions_of(self, inputs: Any) -> RolloutBatch:
         """The completions of a step; with a lag, further rollout batches are sampled while it trains."""
-        tokens_seen = self.state.num_input_tokens_seen
-        try:
-            sample_ahead(self, only_due=self.args.dynamic_sampling)
-            completions = self._prepare_inputs(inputs)
-            sample_ahead(self)
-        except StoppedWaiting:  # the step is abandoned
-            self.state.num_input_tokens_seen = tokens_seen
-            raise
-        for name, value in self._rollouts.waits(self.state.global_step).items():
-            self._metrics["train"][name].append(value)
+        sample_ahead(self, only_due=self.args.dynamic_sampling)
+        completions = self._prepare_inputs(inputs)
+        sample_ahead(self)
+        if self._rollouts.ahead is not None:
+            self._metrics["train"]["sampling/staleness"].append(self.state.global_step - self._rollouts.sampled_at)
         return completions
 
     def prediction_step(
@@ -301,7 +295,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Rows of the loader -> the `RolloutBatch` of this optimizer step, the same on every process."""
         rows = StepRows.checked(generation_batch)
-        batch = self._rollouts.completions_of(rows, context_of(self))
+        batch = self._rollouts.completions_of(rows, terms_of(self))
         if (terms := self._rollouts.scored_by) is not None:
             self._passes.observe(self._rollouts.rewards_BF, terms.weights_F, terms.rewards.names)
         return batch
@@ -382,7 +376,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's: rows of this process -> its padded dictionary, with advantages over the whole rollout batch."""
-        return self._rollouts.score(inputs, context_of(self))
+        return self._rollouts.score(inputs, terms_of(self))
 
     def _generate(self, prompts: list[Any]) -> Any:
         """TRL's tuple of eight; called outside a user's `_generate`, TRL's own method."""
@@ -391,7 +385,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """TRL's: of rows of this process, the rewards of all processes (B, F), in global order."""
-        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), context_of(self))
+        return self._rollouts.rewards((inputs, prompts, completions, completion_ids_list), terms_of(self))
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
@@ -457,18 +451,6 @@ class GRPOTrainer(trl.GRPOTrainer):
                 raise self._keeper.interrupted(self._checkpoint_folder(None), self.state.global_step)
             return result
 
-    def _stop_between_steps(self, trial: Any) -> None:
-        """End a run that was asked to stop while it waited for a rollout batch, as after the step before."""
-        self._keeper.watch.stopping = True
-        there = from_main_process(self.accelerator, self._checkpoint_folder(trial).is_dir)
-        if saves := self.state.global_step and not there:
-            self._save_checkpoint(self.model, trial)
-        self._rollouts.close()  # callbacks may evaluate
-        if saves:
-            self.callback_handler.on_save(self.args, self.state, self.control)
-        self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self.control.should_training_stop = True
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the loss scale, and the loss of the whole run summed exactly at its end."""
         scaler = self.accelerator.scaler
@@ -488,15 +470,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return place
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which would train one step too many where a finished run is resumed.
-
-        A run that is asked to stop while it waits for a rollout batch ends here.
-        """
+        """transformers', which would train one step too many where a finished run is resumed."""
         if self.state.global_step < self.state.max_steps:
-            try:
-                super()._run_epoch(*args, **kwargs)
-            except StoppedWaiting:
-                self._stop_between_steps(kwargs.get("trial"))
+            super()._run_epoch(*args, **kwargs)
             return
         self._keeper.say("The run is finished: nothing is left to train, and the weights stay as they are.")
         self.control.should_training_stop = True

@@ -172,7 +172,7 @@ def _refuse_images_and_tools(trainer: Any) -> None:
     if trainer.tools and processes > 1 and (why := why_equal(trainer.args, False)) is not None:
         raise ConfigError(
             f"tools or an environment on {processes} processes: {why}, and in later turns they have not; use "
-            "vllm_mode='colocate' with vllm_tensor_parallel_size=1, or one process."
+            "vllm_tensor_parallel_size=1, a server, or one process."
         )
     for data in with_length(trainer.train_dataset, trainer.eval_dataset):
         if prepare is not None and not may_be_shown:

@@ -20,41 +20,22 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..batching.prompt_order import StepDataset, StepRows
-from ..errors import ConfigError, RolloutError
+from ..errors import RolloutError
 from ..forward.snapshot import Snapshot, Weights
-from ..runtime.collectives import alone, gather_lists
+from ..runtime.clock import PhaseClock
+from ..runtime.collectives import alone
 from .local import LocalRollout, Terms
+from .worker import RolloutWorker
 
 _CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs may not keep the run, or the program, for longer
-
-
-class StoppedWaiting(Exception):
-    """The run was asked to stop while it waited for a rollout batch; raised on every process, between two steps."""
-
-
-@dataclass(frozen=True)
-class SampledAhead:
-    """A process's part of a rollout batch, as the thread returns it.
-
-    Attributes:
-        local: with its log-probabilities and rewards.
-        forms: which forward each model ran; the same on every process.
-        seconds: of its phases.
-        idle: seconds that the thread had no work before.
-    """
-
-    local: LocalRollout
-    forms: tuple[str, ...]
-    seconds: dict[str, float]
-    idle: float
 
 
 @dataclass(frozen=True)
@@ -65,13 +46,14 @@ class Job:
         step: the first optimizer step that trains it, from 0.
         rows: of this process.
         weights: that sample it; terms: what else was read of the trainer when it was submitted.
+        sampled: this process's part, and the seconds of the thread's phases.
     """
 
     step: int
     rows: StepRows
     weights: Weights
     terms: Terms
-    sampled: Future[SampledAhead]
+    sampled: Future[tuple[LocalRollout, dict[str, float]]]
 
     @property
     def name(self) -> tuple[int, int]:
@@ -139,36 +121,32 @@ class RolloutThread:
             atexit.register(self._thread.join, _EXIT_S)
 
 
+@dataclass
 class RolloutsAhead:
     """Submits rollout batches to the thread before they are due, and returns them when they are.
 
-    Args:
+    Attributes:
+        worker: of the thread; it samples with the models of `snapshot`.
+        form_of: gives the forward that a model runs.
+        clock: of the main thread; it counts the seconds that one thread waits for the other.
         steps: the steps of the training set.
         max_steps: the number of optimizer steps of the run.
-        sample: runs on the thread; samples this process's part of a rollout batch, by weights and terms.
-        stopping: whether this process was asked to stop.
         send: sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The
             server holds one set of weights at a time, so they are sent once it has answered all requests.
+        jobs: submitted rollout batches, in order; the first of them until its rollout batch is held.
     """
 
-    def __init__(
-        self,
-        steps: StepDataset,
-        max_steps: int,
-        snapshot: Snapshot,
-        thread: RolloutThread,
-        sample: Callable[[StepRows, Weights, Terms, float], SampledAhead],
-        stopping: Callable[[], bool],
-        send: Callable[[], None] | None = None,
-    ) -> None:
-        self.steps, self.max_steps, self.snapshot, self.thread = steps, max_steps, snapshot, thread
-        self.sample, self.stopping, self.send = sample, stopping, send
-        self.training_waited = self.thread_waited = (
-            0.0  # seconds in this step that training waited, and the thread before it
-        )
-        self.jobs: deque[Job] = deque()  # the first of them until its rollout batch is held
-        self._sent: Weights | None = None
-        self._next: int | None = None  # the first step of the next rollout batch to submit
+    worker: RolloutWorker
+    snapshot: Snapshot
+    form_of: Callable[[Any], str]
+    thread: RolloutThread
+    clock: PhaseClock
+    steps: StepDataset
+    max_steps: int
+    send: Callable[[], None] | None = None
+    jobs: deque[Job] = field(default_factory=deque, init=False)
+    _sent: Weights | None = field(default=None, init=False)
+    _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
 
     def for_checkpoint(self) -> list[tuple[int, Weights]]:
         """The rollout batches that are not held yet: their first steps, and the weights that sample them."""
@@ -206,73 +184,53 @@ class RolloutsAhead:
             self.snapshot.put_in_place(weights)
             self.send()
             self._sent = weights
-        sampled = self.thread.submit(functools.partial(self.sample, rows, weights, terms))
+        sampled = self.thread.submit(functools.partial(self._sample, rows, weights, terms))
         return Job(step, rows, weights, terms, sampled)
 
-    def part_of(self, rows: StepRows) -> SampledAhead:
-        """This process's part of a rollout batch, once every process has its part; all processes come here together.
+    def _sample(
+        self, rows: StepRows, weights: Weights, terms: Terms, idle: float
+    ) -> tuple[LocalRollout, dict[str, float]]:
+        """This process's part of a rollout batch, and the seconds of its phases; runs on the thread."""
+        worker, snapshot = self.worker, self.snapshot
+        snapshot.put_in_place(weights)
+        if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
+            worker.environments.pools = {name: [] for name in worker.environments.factories}
+        local = worker.sample(rows, terms)
+        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
+        local.forms = tuple(map(self.form_of, models))
+        return local, worker.clock.take() | {"wait_train": idle}
+
+    def part_of(self, rows: StepRows) -> LocalRollout:
+        """This process's part of a rollout batch; an error of the thread is its `failure`.
 
         Args:
             rows: none: the rollout batch of the step, which was sampled ahead; else further prompts for it (dynamic
                 sampling), which the same weights sample.
         """
-        due, request = self.jobs[0], rows.request
+        job, request = self.jobs[0], rows.request
         if rows:
-            return self._result(self._job(due.step, rows, due.weights, due.terms))
-        if due.name != (request.epoch, request.layout.rollout):
+            job = self._job(job.step, rows, job.weights, job.terms)
+        elif job.name != (request.epoch, request.layout.rollout):
             raise RolloutError(
                 f"the loader is at epoch {request.epoch}, rollout batch {request.layout.rollout}, and what was sampled "
-                f"ahead is for {due.name}; a subclass or a callback has moved one of the two."
+                f"ahead is for {job.name}; a subclass or a callback has moved one of the two."
             )
-        sampled = self._result(due)
-        self.thread_waited = sampled.idle
-        return sampled
-
-    def take_waits(self) -> dict[str, float]:
-        """The seconds that training waited for the thread in this step, and the thread for work; without zeros."""
-        waits = {"time/wait_train": self.thread_waited, "time/wait_rollout": self.training_waited}
-        self.thread_waited = self.training_waited = 0.0
-        return {name: seconds for name, seconds in waits.items() if seconds}
-
-    @property
-    def sampled_at(self) -> int:
-        """Optimizer steps before the weights that sample the rollout batch that is due."""
-        return self.jobs[0].weights.step
+        self._wait_for([job])
+        error = job.sampled.exception()
+        if isinstance(error, Exception):
+            return LocalRollout(request, job.terms, failure=error)
+        local, seconds = job.sampled.result()
+        self.clock.add(seconds)
+        return local
 
     def drain(self) -> None:
-        """Wait until no thread of any process has work; a server may then be sent other weights."""
-        for job in self.jobs:
-            self._result(job)
+        """Wait until the thread has no work; once all processes have done so, a server may be sent other weights."""
+        self._wait_for(self.jobs)
         self._sent = None
 
-    def _result(self, job: Job) -> SampledAhead:
-        """The result of a job, once every process has its own.
-
-        Raises:
-            StoppedWaiting: on every process, where one was asked to stop meanwhile.
-            RolloutError: where another process failed; the error itself on the one that did.
-        """
-        start = time.perf_counter()
-        while not (done := bool(wait([job.sampled], timeout=0.1).done)) and not self.stopping():
-            pass
-        self.training_waited += time.perf_counter() - start
-        error = job.sampled.exception() if done else None
-        failure = None if error is None else f"{type(error).__name__}: {error}"
-        forms = job.sampled.result().forms if done and error is None else ()
-        states = gather_lists([(done, failure, forms)])
-        if error is not None:
-            raise error
-        for rank, (_, failure, _) in enumerate(states):
-            if failure is not None:
-                raise RolloutError(f"process {rank} could not make its part of a rollout batch: {failure}")
-        if not all(done for done, _, _ in states):
-            raise StoppedWaiting
-        if len({forms for _, _, forms in states}) > 1:
-            raise ConfigError(
-                "processes disagree on how completions run through the model, as some of them compare equal on one "
-                "process alone; set forward='padded'."
-            )
-        return job.sampled.result()
+    def _wait_for(self, jobs: Iterable[Job]) -> None:
+        with self.clock.phase("wait_rollout"):
+            wait([job.sampled for job in jobs])
 
     def close(self) -> None:
         """Stop sampling, and drop what was sampled."""

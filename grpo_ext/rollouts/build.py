@@ -1,12 +1,10 @@
-"""The main thread's worker, built from a trainer's parts, and what each rollout batch reads of the trainer.
+"""The trainer's rollouts: the main thread's worker, and what each rollout batch reads of the trainer.
 
-With rollouts.build_ahead the only place of this room that reads a trainer; what it builds does not. Called by the
-trainer.
+With rollouts.build_ahead the only module of this room that reads a trainer. Called by the trainer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
@@ -29,19 +27,18 @@ from ..rewards.runner import RewardFunctions, RewardRunner
 from ..rewards.workers import RewardWorkers
 from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import shards_parameters
+from ..runtime.collectives import shards_parameters, wait_for_all
 from ..runtime.out_of_memory import Halving
 from .chat import Chat
 from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from .environments import Environments
 from .images import ImageSource
-from .join import Context
-from .local import Hooks, Parts, Terms
+from .local import Hooks, Terms
 from .overrides import OverriddenWorker
 from .rollout_func import checked_rollout, refuse_unequal_shares, why_equal
 from .source import Rollouts
 from .tools import Toolbox, TurnLimits, context_length
-from .vllm import VllmEngine
+from .vllm import VllmEngine, VllmServer
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
@@ -66,92 +63,135 @@ def build_rollouts(trainer: Any, clock: PhaseClock) -> tuple[Scorer, Rollouts]:
     refused = (_REFUSED_WITH_IMAGES if with_images else {}) | (_REFUSED_WITH_LATER_IMAGES if later_images else {})
     scorer = Scorer(trainer.accelerator, trainer.args, refused)
     images = ImageSource(prepare, later_images or (with_images and any(map(trainer._override_of, _CHANGE_ROWS))))
-    worker = build_worker(trainer, images, scorer, clock)
+    worker = _worker(trainer, images, scorer, clock)
     return scorer, Rollouts(trainer.accelerator, trainer.args, worker, functools.partial(load_weights, trainer))
 
 
-def build_worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> OverriddenWorker:
+def _worker(trainer: Any, images: ImageSource, scorer: Scorer, clock: PhaseClock) -> OverriddenWorker:
     """The worker of the main thread, on the models that are trained."""
-    args, accelerator = trainer.args, trainer.accelerator
+    args, accelerator, factories = trainer.args, trainer.accelerator, trainer.environment_factories
     chat = Chat(
         trainer.processing_class,
         trainer.tools or (),
-        trainer._env_tools if trainer.environment_factories is not None else None,
+        None if factories is None else trainer._env_tools,
         trainer.chat_template,
         trainer.chat_template_kwargs,
     )
     settings = _settings(trainer, chat.tokenizer)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (settings.sharded or args.bitwise_invariant))
-    factories = trainer.environment_factories
     environments = Environments(factories, None if factories is None else trainer._environment_pool)
     loop = getattr(trainer, "async_loop", None)
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
     profile = functools.partial(compat.profiling_context, trainer)
 
-    def begun(transcripts: list[Any]) -> None:  # TRL's attributes, which a user may read
+    def show_environments(transcripts: list[Any]) -> None:  # TRL's attributes, which a user may read
         if factories is not None:
             trainer.environments = [transcript.environment for transcript in transcripts]
             trainer._batch_environments = [transcript.environment_name for transcript in transcripts]
 
-    parts = Parts(
+    return OverriddenWorker(
         policy=lambda: trainer.model,
         reference=lambda: trainer.ref_model,
         as_reference=lambda: compat.as_reference(accelerator.unwrap_model(trainer.model)),
         logps=log_probabilities(trainer, scorer),
-        engine=_engine(trainer, images, memory, settings, profile),
-        memory=memory,
+        engine=_engine(trainer, settings, images, memory),
         chat=chat,
         environments=environments,
         toolbox=Toolbox(trainer._standalone_tools, environments, loop),
         rewards=RewardRunner(accelerator.device, faults, workers, loop, profile),
         images=images,
+        memory=memory,
         clock=clock,
         settings=settings,
+        accelerator=accelerator,
+        show_environments=show_environments,
     )
-    return OverriddenWorker(parts, accelerator, begun)
+
+
+def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
+    return EngineSettings(
+        device=trainer.accelerator.device,
+        # vLLM's shares are as many for every process, and no whole chunks
+        chunk_size=None if trainer.use_vllm else trainer.geometry.rollout_chunk_size,
+        eos_token_ids=trainer.eos_token_ids,
+        filler=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        multiple=trainer.pad_to_multiple_of,
+        compact=trainer.args.compact_rollouts,
+        sharded=shards_parameters(trainer.accelerator),
+        fp16=trainer.args.fp16,
+    )
+
+
+def _engine(trainer: Any, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
+    def model() -> Any:
+        return trainer.accelerator.unwrap_model(trainer.model)
+
+    if trainer.use_vllm:
+        generation, profile = trainer.vllm_generation, functools.partial(compat.profiling_context, trainer)
+        if trainer.vllm_mode == "server":
+            return VllmServer(generation, compat.client_of(generation), profile)
+        return VllmEngine(generation, profile)
+    if trainer.use_transformers_continuous_batching:
+        return ContinuousBatching(trainer.trl_turn, model)
+    return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
+
+
+def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows, Terms], torch.Tensor]:
+    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
+
+    def score(model: Any, rows: TokenRows, terms: Terms) -> torch.Tensor:
+        limits = (terms.batch_size, terms.max_tokens, terms.num_generations)
+        with scorer.without_gradients(model):
+            if (override := trainer._override_of(LOGPS)) is None:
+                return scorer.score_rollout(model, rows, *limits)
+            ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
+            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
+            with scorer.requested(ids, mask, rows, limits):
+                logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
+        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
+
+    return score
+
+
+def load_weights(trainer: Any) -> None:
+    """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
+    if not trainer.use_vllm:
+        return
+    ahead, step = trainer._rollouts.ahead, trainer.state.global_step
+    if ahead is not None:  # the server may still sample with other weights
+        ahead.drain()
+        wait_for_all(trainer.accelerator)
+    if step != trainer._last_loaded_step:
+        with compat.profiling_context(trainer, "sync_weights"):
+            trainer.vllm_generation.sync_weights()
+        wait_for_all(trainer.accelerator)  # the main process sends to a server, which every process asks
+        trainer._last_loaded_step = step
 
 
 # ---- What is read of the trainer for each rollout batch --------------------------------------------------------------
 
 
-def context_of(trainer: Any) -> Context:
-    """The context of a rollout batch that the main thread joins now.
+def terms_of(trainer: Any) -> Terms:
+    """The terms of a rollout batch that begins now.
 
     Raises:
         ConfigError: `num_generations` or `num_iterations` was changed since the trainer was built.
     """
-    for name in ("num_generations", "num_iterations"):
-        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
-        if trainer.model.training and value != planned:
-            raise ConfigError(
-                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
-                f"with {planned}; set it in GRPOConfig."
-            )
-    images, estimator = trainer._rollouts.images, trainer.args.advantage_estimator
-    return Context(
-        terms=terms_of(trainer, hooks_of(trainer)),
-        num_generations=trainer._group_size,
-        rule=AdvantageRule(estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
-        images=images,
-        logs_images=images.prepare is not None and trainer.log_multimodal,
-        metrics=trainer._metrics["train" if trainer.model.training else "eval"],
-        logs=trainer._logs,
-    )
-
-
-def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
-    """The terms of a local phase that begins now."""
-    args, training = trainer.args, trainer.model.training
+    args, training, rollouts = trainer.args, trainer.model.training, trainer._rollouts
+    if training:
+        _refuse_changed_plan(trainer)
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     bounds = (trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max) if corrects else ()
     steps = trainer.geometry.steps_per_rollout * trainer.num_iterations  # optimizer steps on one rollout batch
-    engine = trainer.vllm_generation if trainer.use_vllm else None
-    context = context_length(trainer.model.config, trainer._rollouts.images.prepare is not None, engine)
+    with_images = rollouts.images.prepare is not None
+    context = context_length(trainer.model.config, with_images, trainer.vllm_generation if trainer.use_vllm else None)
     recorders = {name: trainer._override_of(method) for name, method in _RECORDERS.items()}
     return Terms(
         training=training,
+        num_generations=trainer._group_size,
         seed=args.seed,
         rewards=RewardFunctions(
             list(trainer.reward_funcs),
@@ -160,7 +200,10 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
             trainer.chat_template_kwargs,
         ),
         weights_F=trainer.reward_weights.cpu().clone(),
+        rule=AdvantageRule(args.advantage_estimator, trainer.scale_rewards, trainer.multi_objective_aggregation),
         recorders={name: method for name, method in recorders.items() if method is not None},
+        metrics=trainer._metrics["train" if training else "eval"],
+        table=trainer._logs,
         pending=(trainer._pending_metrics, trainer._pending_extra_logs),
         state=trainer.state,
         generation_config=None if trainer.use_vllm else trainer.generation_config,
@@ -168,8 +211,9 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
         reference=trainer.beta != 0.0,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
         max_tokens=trainer._step_planner.limits.tokens,
-        ends=frozenset((*trainer.eos_token_ids, trainer._rollouts.worker.parts.settings.pad)),
+        ends=frozenset((*trainer.eos_token_ids, rollouts.worker.settings.pad)),
         masks_truncated=trainer.mask_truncated_completions,
+        logs_images=with_images and trainer.log_multimodal,
         limits=TurnLimits(
             trainer.max_completion_length or sys.maxsize,
             context,
@@ -177,13 +221,24 @@ def terms_of(trainer: Any, hooks: Hooks | None = None) -> Terms:
             args.tool_timeout,
         ),
         ratios=RatioRule(trainer.vllm_importance_sampling_mode, *bounds) if corrects else None,
-        hooks=hooks or Hooks(),
+        hooks=hooks_of(trainer),
     )
 
 
+def _refuse_changed_plan(trainer: Any) -> None:
+    for name in ("num_generations", "num_iterations"):
+        value, planned = getattr(trainer, name), getattr(trainer.geometry, name)
+        if value != planned:
+            raise ConfigError(
+                f"{name} was changed to {value} after the trainer was built, and steps and rollout batches are planned "
+                f"with {planned}; set it in GRPOConfig."
+            )
+
+
 def hooks_of(trainer: Any) -> Hooks:
-    """A user's overrides of parts of the local phase."""
-    args, reason = trainer.args, why_equal(trainer.args, trainer._rollouts.sharded)
+    """The user's overrides of TRL's sampling."""
+    args = trainer.args
+    reason = why_equal(args, trainer._rollouts.worker.settings.sharded, rollout_func=True)
     needs_logps = None
     if args.use_vllm and args.vllm_importance_sampling_correction:
         needs_logps = (
@@ -201,12 +256,12 @@ def hooks_of(trainer: Any) -> Hooks:
         return checked_rollout(output, len(prompts), needs_logps)
 
     return Hooks(
-        None if trainer._override_of("_tokenize_prompts") is None else tokenize,
-        trainer._override_of("_generate"),
-        trainer._override_of("_generate_single_turn"),
-        None if trainer.rollout_func is None else rollout,
-        trainer._override_of("_calculate_rewards"),
-        trainer._override_of(SCORE),
+        tokenize=None if trainer._override_of("_tokenize_prompts") is None else tokenize,
+        generate=trainer._override_of("_generate"),
+        turn=trainer._override_of("_generate_single_turn"),
+        rollout=None if trainer.rollout_func is None else rollout,
+        rewards=trainer._override_of("_calculate_rewards"),
+        score=trainer._override_of(SCORE),
     )
 
 
@@ -224,69 +279,5 @@ def own_sampling(trainer: Any) -> str | None:
 
 def samples_by_key(trainer: Any) -> bool:
     """Whether the random number of every token follows from its key."""
-    engine = trainer._rollouts.worker.parts.engine
+    engine = trainer._rollouts.worker.engine
     return isinstance(engine, TransformersEngine) and engine.samples_by_key(trainer.generation_config)
-
-
-# ---- Parts -----------------------------------------------------------------------------------------------------------
-
-
-def _settings(trainer: Any, tokenizer: Any) -> EngineSettings:
-    args, accelerator = trainer.args, trainer.accelerator
-    return EngineSettings(
-        device=accelerator.device,
-        # vLLM's shares are as many for every process, and no whole chunks
-        chunk_size=None if args.use_vllm else trainer.geometry.rollout_chunk_size,
-        eos_token_ids=trainer.eos_token_ids,
-        filler=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        multiple=trainer.pad_to_multiple_of,
-        compact=args.compact_rollouts,
-        sharded=shards_parameters(accelerator),
-        fp16=args.fp16,
-    )
-
-
-def _engine(
-    trainer: Any,
-    images: ImageSource,
-    memory: Halving,
-    settings: EngineSettings,
-    profile: Callable[[str], contextlib.AbstractContextManager[Any]],
-) -> Engine:
-    def model() -> Any:
-        return trainer.accelerator.unwrap_model(trainer.model)
-
-    if trainer.use_vllm:
-        return VllmEngine(trainer.vllm_generation, profile)
-    if trainer.use_transformers_continuous_batching:
-        return ContinuousBatching(trainer.trl_turn, model)
-    return TransformersEngine(model, lambda: compat.generating(trainer), settings, images.of_transcripts, memory)
-
-
-def log_probabilities(trainer: Any, scorer: Scorer) -> Callable[[Any, TokenRows, Terms, int], torch.Tensor]:
-    """A function that computes log-probabilities (S,) of a rollout's rows, by the user's override if there is one."""
-
-    def score(model: Any, rows: TokenRows, terms: Terms, num_generations: int) -> torch.Tensor:
-        limits = (terms.batch_size, terms.max_tokens, num_generations)
-        with scorer.without_gradients(model):
-            if (override := trainer._override_of(LOGPS)) is None:
-                return scorer.score_rollout(model, rows, *limits)
-            ids, mask, width = rows.padded(trainer.pad_to_multiple_of or 1)
-            images = {} if rows.images is None else rows.images.as_trl(ids, rows.prompts_B, ids.size(1) - width)
-            with scorer.requested(ids, mask, rows, limits):
-                logps_BT, _, _ = override(model, ids, mask, width, batch_size=terms.batch_size, **images)
-        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B)])
-
-    return score
-
-
-def load_weights(trainer: Any) -> None:
-    """Send the current weights to vLLM; by TRL's rule once for each step that samples."""
-    rollouts, step = trainer._rollouts, trainer.state.global_step
-    if trainer.use_vllm and rollouts.ahead is not None:  # the server may still sample with other weights
-        rollouts.ahead.drain()
-    if trainer.use_vllm and step != trainer._last_loaded_step:
-        with compat.profiling_context(trainer, "sync_weights"):
-            trainer.vllm_generation.sync_weights()
-        trainer._last_loaded_step = step

@@ -1,20 +1,16 @@
-"""Sampling ahead, built from a trainer's parts: a worker on copies of the models, and when rollout batches begin.
+"""Sampling ahead for a trainer: a worker on copies of its models, and which rollout batches begin when.
 
-Reads a trainer, as rollouts.build does; what it builds does not. Called by the trainer, with `rollout_lag`.
+Reads a trainer, as rollouts.build does. Called by the trainer, with `rollout_lag`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .. import compat
-from ..batching.prompt_order import StepRows
 from ..forward.images import PromptProcessor
 from ..forward.lm_head import install
 from ..forward.reference import base_model_of
@@ -24,10 +20,10 @@ from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import wait_for_all
 from ..runtime.determinism import align_memory
-from .ahead import RolloutsAhead, RolloutThread, SampledAhead
+from .ahead import RolloutsAhead, RolloutThread
 from .build import log_probabilities, terms_of
-from .engine import Engine, TransformersEngine
-from .local import Hooks, Terms
+from .engine import TransformersEngine
+from .local import Terms
 from .tools import Toolbox
 from .vllm import VllmServer
 from .worker import RolloutWorker
@@ -66,40 +62,28 @@ def sample_ahead(trainer: Any, only_due: bool = False) -> None:
 
 
 def _terms_by(trainer: Any, weights: Weights) -> Terms:
-    """The terms of a local phase that begins now, with the progress of the weights, in objects of the thread's own."""
+    """The terms of a rollout batch that begins now, with the progress of the weights; nothing in them changes later."""
     state = copy.copy(trainer.state)
     history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
     vars(state).update({**weights.progress, "log_history": history})
-    now = terms_of(trainer, Hooks(rewards=trainer._override_of("_calculate_rewards")))
-    config, processors = copy.deepcopy((now.generation_config, now.rewards.processing_classes))
-    rewards = dataclasses.replace(now.rewards, processing_classes=processors)
-    return dataclasses.replace(now, training=True, state=state, generation_config=config, rewards=rewards)
+    terms = terms_of(trainer)
+    config, processors = copy.deepcopy((terms.generation_config, terms.rewards.processing_classes))
+    rewards = dataclasses.replace(terms.rewards, processing_classes=processors)
+    return dataclasses.replace(terms, state=state, generation_config=config, rewards=rewards)
 
 
 def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
-    rollouts = trainer._rollouts
-    device = torch.device(trainer.args.rollout_device or trainer.accelerator.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    accelerator = _accelerator_on(trainer.accelerator, device)
-    snapshot, scorer = _snapshot(trainer, accelerator, device), trainer._scorer.copy(accelerator)
-    worker = _worker(trainer, snapshot, accelerator, scorer)
-
-    def sample(rows: StepRows, weights: Weights, terms: Terms, idle: float) -> SampledAhead:
-        snapshot.put_in_place(weights)
-        if terms.hooks.rewards:  # the main thread reads these environments while the thread resets others
-            worker.parts.environments.pools = {name: [] for name in worker.parts.environments.factories}
-        local = worker.sample(rows, terms)
-        models = [model for model in (snapshot.policy, snapshot.reference) if model is not None]
-        return SampledAhead(local, tuple(map(scorer.choice.form, models)), worker.parts.clock.take(), idle)
-
+    rollouts, accelerator = trainer._rollouts, copy.copy(trainer.accelerator)
+    accelerator._models = []  # without the models that are trained
+    snapshot, scorer = _snapshot(trainer, accelerator), trainer._scorer.copy(accelerator)
     ahead = RolloutsAhead(
-        rollouts.steps,
-        trainer.state.max_steps,
-        snapshot,
-        RolloutThread(rollouts.threads, device),
-        sample,
-        stopping=lambda: trainer._keeper.watch.requested,
+        worker=_worker(trainer, snapshot, accelerator, scorer),
+        snapshot=snapshot,
+        form_of=scorer.choice.form,
+        thread=RolloutThread(rollouts.threads, snapshot.device),
+        clock=trainer._clock,
+        steps=rollouts.steps,
+        max_steps=trainer.state.max_steps,
         send=_sender(trainer, snapshot) if trainer.use_vllm else None,
     )
     if number := len(rollouts.waiting):
@@ -113,21 +97,16 @@ def _rollouts_ahead(trainer: Any) -> RolloutsAhead:
     return ahead
 
 
-def _accelerator_on(accelerator: Any, device: torch.device) -> Any:
-    """A copy of the accelerator for the thread: on the device, without the models that are trained."""
-    other = copy.copy(accelerator)
-    other._models, other.state = [], copy.copy(accelerator.state)
-    other.state.device = device
-    return other
+def _snapshot(trainer: Any, accelerator: Any) -> Snapshot:
+    """Copies of the models, which run as those that are trained do."""
 
-
-def _snapshot(trainer: Any, accelerator: Any, device: torch.device) -> Snapshot:
     def prepare(model: Any) -> Any:
         install(base_model_of(model), trainer.temperature, trainer.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
 
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    reference = None if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+    policy, reference = accelerator.unwrap_model(trainer.model), trainer.ref_model
+    reference = None if reference is None else accelerator.unwrap_model(reference)
+    device = next(policy.parameters()).device
     snapshot = Snapshot(policy, reference, trainer.args.sync_ref_model, device, prepare)
     if trainer.args.bitwise_invariant:
         align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
@@ -140,51 +119,45 @@ def _sender(trainer: Any, snapshot: Snapshot) -> Callable[[], None]:
     generation.model = snapshot.policy
 
     def send() -> None:
-        generation.sync_weights()
         wait_for_all(trainer.accelerator)  # the main process sends, and every process asks
+        generation.sync_weights()
+        wait_for_all(trainer.accelerator)
         trainer._last_loaded_step = -1  # an evaluation sends the current weights
 
     return send
 
 
-# ---- The worker ------------------------------------------------------------------------------------------------------
-
-
 def _worker(trainer: Any, snapshot: Snapshot, accelerator: Any, scorer: Scorer) -> RolloutWorker:
     """The thread's worker: on copies of the models, with tokenizers, environments and a clock of its own."""
-    parts = trainer._rollouts.worker.parts
-    chat, environments, images = parts.chat.copy(), parts.environments.copy(), parts.images
+    main = trainer._rollouts.worker
+    chat, environments, images, rewards = main.chat.copy(), main.environments.copy(), main.images, main.rewards
     if images.prepare is not None:
         prepare = PromptProcessor(chat.processing_class, images.prepare.template, images.prepare.image_token)
         images = dataclasses.replace(images, prepare=prepare)
-    settings = dataclasses.replace(parts.settings, device=accelerator.device)
 
-    @contextlib.contextmanager
-    def generating() -> Iterator[Any]:
-        checkpointing, kwargs = trainer.args.gradient_checkpointing_kwargs, trainer.generation_kwargs
-        unwrapped = compat.unwrapped_for_generation(
-            snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs
-        )
-        with unwrapped as model, torch.no_grad():
-            yield model
+    def policy() -> Any:
+        return snapshot.policy
+
+    def generating() -> Any:
+        kwargs, checkpointing = trainer.generation_kwargs, trainer.args.gradient_checkpointing_kwargs
+        return compat.unwrapped_for_generation(policy(), accelerator, checkpointing, generation_kwargs=kwargs)
 
     if trainer.use_vllm:
-        engine: Engine = VllmServer(trainer.vllm_generation, compat.client_of(trainer.vllm_generation))
+        engine: Any = VllmServer(main.engine.generation, main.engine.client)
     else:
-        engine = TransformersEngine(lambda: snapshot.policy, generating, settings, images.of_transcripts, parts.memory)
-    ahead = dataclasses.replace(
-        parts,
-        policy=lambda: snapshot.policy,
+        engine = TransformersEngine(policy, generating, main.settings, images.of_transcripts, main.memory)
+    return RolloutWorker(
+        policy=policy,
         reference=lambda: snapshot.reference,
         as_reference=lambda: compat.as_reference(snapshot.policy),
         logps=log_probabilities(trainer, scorer),
         engine=engine,
         chat=chat,
         environments=environments,
-        toolbox=Toolbox(parts.toolbox.tools, environments, parts.toolbox.loop),
-        rewards=RewardRunner(accelerator.device, parts.rewards.faults, parts.rewards.workers, parts.rewards.async_loop),
+        toolbox=Toolbox(main.toolbox.tools, environments, main.toolbox.loop),
+        rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
         images=images,
+        memory=main.memory,
         clock=PhaseClock(),
-        settings=settings,
+        settings=main.settings,
     )
-    return RolloutWorker(ahead)

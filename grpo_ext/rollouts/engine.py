@@ -81,26 +81,22 @@ class EngineSettings:
         return list(chunks.values())
 
 
+@dataclass
 class TransformersEngine:
     """Samples with the `generate` of a model.
 
-    Args:
-        model: gives the policy, as PEFT wraps it.
-        generating: the contexts of generation; gives the model inside.
-        images_of: the images of transcripts; None for a model that takes none.
+    Attributes:
+        model: returns the policy, as PEFT wraps it.
+        generating: a context that prepares the model for generation and returns it.
+        images_of: returns the images of transcripts; None for a model that takes none.
         memory: the number of completions that fit into one `generate`.
     """
 
-    def __init__(
-        self,
-        model: Callable[[], Any],
-        generating: Callable[[], contextlib.AbstractContextManager[Any]],
-        settings: EngineSettings,
-        images_of: Callable[[Sequence[Transcript]], RowImages | None],
-        memory: Halving,
-    ) -> None:
-        self.model, self.generating, self.settings = model, generating, settings
-        self.images_of, self.memory = images_of, memory
+    model: Callable[[], Any]
+    generating: Callable[[], contextlib.AbstractContextManager[Any]]
+    settings: EngineSettings
+    images_of: Callable[[Sequence[Transcript]], RowImages | None]
+    memory: Halving
 
     def samples_by_key(self, config: GenerationConfig) -> bool:
         """Whether the random number of every token follows from its key."""
@@ -147,16 +143,17 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), first.name, settings.fp16)}.") from None
 
 
+@dataclass(frozen=True)
 class ContinuousBatching:
-    """Samples with transformers' continuous batching, by TRL's turn.
+    """Samples with transformers' continuous batching, by TRL's `_generate_single_turn`.
 
-    Args:
-        turn: TRL's `_generate_single_turn`.
-        model: gives the one that is trained.
+    Attributes:
+        turn: TRL's method.
+        model: returns the model that is trained.
     """
 
-    def __init__(self, turn: Callable[..., Any], model: Callable[[], Any]) -> None:
-        self.turn, self.model = turn, model
+    turn: Callable[..., Any]
+    model: Callable[[], Any]
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..algorithms.advantages import AdvantageRule
-from ..errors import PrecisionError, ProcessError, RolloutError
+from ..errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from ..rewards.calls import RewardCall
 from ..runtime.collectives import gather_lists
 from .batch import Column, RolloutBatch, concatenated
@@ -24,28 +23,6 @@ from .images import ImageSource
 from .local import LocalRollout, Terms
 from .ragged import Ragged
 from .transcript import Transcript
-
-
-@dataclass(frozen=True)
-class Context:
-    """What is read of the trainer for each rollout batch, because users and callbacks may change it.
-
-    Attributes:
-        terms: of the local phase.
-        num_generations: of the mode, training or evaluation.
-        rule: from rewards to advantages.
-        images: the columns that lead from a completion to its images.
-        logs_images: images are logged (`log_multimodal`).
-        metrics, logs: TRL's records of the mode.
-    """
-
-    terms: Terms
-    num_generations: int
-    rule: AdvantageRule
-    images: ImageSource
-    logs_images: bool = False
-    metrics: MutableMapping[str, list[float]] = field(default_factory=dict)
-    logs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,6 +48,7 @@ class Share:
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
     first: int = 0  # place of its first completion in the rollout batch, which its reward calls count from
+    forms: tuple[str, ...] = ()
     failure: tuple[str, str] | None = None
 
 
@@ -97,20 +75,29 @@ class Round:
         return len(self.entries)
 
 
-def exchange(local: LocalRollout, context: Context) -> list[Share]:
+def exchange(local: LocalRollout, images: ImageSource) -> list[Share]:
     """The shares of all processes; every process comes here once.
+
+    Args:
+        images: gives the column that leads from a completion to its images.
 
     Raises:
         GrpoExtError: on every process, where a process failed; there it is the error itself.
+        ConfigError: on every process, where models ran different forwards.
     """
-    shares: list[Share] = gather_lists([_share(local, context)])
+    shares: list[Share] = gather_lists([_share(local, images)])
     _raise_failures(local.failure, shares)
+    if len({share.forms for share in shares}) > 1:
+        raise ConfigError(
+            "processes disagree on how completions run through the model, as some of them compare equal on one "
+            "process alone; set forward='padded'."
+        )
     return shares
 
 
 def join(
     shares: Sequence[Share],
-    context: Context,
+    terms: Terms,
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
@@ -130,22 +117,22 @@ def join(
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
-    entries, group = [entry for share in shares for entry in share.entries], context.num_generations
+    entries, group = [entry for share in shares for entry in share.entries], terms.num_generations
     if len(rewards_BF) != len(entries) or len(entries) % group:
         raise RolloutError(
             f"there are {len(rewards_BF)} rewards for {len(entries)} completions in groups of {group}; every "
             "completion needs its rewards, and every group has to be whole."
         )
-    advantages = context.rule.advantages(rewards_BF, context.terms.weights_F, group)
+    advantages = terms.rule.advantages(rewards_BF, terms.weights_F, group)
     columns = concatenated([share.columns for share in shares if share.columns])
     batch = RolloutBatch.of_columns({**columns, "advantages": advantages}, group)
     return Round(
-        batch,
-        rewards_BF,
-        advantages,
-        entries,
-        sorted(calls, key=lambda call: (call.first, call.number)),
-        range(starts[rank], starts[rank + 1]),
+        batch=batch,
+        rewards_BF=rewards_BF,
+        advantages_B=advantages,
+        entries=entries,
+        reward_calls=sorted(calls, key=lambda call: (call.first, call.number)),
+        local_rows=range(starts[rank], starts[rank + 1]),
     )
 
 
@@ -163,29 +150,36 @@ def _raise_failures(failure: Exception | None, shares: Sequence[Share]) -> None:
             raise ProcessError(f"process {rank} failed: {kind}: {message}")
 
 
-def _share(local: LocalRollout, context: Context) -> Share:
+def _share(local: LocalRollout, images: ImageSource) -> Share:
     if local.failure is not None:
         return Share(failure=(type(local.failure).__name__, str(local.failure)))
-    transcripts = local.counted
+    transcripts, terms = local.counted, local.terms
     columns: dict[str, Column] = {}
     if transcripts:
         columns = trl_columns(local, transcripts)
-        columns |= context.images.columns_of(transcripts, local.terms.masked(transcripts))
+        columns |= images.columns_of(transcripts, terms.masked(transcripts))
     entries = [
         Entry(
-            transcript.prompt,
-            transcript.completion,
-            (transcript.images or None) if context.logs_images else None,
-            len(transcript.prompt_ids),
-            sum(transcript.mask),
-            transcript.ids[-1] not in local.terms.ends,
-            transcript.tool_calls,
-            transcript.tool_failures,
+            prompt=transcript.prompt,
+            completion=transcript.completion,
+            images=(transcript.images or None) if terms.logs_images else None,
+            prompt_tokens=len(transcript.prompt_ids),
+            tokens=sum(transcript.mask),
+            truncated=transcript.ids[-1] not in terms.ends,
+            tool_calls=transcript.tool_calls,
+            tool_failures=transcript.tool_failures,
         )
         for transcript in transcripts
     ]
     rewards_BF = None if local.rewards_BF is None else local.rewards_BF.cpu()
-    return Share(columns, entries, rewards_BF, local.reward_calls, local.first)
+    return Share(
+        columns=columns,
+        entries=entries,
+        rewards_BF=rewards_BF,
+        reward_calls=local.reward_calls,
+        first=local.first,
+        forms=local.forms,
+    )
 
 
 def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:

@@ -1,11 +1,10 @@
-"""The records of a local phase: the user's hooks, terms, the worker's parts, one process's part of a rollout batch.
+"""The records of a local phase: the user's hooks, the terms of a rollout batch, one process's part of it.
 
 The worker fills a `LocalRollout`, `join` reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,24 +12,18 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..algorithms.advantages import AdvantageRule
 from ..algorithms.importance import RatioRule
 from ..batching.prompt_order import RolloutRequest
-from ..forward.rows import TokenRows
 from ..rewards.calls import RewardCall
-from ..rewards.runner import RewardFunctions, RewardRunner
-from ..runtime.clock import PhaseClock
-from ..runtime.out_of_memory import Halving
-from .chat import Chat
-from .engine import Engine, EngineSettings
-from .environments import Environments
-from .images import ImageSource
-from .tools import Toolbox, TurnLimits
+from ..rewards.runner import RewardFunctions
+from .tools import TurnLimits
 from .transcript import Transcript
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a user has overridden of the local phase; None: nothing.
+    """The user's overrides of TRL's sampling; None: TRL's method.
 
     Attributes:
         tokenize: `_tokenize_prompts`: from prompts, and the names of their environments, to token ids.
@@ -55,13 +48,15 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is read of the trainer at the start of a rollout batch, because callbacks may change it.
+    """What is read of the trainer at the start of a rollout batch, because users and callbacks may change it.
 
     Attributes:
         training: False in an evaluation.
+        num_generations: completions of a prompt.
         seed: of the random numbers.
-        rewards: the reward functions; weights_F: their weights, on the CPU.
+        rewards: the reward functions; weights_F: their weights, on the CPU; rule: from rewards to advantages.
         recorders: the user's own `_log_metric` and `_log_completion_extra`, by keyword; none where they are TRL's.
+        metrics, table: TRL's records: log values of the mode, and the table of completions.
         pending: TRL's records of what was logged outside a call of a reward function, by name and by column.
         state: of the Trainer; an argument of reward functions.
         generation_config: transformers' settings; None with vLLM.
@@ -69,16 +64,21 @@ class Terms:
         batch_size, max_tokens: limits of a forward without gradients.
         ends: a completion that ends in none of these tokens is truncated.
         masks_truncated: a truncated completion is masked out (`mask_truncated_completions`).
+        logs_images: the table of completions shows images (`log_multimodal`).
         limits: of the turns.
         ratios: how vLLM's log-probabilities correct the loss; None where they do not.
         hooks: methods and functions of the user.
     """
 
     training: bool
+    num_generations: int
     seed: int
     rewards: RewardFunctions
     weights_F: torch.Tensor
+    rule: AdvantageRule
     recorders: Mapping[str, Any]
+    metrics: MutableMapping[str, list[float]]
+    table: dict[str, Any]
     pending: tuple[MutableMapping[str, list[float]], MutableMapping[str, list[Any]]]
     state: Any
     generation_config: GenerationConfig | None
@@ -88,9 +88,10 @@ class Terms:
     max_tokens: int | None
     ends: Container[int]
     masks_truncated: bool
+    logs_images: bool
     limits: TurnLimits
-    ratios: RatioRule | None = None
-    hooks: Hooks = Hooks()
+    ratios: RatioRule | None
+    hooks: Hooks
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         """Which completions are masked out."""
@@ -103,13 +104,14 @@ class LocalRollout:
 
     Attributes:
         request: the prompts of this process.
-        transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
         terms: of the rollout batch.
-        extra_fields: what a `rollout_func` returned beside TRL's lists.
+        transcripts: one for each row; those of a process without prompts are stand-ins that reach no result.
         has_mask: tokens of tools or of an environment may be among those of the completions.
+        extra_fields: what a `rollout_func` returned beside TRL's lists.
         old_logps, ref_logps: of each transcript's tokens, (T,); None where they are not needed.
         rewards_BF: NaN where a function does not apply; None where the user's `_calculate_rewards` makes them.
         reward_calls: with what the functions logged.
+        forms: which forward each model ran, where that was chosen on this process alone.
         failure: the error that ended the local phase.
     """
 
@@ -122,6 +124,7 @@ class LocalRollout:
     ref_logps: list[torch.Tensor] | None = None
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
+    forms: tuple[str, ...] = ()
     failure: Exception | None = None
 
     @property
@@ -133,36 +136,3 @@ class LocalRollout:
     def first(self) -> int:
         """Place of the first of these completions in the rollout batch, over all processes."""
         return self.request.prompts.start * self.request.num_generations
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a worker is built from.
-
-    Attributes:
-        policy, reference: give the models that score; None from `reference`: the policy inside `as_reference`.
-        as_reference: a context in which the policy is the reference: its adapters are disabled.
-        logps: log-probabilities (S,) of the completion tokens of rows under a model.
-        engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
-        memory: the number of completions that fit into one `generate`.
-        clock: adds up the seconds of the phases.
-    """
-
-    policy: Callable[[], Any]
-    reference: Callable[[], Any | None]
-    as_reference: Callable[[], contextlib.AbstractContextManager[Any]]
-    logps: Callable[[Any, TokenRows, Terms, int], torch.Tensor]
-    engine: Engine
-    chat: Chat
-    environments: Environments
-    toolbox: Toolbox
-    rewards: RewardRunner
-    images: ImageSource
-    memory: Halving
-    clock: PhaseClock
-    settings: EngineSettings
-
-    @property
-    def shards_vision(self) -> bool:
-        """Whether forwards with and without images are different collectives."""
-        return self.settings.sharded and self.images.prepare is not None

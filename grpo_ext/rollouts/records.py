@@ -7,7 +7,6 @@ rounds. Shapes: B completions, F reward functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -15,12 +14,13 @@ from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.importance import RatioRule
 from ..rewards.calls import add_columns, columns_of, metrics_of
-from .join import Context, Round
+from .join import Round
+from .local import Terms
 
 
-def rollout_metrics(rounds: Sequence[Round], context: Context, with_tools: bool) -> list[tuple[str, float]]:
+def rollout_metrics(rounds: Sequence[Round], terms: Terms, with_tools: bool) -> list[tuple[str, float]]:
     """TRL's log values of a rollout batch, by TRL's names and in its order."""
-    terms, weights_F = context.terms, context.terms.weights_F
+    weights_F = terms.weights_F
     entries = [entry for part in rounds for entry in part.entries]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])
     lengths_B = torch.tensor([entry.tokens for entry in entries])
@@ -35,7 +35,7 @@ def rollout_metrics(rounds: Sequence[Round], context: Context, with_tools: bool)
         values.append((f"rewards/{name}/std", nan_std(rewards).item()))
     total = weighted_sum(rewards_BF, weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
-    fraction = context.rule.zero_std_fraction(rewards_BF, weights_F, context.num_generations)
+    fraction = terms.rule.zero_std_fraction(rewards_BF, weights_F, terms.num_generations)
     values.append(("frac_reward_zero_std", fraction))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
@@ -83,16 +83,16 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     }
 
 
-def add_to_table(part: Round, context: Context) -> None:
+def add_to_table(part: Round, terms: Terms) -> None:
     """Add a round to TRL's record of completions."""
-    logs: dict[str, Any] = context.logs
-    logs["prompt"].extend(entry.prompt for entry in part.entries)
-    logs["completion"].extend(entry.completion for entry in part.entries)
-    for name, rewards in zip(context.terms.rewards.names, part.rewards_BF.unbind(1)):
-        logs["rewards"][name].extend(rewards.tolist())
-    logs["advantages"].extend(part.advantages_B.tolist())
+    table = terms.table
+    table["prompt"].extend(entry.prompt for entry in part.entries)
+    table["completion"].extend(entry.completion for entry in part.entries)
+    for name, rewards in zip(terms.rewards.names, part.rewards_BF.unbind(1)):
+        table["rewards"][name].extend(rewards.tolist())
+    table["advantages"].extend(part.advantages_B.tolist())
     columns = columns_of(part.reward_calls, len(part))
-    add_columns(logs["extra"], columns, len(part), len(logs["prompt"]))
+    add_columns(table["extra"], columns, len(part), len(table["prompt"]))
     images = [entry.images for entry in part.entries]
-    if any(images) or logs["images"]:
-        logs["images"].extend(images)
+    if any(images) or table["images"]:
+        table["images"].extend(images)

@@ -64,13 +64,17 @@ def _plain(name: str, value: Any) -> Any:
     return None if value is None else float(value)  # vLLM cannot tell each of them
 
 
-def why_equal(args: Any, sharded: bool) -> str | None:
-    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not."""
+def why_equal(args: Any, sharded: bool, rollout_func: bool = False) -> str | None:
+    """Why processes need as many prompts to generate together, as the rest of a sentence; None if they do not.
+
+    Args:
+        sharded: a forward is a collective.
+        rollout_func: a `rollout_func` samples, which may call TRL's `VLLMGeneration.generate`.
+    """
     if sharded:
         return "a forward of a sharded model is a collective"
-    if args.use_vllm and (args.vllm_mode == "server" or args.vllm_tensor_parallel_size > 1):
-        return TOGETHER
-    return None
+    together = rollout_func if args.vllm_mode == "server" else args.vllm_tensor_parallel_size > 1
+    return TOGETHER if args.use_vllm and together else None
 
 
 def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:

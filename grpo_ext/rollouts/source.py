@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from ..errors import ConfigError, RolloutError
 from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
-from ..runtime.determinism import divided_threads
 from .ahead import RolloutsAhead
 from .batch import RolloutBatch, gather_scored
-from .join import Context, Round, exchange, join
+from .images import ImageSource
+from .join import Round, exchange, join
 from .keyed import BEYOND
 from .local import LocalRollout, Terms
 from .overrides import OverriddenWorker
@@ -41,47 +42,46 @@ from .worker import logged_elsewhere, reward_columns
 logger = get_logger(__name__)
 
 
+@dataclass
 class Rollouts:
     """Makes rollout batches and holds the one that is trained on.
 
-    Args:
+    Attributes:
         worker: samples this process's part.
         sync_vllm: sends the current weights to vLLM.
-
-    Attributes:
         batch, held: the rollout batch that is trained on; its epoch and its index in the epoch.
-        rewards_BF, scored_by: rewards of the completions that were sampled last, training's or an evaluation's, and the
-            terms with the functions that they are from; None before.
-        ahead: with `rollout_lag`, during training.
-        sampled_at: optimizer steps before the weights that sampled the rollout batch.
+        rewards_BF, scored_by: rewards of the rollout batch that was made last, of training or of an evaluation, and its
+            terms; None before.
+        ahead: what samples ahead; None without `rollout_lag`, and outside of training.
+        sampled_at: the optimizer step whose weights sampled the rollout batch.
         waiting: rollout batches that a checkpoint names: their first steps, and the weights that sample them.
         threads: CPU threads of sampling ahead; None: as many as torch has.
         steps: the training loader's data set of steps.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: GRPOConfig,
-        worker: OverriddenWorker,
-        sync_vllm: Callable[[], None],
-    ) -> None:
-        self.accelerator, self.args, self.worker, self.sync_vllm = accelerator, args, worker, sync_vllm
-        self.images, self.sharded = worker.parts.images, worker.parts.settings.sharded
-        self.batch: RolloutBatch | None = None
-        self.held: tuple[int, int] | None = None
-        self.rewards_BF: torch.Tensor | None = None
-        self.scored_by: Terms | None = None
-        self.ahead: RolloutsAhead | None = None
-        self.waiting: Sequence[tuple[int, Weights]] = ()
-        self.threads: int | None = None
-        self.sampled_at = 0
-        self.steps: Any = None
-        # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
-        self._scored: tuple[RolloutRequest, list[Round]] | None = None
-        self._rewarded: LocalRollout | None = None  # while a user's `_calculate_rewards` runs
-        self._free_requests = itertools.count(1)
-        self._warned_of_own_scoring = False
+    accelerator: Accelerator
+    args: GRPOConfig
+    worker: OverriddenWorker
+    sync_vllm: Callable[[], None]
+    batch: RolloutBatch | None = field(default=None, init=False)
+    held: tuple[int, int] | None = field(default=None, init=False)
+    rewards_BF: torch.Tensor | None = field(default=None, init=False)
+    scored_by: Terms | None = field(default=None, init=False)
+    ahead: RolloutsAhead | None = field(default=None, init=False)
+    sampled_at: int = field(default=0, init=False)
+    waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
+    threads: int | None = field(default=None, init=False)
+    steps: Any = field(default=None, init=False)
+    # while a user's `_generate_and_score_completions` runs: the request, and a round for each call of TRL's method
+    _scored: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
+    _rewarded: LocalRollout | None = field(default=None, init=False)  # while a user's `_calculate_rewards` runs
+    _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _warned_of_own_scoring: bool = field(default=False, init=False)
+
+    @property
+    def images(self) -> ImageSource:
+        """Where the images of rows come from."""
+        return self.worker.images
 
     def hold(self, batch: RolloutBatch, name: tuple[int, int]) -> None:
         """Train on a rollout batch, named by its epoch and its index in the epoch."""
@@ -93,28 +93,26 @@ class Rollouts:
 
     def end_workers(self) -> None:
         """End the processes that reward functions run in; the next call of one starts them again."""
-        if (workers := self.worker.parts.rewards.workers) is not None:
+        if (workers := self.worker.rewards.workers) is not None:
             workers.kill()
 
     def slices(self, num_generations: int) -> ProcessSlices:
         """How rollout batches are divided over the processes for sampling."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        # vLLM batches by itself, and a server needs as many rows from every process: there a chunk is one group
+        # vLLM batches by itself, and its engines may need as many rows from every process: there a chunk is one group
         chunk = num_generations if self.args.use_vllm else self.args.geometry.rollout_chunk_size
         return ProcessSlices(num_generations, chunk, processes, rank)
 
     def divide_threads(self) -> int | None:
-        """CPU threads of training, where sampling ahead takes some; None: as many as torch has."""
-        args, training = self.args, None
-        if args.rollout_lag and args.bitwise_invariant:
-            self.threads = args.rollout_threads or args.bitwise_threads
-        elif args.rollout_lag and torch.device(args.rollout_device or self.accelerator.device).type == "cpu":
-            training, self.threads = divided_threads(args.rollout_threads)
-        return training
-
-    def waits(self, step: int) -> dict[str, float]:
-        """Log values of sampling ahead in an optimizer step: the age of its weights, and who waited."""
-        return {} if self.ahead is None else {"sampling/staleness": step - self.sampled_at, **self.ahead.take_waits()}
+        """CPU threads of training, where sampling ahead takes half of them; None: as many as torch has."""
+        if not self.args.rollout_lag:
+            return None
+        if self.args.bitwise_invariant:
+            self.threads = self.args.bitwise_threads
+        elif self.accelerator.device.type == "cpu":
+            self.threads = max(1, torch.get_num_threads() // 2)
+            return max(1, torch.get_num_threads() - self.threads)
+        return None
 
     def close(self) -> None:
         """Stop sampling ahead."""
@@ -126,7 +124,7 @@ class Rollouts:
         """Take prompts from the training loader's data set of steps."""
         self.steps, self.images.prompts[True] = steps, getattr(steps, "prompts", None)
 
-    def completions_of(self, rows: StepRows, context: Context) -> RolloutBatch:
+    def completions_of(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """The completions of an optimizer step, or of an evaluation; the same on every process.
 
         Args:
@@ -134,34 +132,33 @@ class Rollouts:
                 with a lag.
         """
         request = rows.request
-        if not context.terms.training:
-            return self.make(rows, context)
+        if not terms.training:
+            return self.make(rows, terms)
         name = (request.epoch, request.layout.rollout)
         if self.batch is None or self.held != name:
             if not rows and self.ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
-            self.hold(self.make(rows, context), name)
+            self.hold(self.make(rows, terms), name)
         assert self.batch is not None
         return self.batch.select(request.layout.step_rows)
 
-    def make(self, rows: StepRows, context: Context) -> RolloutBatch:
+    def make(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """Sample and score these rows of every process, and log what TRL logs of them."""
-        if self.ahead is not None and context.terms.training:  # scored by the functions of its submission
+        if self.ahead is not None and terms.training:  # scored by the functions of its submission
             submitted = self.ahead.jobs[0].terms
-            terms = dataclasses.replace(context.terms, rewards=submitted.rewards, weights_F=submitted.weights_F)
-            context = dataclasses.replace(context, terms=terms)
-        if self.args.dynamic_sampling and context.terms.training:
-            return self._in_rounds(rows, context)
-        sampled = self._round(rows, context)
-        if context.terms.hooks.score is None:
-            self._log([sampled], context)
-        self._take_rewards(sampled.rewards_BF if sampled.entries else None, context)
+            terms = dataclasses.replace(terms, rewards=submitted.rewards, weights_F=submitted.weights_F)
+        if self.args.dynamic_sampling and terms.training:
+            return self._in_rounds(rows, terms)
+        sampled = self._round(rows, terms)
+        if terms.hooks.score is None:
+            self._log([sampled], terms)
+        self._take_rewards(sampled.rewards_BF if sampled.entries else None, terms)
         return sampled.batch
 
-    def _take_rewards(self, rewards_BF: torch.Tensor | None, context: Context) -> None:
-        self.rewards_BF, self.scored_by = rewards_BF, context.terms
+    def _take_rewards(self, rewards_BF: torch.Tensor | None, terms: Terms) -> None:
+        self.rewards_BF, self.scored_by = rewards_BF, terms
         if rewards_BF is not None and torch.isnan(rewards_BF).all():
-            names = ", ".join(context.terms.rewards.names)
+            names = ", ".join(terms.rewards.names)
             logger.warning(
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so nothing can be learned or said from it; check that the reward functions fit the data."
@@ -169,68 +166,63 @@ class Rollouts:
 
     # ---- One round ------------------------------------------------------------------------------------------------
 
-    def _round(self, rows: StepRows, context: Context) -> Round:
-        if (score := context.terms.hooks.score) is not None:
-            return self._scored_by_user(rows, context, score)
-        return self._joined(self._local(rows, context), context)
-
-    def _local(self, rows: StepRows, context: Context) -> LocalRollout:
-        """This process's part, sampled now or ahead."""
-        if self.ahead is not None and context.terms.training:
-            sampled = self.ahead.part_of(rows)
-            self.sampled_at = self.ahead.sampled_at
-            self.worker.begun(sampled.local.transcripts)
-            self.worker.parts.clock.add(sampled.seconds)
-            return sampled.local
-        if self.sharded:
+    def _round(self, rows: StepRows, terms: Terms) -> Round:
+        if (score := terms.hooks.score) is not None:
+            return self._scored_by_user(rows, terms, score)
+        if self.ahead is not None and terms.training:
+            local = self.ahead.part_of(rows)
+            self.sampled_at = self.ahead.jobs[0].weights.step
+            self.worker.show_environments(local.transcripts)
+            return self._joined(local, terms)
+        if self.worker.settings.sharded:
             self.images.refuse_mixed(rows, self.accelerator.device)
-        return self._sampled(rows, context)
+        return self._joined(self._sampled(rows, terms), terms)
 
-    def _sampled(self, rows: StepRows, context: Context, repeat: int = 0) -> LocalRollout:
+    def _sampled(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
         self.sync_vllm()
-        request, hooks = rows.request, context.terms.hooks
+        request, hooks = rows.request, terms.hooks
         try:
             # code of a user gathers, and processes have different numbers of rows
             uneven = uneven_gathers(self.accelerator, request.empty) if hooks.any else contextlib.nullcontext()
             with uneven:
-                return self.worker.sample(rows, context.terms, repeat)
+                return self.worker.sample(rows, terms, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective: of a forward, of vLLM, or of a user's hook
-            waited_for = why_equal(self.args, self.sharded) or hooks.tokenize or hooks.generate or hooks.turn
-            if waited_for or self.accelerator.num_processes == 1:
+            together = why_equal(self.args, self.worker.settings.sharded, rollout_func=hooks.rollout is not None)
+            if together or hooks.tokenize or hooks.generate or hooks.turn or self.accelerator.num_processes == 1:
                 raise
-            return LocalRollout(request, context.terms, failure=error)
+            return LocalRollout(request, terms, failure=error)
 
-    def _joined(self, local: LocalRollout, context: Context) -> Round:
+    def _joined(self, local: LocalRollout, terms: Terms) -> Round:
         """Join the parts of all processes; every process comes here once."""
-        shares = exchange(local, context)
-        calculate, rewards = context.terms.hooks.rewards, None
+        shares = exchange(local, self.images)
+        calculate, rewards = terms.hooks.rewards, None
         if calculate is not None:
             local.reward_calls = []
             uneven = uneven_gathers(self.accelerator, local.request.empty)
-            with assigned(self, _rewarded=local), uneven, self.worker.parts.clock.phase("rewards"):
+            with assigned(self, _rewarded=local), uneven, self.worker.clock.phase("rewards"):
                 rewards_BF = calculate(*reward_columns(local.transcripts))
                 rewards = rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
-        return join(shares, context, self.accelerator.process_index, rewards)
+        return join(shares, terms, self.accelerator.process_index, rewards)
 
     # ---- Several rounds: dynamic sampling -------------------------------------------------------------------------
 
-    def _in_rounds(self, rows: StepRows, context: Context) -> RolloutBatch:
+    def _in_rounds(self, rows: StepRows, terms: Terms) -> RolloutBatch:
         """Groups of further prompts replace groups without variance; logged as one rollout batch."""
-        request, group, rule, weights_F = rows.request, context.num_generations, context.rule, context.terms.weights_F
+        request, group, rule, weights_F = rows.request, terms.num_generations, terms.rule, terms.weights_F
         rounds: list[Round] = []
         has_variance: list[list[bool]] = []
         places: list[tuple[int, int]] = []
         next_rows: StepRows | None = rows
         open_places = prompts_used = 0
         while next_rows is not None and len(rounds) <= self.args.dynamic_sampling_max_rounds:
-            rounds.append(self._round(next_rows, context))
+            rounds.append(self._round(next_rows, terms))
             constant = rule.constant_groups(rounds[-1].rewards_BF, weights_F, group)
             has_variance.append([not value for value in constant.tolist()])
             prompts_used += len(constant) if len(rounds) > 1 else 0
             places, open_places = fill_places(has_variance)
             next_rows = self.steps.further_rows(request, prompts_used, open_places) if open_places else None
-        self._log(rounds, context)
+        self._log(rounds, terms)
         groups = sum(map(len, rounds)) // group
         values = {
             "rounds": len(rounds) - 1,
@@ -239,7 +231,7 @@ class Rollouts:
             "groups_without_variance": open_places,
         }
         for name, value in values.items():
-            context.metrics[f"dynamic_sampling/{name}"].append(value)
+            terms.metrics[f"dynamic_sampling/{name}"].append(value)
         starts = [sum(map(len, rounds[:number])) for number in range(len(rounds))]
         chosen = [starts[number] + place * group + i for number, place in places for i in range(group)]
         rewards_BF = torch.cat([part.rewards_BF for part in rounds])[chosen]
@@ -247,24 +239,24 @@ class Rollouts:
         batch.groups = rounds[0].batch.groups
         if len(rounds) > 1 and rule.depends_on_the_batch:
             batch.advantages = rule.advantages(rewards_BF, weights_F, group)
-        self._take_rewards(rewards_BF, context)
+        self._take_rewards(rewards_BF, terms)
         return batch
 
-    def _log(self, rounds: Sequence[Round], context: Context) -> None:
+    def _log(self, rounds: Sequence[Round], terms: Terms) -> None:
         """TRL's metrics and table of all completions that were sampled."""
-        state = context.terms.state
-        if context.terms.training:
+        state = terms.state
+        if terms.training:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
-        context.metrics["num_tokens"] = [state.num_input_tokens_seen]
-        for name, value in rollout_metrics(rounds, context, with_tools=bool(self.worker.parts.chat.tools)):
-            context.metrics[name].append(value)
+        terms.metrics["num_tokens"] = [state.num_input_tokens_seen]
+        for name, value in rollout_metrics(rounds, terms, with_tools=bool(self.worker.chat.tools)):
+            terms.metrics[name].append(value)
         for part in rounds:
-            add_to_table(part, context)
+            add_to_table(part, terms)
 
     # ---- What users override --------------------------------------------------------------------------------------
 
-    def _scored_by_user(self, rows: StepRows, context: Context, score: Callable[..., dict[str, Any]]) -> Round:
+    def _scored_by_user(self, rows: StepRows, terms: Terms, score: Callable[..., dict[str, Any]]) -> Round:
         """A round by the user's `_generate_and_score_completions`, which returns the rollout."""
         request = rows.request
         rounds: list[Round] = []
@@ -272,7 +264,7 @@ class Rollouts:
             scored = score(list(rows.rows))
         batch = gather_scored(scored, 0 if request.empty else len(rows), request.num_generations)
         scored_once = len(rounds) == 1 and len(rounds[0]) == len(batch)
-        if self.args.dynamic_sampling and context.terms.training and not scored_once:
+        if self.args.dynamic_sampling and terms.training and not scored_once:
             raise RolloutError(
                 f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
                 f"{len(rounds)} time(s), for {sum(map(len, rounds))}; dynamic_sampling=True needs the rewards of what "
@@ -280,8 +272,14 @@ class Rollouts:
             )
         if not rounds:  # it did not call TRL's method
             self._check_scoring_without_super(rows)
-            unknown = torch.full((len(batch), len(context.terms.rewards.names)), torch.nan)
-            return Round(batch, unknown, torch.zeros(len(batch)), [], [], range(0))
+            return Round(
+                batch=batch,
+                rewards_BF=torch.full((len(batch), len(terms.rewards.names)), torch.nan),
+                advantages_B=torch.zeros(len(batch)),
+                entries=[],
+                reward_calls=[],
+                local_rows=range(0),
+            )
         last = rounds[-1]
         if self.images.prepare is not None:
             pairs = zip(last.batch.prompt_ids, batch.prompt_ids)
@@ -316,18 +314,18 @@ class Rollouts:
                 "own way; only the update is covered."
             )
 
-    def score(self, inputs: Sequence[dict[str, Any]], context: Context) -> dict[str, Any]:
+    def score(self, inputs: Sequence[dict[str, Any]], terms: Terms) -> dict[str, Any]:
         """TRL's `_generate_and_score_completions`: samples and scores any rows; returns TRL's padded dictionary.
 
         Their random numbers: see rollouts.overrides.
         """
         rows, rounds = list(inputs), [] if self._scored is None else self._scored[1]
-        request = self._request(len(rows), context.num_generations)
-        local = self._sampled(StepRows(rows, request), context, repeat=len(rounds))
-        rounds.append(self._joined(local, context))
-        if self._scored is None or not (self.args.dynamic_sampling and context.terms.training):
-            self._log(rounds[-1:], context)
-        return trl_dictionary(local, rounds[-1], self.worker.parts)
+        request = self._request(len(rows), terms.num_generations)
+        local = self._sampled(StepRows(rows, request), terms, repeat=len(rounds))
+        rounds.append(self._joined(local, terms))
+        if self._scored is None or not (self.args.dynamic_sampling and terms.training):
+            self._log(rounds[-1:], terms)
+        return trl_dictionary(local, rounds[-1], self.images, self.worker.settings)
 
     def _request(self, rows: int, group: int) -> RolloutRequest:
         """The request of a user's override that runs; outside of one, a new request for these rows."""
@@ -337,19 +335,19 @@ class Rollouts:
         layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
 
-    def rewards(self, columns: tuple[Any, ...], context: Context) -> torch.Tensor:
+    def rewards(self, columns: tuple[Any, ...], terms: Terms) -> torch.Tensor:
         """TRL's `_calculate_rewards`: the rewards (B, F) of all processes, in global order.
 
         Args:
             columns: of this process: rows, prompts, completions, token ids.
         """
-        local = self._rewarded or LocalRollout(self._request(len(columns[1]), context.num_generations), context.terms)
+        local = self._rewarded or LocalRollout(self._request(len(columns[1]), terms.num_generations), terms)
         if local.request.empty:
             columns = ([], [], [], [])
         rewards_BF, calls = self.worker.score_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
         if self._rewarded is None:  # called by other code of the user, which logs where TRL's methods do
-            metrics, extra = context.terms.pending
+            metrics, extra = terms.pending
             for call in calls:
                 for name, value in call.metrics:
                     metrics.setdefault(name, []).append(value)

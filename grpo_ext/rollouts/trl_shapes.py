@@ -13,18 +13,20 @@ from accelerate.utils import send_to_device
 
 from ..errors import RolloutError
 from .batch import RolloutBatch
+from .engine import EngineSettings
+from .images import ImageSource
 from .join import Round, trl_columns
-from .local import LocalRollout, Parts
+from .local import LocalRollout
 
 _GENERATED = 8
 
 
-def trl_dictionary(local: LocalRollout, joined: Round, parts: Parts) -> dict[str, Any]:
+def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
     """TRL's padded dictionary of this process's rows, with their part of the advantages of the whole rollout batch.
 
     On a process without prompts it holds the stand-ins, with advantages of zero.
     """
-    transcripts, settings = local.transcripts, parts.settings
+    transcripts = local.transcripts
     columns = trl_columns(local, transcripts, whole=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
     columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
@@ -34,7 +36,7 @@ def trl_dictionary(local: LocalRollout, joined: Round, parts: Parts) -> dict[str
         dictionary["tool_mask"][torch.tensor(local.terms.masked(transcripts))] = 0
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
     dictionary = send_to_device(dictionary, settings.device)
-    if (images := parts.images.of_transcripts(transcripts)) is not None:
+    if (images := source.of_transcripts(transcripts)) is not None:
         ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
         prompts_B = [len(transcript.prompt_ids) for transcript in transcripts]
         dictionary |= images.as_trl(ids, prompts_B, dictionary["prompt_ids"].size(1))

@@ -1,17 +1,18 @@
 """vLLM engines: one seed per completion, from the same key as this package's own sampler.
 
 Differs from TRL, which seeds an engine by the index of its process, so that completions depend on the number of
-processes. `VllmEngine` calls TRL's `VLLMGeneration.generate`, in both of its modes; `VllmServer` asks a server for one
-process alone.
+processes. `VllmEngine` calls TRL's `VLLMGeneration` for an engine of this process. `VllmServer` sends this process's
+rows to a server, where TRL's main process sends those of all: so processes may have different numbers of rows, and a
+thread may sample.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
 from ..runtime.attributes import assigned
-from ..runtime.collectives import any_process, gather_in_group, gather_lists
+from ..runtime.collectives import gather_in_group
 from .engine import Sampled
 from .rollout_func import TOGETHER, refuse_unequal_shares
 from .transcript import Transcript
@@ -28,21 +29,17 @@ _BITS = (1 << 62) - 1  # what a server's 64-bit seed holds, with room for the in
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
+@dataclass(frozen=True)
 class VllmEngine:
-    """Samples with TRL's `VLLMGeneration`, whose weights are the current ones.
+    """Samples with the engine of this process, whose weights are the current ones (`vllm_mode="colocate"`).
 
-    Args:
-        generation: TRL's.
+    Attributes:
+        generation: TRL's `VLLMGeneration`.
         profile: TRL's profiling context of a name.
     """
 
-    def __init__(self, generation: Any, profile: Callable[[str], AbstractContextManager[Any]]) -> None:
-        self.generation, self.profile = generation, profile
-
-    @property
-    def together(self) -> bool:
-        """Whether processes sample in one call, whose completions TRL divides among them in equal shares."""
-        return self.generation.mode == "server" or self.generation.tensor_parallel_size > 1
+    generation: Any
+    profile: Callable[[str], AbstractContextManager[Any]]
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -50,38 +47,36 @@ class VllmEngine:
         """See `Engine`.
 
         Raises:
-            RolloutError: on every process, where processes sample together and have different numbers of rows.
+            RolloutError: on every process, where an engine samples for several that have different numbers of rows.
         """
-        if self.together and not any(transcript.turns for transcript in transcripts):
+        if self.generation.tensor_parallel_size > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), TOGETHER)
         if not transcripts:
             return []
-        seeds = seeds_of(transcripts, num_generations)
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
         images = [transcript.images or None for transcript in transcripts]
-        copies = copies_of(transcripts, num_generations)
-        if self.together and any_process(copies == 1, self.generation.accelerator.device):
-            copies = 1
-        with seeded(self.generation, seeds, copies):
+        with seeded(self.generation, seeds_of(transcripts, num_generations)):
             _, ids, logps, _ = self.generation.generate(
-                prompts=prompts,
+                prompts=[transcript.prompt_ids + transcript.ids for transcript in transcripts],
                 images=images if any(images) else None,
-                num_generations=copies,
+                num_generations=num_generations,
                 profiler=self.profile("vLLM.generate"),
             )
         return with_first_logps(ids, logps)
 
 
+@dataclass(frozen=True)
 class VllmServer:
-    """Asks a vLLM server for the transcripts of this process alone, without the others.
+    """Sends the transcripts of this process to a server (`vllm_mode="server"`).
 
-    Args:
+    Attributes:
         generation: TRL's `VLLMGeneration`, for its settings.
         client: of this process.
+        profile: TRL's profiling context of a name.
     """
 
-    def __init__(self, generation: Any, client: Any) -> None:
-        self.generation, self.client = generation, client
+    generation: Any
+    client: Any
+    profile: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, num_generations: int
@@ -97,12 +92,22 @@ class VllmServer:
             parts = self.client.image_features([transcript.images or None for transcript in firsts])
             features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts)]
         names = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
-        options = {name: getattr(settings, name) for name in (*names, "generation_kwargs")}
+        options = {name: getattr(settings, name) for name in names}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
         options["max_tokens"] = settings.max_completion_length
         seeds = seeds_of(transcripts, num_generations)[::copies]
-        answer = _one_request_per_prompt(self.client, seeds, prompts, features, **options)
-        return with_first_logps(answer["completion_ids"], answer["logprobs"])
+
+        def send(index: int) -> dict[str, Any]:  # a request has one seed
+            further = {**(settings.generation_kwargs or {}), "seed": seeds[index]}
+            image = None if features is None else features[index : index + 1]
+            return self.client.generate(prompts=[prompts[index]], features=image, generation_kwargs=further, **options)
+
+        with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
+            answers = list(pool.map(send, range(len(prompts))))
+        ids = [row for answer in answers for row in answer["completion_ids"]]
+        if answers[0]["logprobs"] is None:
+            return with_first_logps(ids, None)
+        return with_first_logps(ids, [row for answer in answers for row in answer["logprobs"]])
 
 
 def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
@@ -137,55 +142,30 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
     return ((firsts & _BITS) + torch.arange(len(keys_B)) % num_generations).tolist()
 
 
-class _WithGenerate:
-    """An engine or a client of vLLM with another `generate`."""
+class _SeededEngine:
+    """A vLLM engine that samples each row with a seed of its own."""
 
-    def __init__(self, target: Any, generate: Callable[..., Any]) -> None:
-        self.target, self.generate = target, generate
+    def __init__(self, engine: Any, seeds: Sequence[int]) -> None:
+        self.engine, self.seeds = engine, seeds
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
+        return getattr(self.engine, name)
+
+    def generate(self, prompts: Any, sampling_params: Any, **options: Any) -> Any:
+        params_B = [sampling_params.clone() for _ in self.seeds]
+        for params, seed in zip(params_B, self.seeds):
+            params.seed = seed
+        return self.engine.generate(prompts, sampling_params=params_B, **options)
 
 
-def seeded(generation: Any, seeds: Sequence[int], num_generations: int) -> AbstractContextManager[None]:
+def seeded(generation: Any, seeds: Sequence[int]) -> AbstractContextManager[None]:
     """Inside, TRL's `VLLMGeneration` samples the rows of this process with these seeds; no argument of it takes any.
 
     Args:
-        seeds: one per row of this process.
-        num_generations: rows per prompt, as in the call of `generate`.
+        generation: with an engine of this process.
+        seeds: one for each row.
     """
-    if generation.mode == "colocate":
-        if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
-            parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
-            seeds = [seed for part in parts for seed in part]
-        generate = functools.partial(_one_setting_per_row, generation.llm, seeds)
-        return assigned(generation, llm=_WithGenerate(generation.llm, generate))
-    seeds = gather_lists(list(seeds))
-    if not generation.accelerator.is_main_process:
-        return contextlib.nullcontext()
-    generate = functools.partial(_one_request_per_prompt, generation.vllm_client, seeds[::num_generations])
-    return assigned(generation, vllm_client=_WithGenerate(generation.vllm_client, generate))
-
-
-def _one_setting_per_row(engine: Any, seeds: Sequence[int], prompts: Any, sampling_params: Any, **options: Any) -> Any:
-    params_B = [sampling_params.clone() for _ in seeds]
-    for params, seed in zip(params_B, seeds):
-        params.seed = seed
-    return engine.generate(prompts, sampling_params=params_B, **options)
-
-
-def _one_request_per_prompt(
-    client: Any, seeds: Sequence[int], prompts: Any, features: Any = None, **params: Any
-) -> dict[str, Any]:
-    """What a server answers; a request has one seed."""
-
-    def send(index: int) -> dict[str, Any]:
-        generation_kwargs = {**(params.get("generation_kwargs") or {}), "seed": seeds[index]}
-        image = None if features is None else features[index : index + 1]
-        options = {**params, "generation_kwargs": generation_kwargs}
-        return client.generate(prompts=[prompts[index]], features=image, **options)
-
-    with ThreadPoolExecutor(max_workers=min(_CONCURRENT, len(prompts))) as pool:
-        answers = list(pool.map(send, range(len(prompts))))
-    names = answers[0].keys()
-    return {n: None if answers[0][n] is None else [row for answer in answers for row in answer[n]] for n in names}
+    if generation.tensor_parallel_size > 1:  # every rank of the group samples the rows of all of them
+        parts = gather_in_group(list(seeds), generation.tp_group, generation.tensor_parallel_size)
+        seeds = [seed for part in parts for seed in part]
+    return assigned(generation, llm=_SeededEngine(generation.llm, seeds))

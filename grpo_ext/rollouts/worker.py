@@ -2,10 +2,9 @@
 
     rows -> begin -> generate <-> answer -> log-probabilities -> rewards
 
-Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker is built from
-parts and never from a trainer, because with `rollout_lag` a second one runs on a thread, with copies of the models.
-Where a forward is a collective (FSDP, DeepSpeed) processes equalise the number of forwards; they exchange nothing else
-before `join`.
+Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker holds no trainer,
+because with `rollout_lag` a second one runs on a thread, with copies of the models. Where a forward is a collective
+(FSDP, DeepSpeed) processes equalise the number of forwards; they exchange nothing else before `join`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +22,54 @@ from ..batching.prompt_order import StepRows
 from ..errors import RolloutError
 from ..forward.rows import TokenRows
 from ..rewards.calls import RewardCall
-from ..rewards.runner import RewardRows
+from ..rewards.runner import RewardRows, RewardRunner
+from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
-from .chat import images_in
+from ..runtime.out_of_memory import Halving
+from .chat import Chat, images_in
 from .decoding import unique
-from .engine import Sampled
+from .engine import Engine, EngineSettings, Sampled
+from .environments import Environments
+from .images import ImageSource
 from .keyed import request_keys
-from .local import LocalRollout, Parts, Terms
-from .tools import continue_with
+from .local import LocalRollout, Terms
+from .tools import Toolbox, continue_with
 from .transcript import Transcript
 from .trl_shapes import take_rollout
 
 
+@dataclass
 class RolloutWorker:
     """Makes one process's part of rollout batches.
 
-    Args:
-        parts: models, engine, tools and rewards that it calls.
+    Attributes:
+        policy: returns the model that samples.
+        reference: returns the reference model; None where it is the policy inside `as_reference`.
+        as_reference: a context in which the adapters of the policy are disabled.
+        logps: returns the log-probabilities (S,) of the completion tokens of rows under a model.
+        engine, chat, environments, toolbox, rewards, images, settings: each documented by its class.
+        memory: the number of completions that fit into one `generate`.
+        clock: adds up the seconds of the phases.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    policy: Callable[[], Any]
+    reference: Callable[[], Any | None]
+    as_reference: Callable[[], contextlib.AbstractContextManager[Any]]
+    logps: Callable[[Any, TokenRows, Terms], torch.Tensor]
+    engine: Engine
+    chat: Chat
+    environments: Environments
+    toolbox: Toolbox
+    rewards: RewardRunner
+    images: ImageSource
+    memory: Halving
+    clock: PhaseClock
+    settings: EngineSettings
+
+    @property
+    def shards_vision(self) -> bool:
+        """Whether forwards with and without images are different collectives."""
+        return self.settings.sharded and self.images.prepare is not None
 
     def sample(self, rows: StepRows, terms: Terms, repeat: int = 0) -> LocalRollout:
         """This process's transcripts of a rollout batch, with log-probabilities and rewards.
@@ -53,11 +80,11 @@ class RolloutWorker:
         """
         local = LocalRollout(rows.request, terms)
         try:
-            if not rows.request.empty or terms.hooks.any or self.parts.shards_vision:
+            if not rows.request.empty or terms.hooks.any or self.shards_vision:
                 local.transcripts = self.begin(rows, terms, repeat)
             self.converse(local)
         except Exception:
-            if not self.parts.settings.sharded:  # the first comparison of a form is a collective
+            if not self.settings.sharded:  # the first comparison of a form is a collective
                 with contextlib.suppress(Exception):
                     self.add_logprobs(LocalRollout(rows.request, terms))
             raise
@@ -72,17 +99,16 @@ class RolloutWorker:
         keys = request_keys(rows.request, len(rows), terms.seed, terms.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
-        self.parts.environments.begin(transcripts, terms.limits.seconds)
+        self.environments.begin(transcripts, terms.limits.seconds)
         for transcript in transcripts:
-            transcript.prompt = self.parts.chat.with_images(transcript.prompt, transcript.row)
-            if not isinstance(transcript.prompt, str):
-                transcript.images = images_in(transcript.prompt)
-                transcript.prompt_images = len(transcript.images)
+            transcript.prompt = self.chat.with_images(transcript.prompt, transcript.row)
+            transcript.images = images_in(transcript.prompt)
+            transcript.prompt_images = len(transcript.images)
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], terms: Terms) -> None:
         """Token ids of the prompts; each different prompt is tokenised once."""
-        tokenize = terms.hooks.tokenize or self.parts.chat.tokenize
+        tokenize = terms.hooks.tokenize or self.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         prompts = [transcripts[i].prompt for i in firsts]
         ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
@@ -95,28 +121,28 @@ class RolloutWorker:
 
     def converse(self, local: LocalRollout) -> None:
         """The turns: the model writes, tools answer, until no transcript wants a turn."""
-        parts, terms, transcripts = self.parts, local.terms, local.transcripts
+        terms, transcripts = local.terms, local.transcripts
         if terms.hooks.rollout is not None and transcripts:
             take_rollout(local, terms.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
             self.tokenize(transcripts, terms)
             for transcript, (ids, logps) in zip(transcripts, self.generate(local, transcripts)):
                 transcript.add_sampled(ids, logps)
-        parts.chat.decode(transcripts)
-        if not parts.chat.tools:
+        self.chat.decode(transcripts)
+        if not self.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.empty else transcripts
-        while self._any(active := parts.toolbox.answer(active, parts.chat, terms.limits)):
+        while self._any(active := self.toolbox.answer(active, self.chat, terms.limits)):
             for transcript, (ids, logps) in zip(active, self.generate(local, active)):
-                continue_with(transcript, ids, logps, parts.chat, terms.limits)
+                continue_with(transcript, ids, logps, self.chat, terms.limits)
 
     def _any(self, active: Sequence[Transcript]) -> bool:
-        return any_process(bool(active), self.parts.settings.device) if self.parts.settings.sharded else bool(active)
+        return any_process(bool(active), self.settings.device) if self.settings.sharded else bool(active)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """One turn of some transcripts; where a forward is a collective every process calls this for every turn."""
-        with self.parts.clock.phase("rollout"):
+        with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
         if missing := len(transcripts) - len(sampled):
             raise RuntimeError(
@@ -126,81 +152,88 @@ class RolloutWorker:
         return sampled
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
-        """What the engine samples; one token for each stand-in of a process without prompts."""
+        """What the engine samples; for a process without prompts one token per stand-in."""
         request, config = local.request, local.terms.generation_config
         counted = rows = [] if request.empty else transcripts
-        if not counted and self.parts.shards_vision and config is not None:
+        if not counted and self.shards_vision and config is not None:
             # the forwards of other processes see images, so this one's have to; vLLM holds weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
-        sampled = self.parts.engine.generate(rows, config, request.num_generations)
+        sampled = self.engine.generate(rows, config, request.num_generations)
         if counted:
             return sampled
         logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
-        return [([self.parts.settings.filler], logps) for _ in transcripts]
+        return [([self.settings.filler], logps) for _ in transcripts]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
     def add_logprobs(self, local: LocalRollout) -> None:
         """Log-probabilities under the policy that samples and under the reference, only where the run needs them."""
-        parts, terms = self.parts, local.terms
+        terms = local.terms
         if not (terms.old_logps or terms.reference):
             return
-        rows = token_rows(local.transcripts, terms, parts)
+        rows = self._token_rows(local)
         counted = bool(len(rows))
         if not counted:  # a stand-in row: a forward may be a collective, and the first comparison of a form is
-            filler = torch.tensor([parts.settings.filler] * 2, device=parts.settings.device)
+            filler = torch.tensor([self.settings.filler] * 2, device=self.settings.device)
             rows = TokenRows(filler, [1], [1], [])
 
         def score(model: Any) -> list[torch.Tensor]:
-            logps_S = parts.logps(model, rows, terms, local.request.num_generations).cpu()
+            logps_S = self.logps(model, rows, terms).cpu()
             return list(logps_S.split(list(rows.completions_B))) if counted else []
 
-        with parts.clock.phase("logps"):
+        with self.clock.phase("logps"):
             if terms.old_logps:
-                local.old_logps = score(parts.policy())
-            if terms.reference and (reference := parts.reference()) is not None:
+                local.old_logps = score(self.policy())
+            if terms.reference and (reference := self.reference()) is not None:
                 local.ref_logps = score(reference)
             elif terms.reference:
-                with parts.as_reference():
-                    local.ref_logps = score(parts.policy())
+                with self.as_reference():
+                    local.ref_logps = score(self.policy())
+
+    def _token_rows(self, local: LocalRollout) -> TokenRows:
+        """The transcripts for a forward; a completion that is masked out has no tokens."""
+        masked = local.terms.masked(local.transcripts)
+        shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked)]
+        tokens = [token for t in shown for token in t.prompt_ids + t.ids]
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.settings.device)
+        images = self.images.of_transcripts(shown) if shown else None
+        same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
+        if images is not None:
+            same = [text and pixels for text, pixels in zip(same, images.same)]
+        return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Rewards of each function; none where the user's `_calculate_rewards` makes them, in `join`."""
         if local.terms.hooks.rewards:
             return
-        with self.parts.clock.phase("rewards"):
+        with self.clock.phase("rewards"):
             local.rewards_BF, calls = self.score_rewards(local, *reward_columns(local.counted))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
-            if self.parts.settings.sharded and not local.counted:  # reward models may be sharded too
+            if self.settings.sharded and not local.counted:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
-                self.parts.rewards.join_remaining_forwards(local.terms.rewards, filler)
+                self.rewards.join_remaining_forwards(local.terms.rewards, filler)
 
     def score_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
-        terms, chunk = local.terms, self.parts.settings.groups_of(local.request.num_generations)
-        acting = [t.environment for t in local.counted if t.environment is not None]
-        retired = self.parts.environments.retired
-        reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, retired, local.first, chunk)
-        with self.parts.rewards.profile("_calculate_rewards"):
-            return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
-
-
-def token_rows(transcripts: Sequence[Transcript], terms: Terms, parts: Parts) -> TokenRows:
-    """The transcripts for a forward; a completion that is masked out has no tokens."""
-    shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, terms.masked(transcripts))]
-    tokens = [token for t in shown for token in t.prompt_ids + t.ids]
-    ids = torch.tensor(tokens, dtype=torch.long, device=parts.settings.device)
-    images = parts.images.of_transcripts(shown) if shown else None
-    same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-    if images is not None:
-        same = [text and pixels for text, pixels in zip(same, images.same)]
-    return TokenRows(ids, [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown], same, images)
+        terms = local.terms
+        reward_rows = RewardRows(
+            inputs=rows,
+            prompts=prompts,
+            completions=completions,
+            completion_ids=ids,
+            environments=[t.environment for t in local.counted if t.environment is not None] or None,
+            retired=self.environments.retired,
+            first=local.first,
+            chunk=self.settings.groups_of(local.request.num_generations),
+        )
+        with self.rewards.profile("_calculate_rewards"):
+            return self.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:
-    """The same for transcripts with the same prompt."""
+    """A key that transcripts with the same prompt share."""
     # images are named by the row they are read from; those of an environment are not the row's
     number = transcript.number if transcript.environment is None else None
     images = (number, transcript.place if number is None else None) if transcript.images else ()

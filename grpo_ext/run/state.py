@@ -75,7 +75,7 @@ class RunState:
             limits={
                 "window": limits.state(),
                 "scoring": trainer._scorer.memory.limit,
-                "generation": rollouts.worker.parts.memory.limit,
+                "generation": rollouts.worker.memory.limit,
             },
             waiting=list(rollouts.waiting) if rollouts.ahead is None else rollouts.ahead.for_checkpoint(),
             sampled_at=rollouts.sampled_at,
@@ -99,7 +99,7 @@ class RunState:
         if self.limits:
             trainer._step_planner.limits.restore(self.limits["window"])
             trainer._scorer.memory.limit = self.limits["scoring"]
-            rollouts.worker.parts.memory.limit = self.limits["generation"]
+            rollouts.worker.memory.limit = self.limits["generation"]
 
     def forget_rollouts(self) -> None:
         """Drop the rollout batch and what is being sampled: they belong to other settings."""

@@ -53,22 +53,6 @@ def environment() -> dict[str, Any]:
     }
 
 
-def divided_threads(sampling: int | None) -> tuple[int, int]:
-    """The CPU threads of torch, divided for training and for sampling beside it; `sampling` of them, or half.
-
-    Raises:
-        ConfigError: torch has fewer.
-    """
-    whole = torch.get_num_threads()
-    if sampling is not None and sampling > whole:
-        raise ConfigError(
-            f"rollout_threads={sampling}, and torch has {whole} thread(s) in this process: use {whole} or less, or set "
-            "OMP_NUM_THREADS."
-        )
-    sampling = max(1, whole // 2) if sampling is None else sampling
-    return max(1, whole - sampling), sampling
-
-
 @contextmanager
 def computing_with(threads: int | None) -> Iterator[None]:
     """Inside, this thread computes with `threads` CPU threads; None changes nothing."""

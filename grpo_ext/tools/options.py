@@ -16,7 +16,7 @@ import trl
 import yaml
 from trl import ModelConfig, TrlParser
 
-from ..config import GRPOConfig
+from ..config import REMOVED_SETTINGS, GRPOConfig
 from ..demo.catalog import demo_named
 from ..demo.task import DemoTask
 from ..errors import ConfigError, GrpoExtError, did_you_mean
@@ -175,6 +175,8 @@ def refuse_unknown(unknown: list[str], argv: list[str], known: list[str]) -> Non
     names = [word.split("=")[0] for word in unknown]  # without values, as in --option=value
     name = next((name for name in names if name.startswith("--")), names[0])
     hint = did_you_mean(name, known, "`--help` lists the options.", show=str)
+    if (removed := REMOVED_SETTINGS.get(name.lstrip("-").replace("-", "_"))) is not None:
+        hint = f"{removed}."
     if any(word.split("=")[0] == name for word in argv):
         raise ConfigError(f"{name} is no option; {hint}")
     file = argv[argv.index("--config") + 1]

@@ -350,13 +350,16 @@ AHEAD = [
 
 
 def test_two_processes_that_a_server_samples_ahead_for_are_one_run(folder):
-    """Old log-probabilities are those of the weights that the server had."""
+    """Old log-probabilities are those of the weights that the server had; without a lag the run is one too."""
+    now = Job("now", SERVER, prompts=24)
     one, two = (
-        launch(folder / f"ahead_{engine}", folder / "model", engine, processes, AHEAD)
+        launch(folder / f"ahead_{engine}", folder / "model", engine, processes, [*AHEAD, now])
         for engine, processes in (("single", 1), ("ddp", 2))
     )
     assert gap(two["lag"], two["resumed"]) <= 1e-6
     assert gap(one["lag"], two["synced"]) > DIFFERENT
+    assert gap(one["now"], two["now"]) <= UPDATE
+    assert gap(one["now"], one["lag"]) > DIFFERENT
     ends = [f"sampling/importance_sampling_ratio/{end}" for end in ("min", "max")]
     for job in AHEAD:
         assert gap(one[job.name], two[job.name]) <= UPDATE, job.name

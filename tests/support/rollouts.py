@@ -15,12 +15,11 @@ def give_completions(trainer: GRPOTrainer, rows: Sequence[list[int]]) -> None:
     def generate(transcripts: Sequence[Any], config: Any, num_generations: int) -> list[Any]:
         return [(list(rows[transcript.place]), None) for transcript in transcripts]
 
-    trainer._rollouts.worker.parts.engine.generate = generate  # type: ignore[method-assign]
+    trainer._rollouts.worker.engine.generate = generate  # type: ignore[method-assign]
 
 
 def share_forwards(trainer: GRPOTrainer) -> None:
     """Let sampling believe that processes share the weights, as under FSDP and ZeRO-3."""
-    rollouts, worker = trainer._rollouts, trainer._rollouts.worker
-    engine: Any = worker.parts.engine
-    engine.settings = dataclasses.replace(engine.settings, sharded=True)
-    rollouts.sharded, worker.parts = True, dataclasses.replace(worker.parts, settings=engine.settings)
+    worker = trainer._rollouts.worker
+    engine: Any = worker.engine
+    worker.settings = engine.settings = dataclasses.replace(engine.settings, sharded=True)

@@ -248,12 +248,6 @@ def test_overrides_that_work_with_a_lag_run_where_they_may_gather(tmp_path):
     assert Gathering.gathered == where
 
 
-def test_more_threads_than_there_are_is_refused(tmp_path):
-    trainer = make(tmp_path, rollout_lag=1, rollout_threads=torch.get_num_threads() + 1)
-    with pytest.raises(ConfigError, match=r"rollout_threads=\d+, and torch has \d+ thread"):
-        trainer.train()
-
-
 JUDGE = """
 import os, signal, sys, time
 import torch
@@ -264,6 +258,7 @@ def judge(prompts, completions, **columns):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGTERM)
+    if len(calls) >= 3:
         end = time.time() + 8  # longer than a run waits for its thread
         while time.time() < end:
             torch.randn(300, 300) @ torch.randn(300, 300)

@@ -47,6 +47,7 @@ SIZES = [
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
     ({"tool_timeout": -1}, ["tool_timeout=-1", "more than 0"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
+    ({"balance_by_cost": True}, ["no longer has the field 'balance_by_cost'", "leave it out"]),
     ({"reward_retries": -1}, ["reward_retries=-1", "0 or more"]),
     ({"reward_workers": 1.5}, ["reward_workers=1.5", "0 or more"]),
 ]

@@ -134,8 +134,7 @@ def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
 
 def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
     class Generation:
-        mode, tensor_parallel_size, llm = "server", 1, SimpleNamespace(generate=None)
-        accelerator = SimpleNamespace(device="cpu", num_processes=2, is_main_process=False)
+        tensor_parallel_size, tp_group, llm = 2, None, SimpleNamespace(generate=None)
 
         def generate(self, prompts, **kwargs):
             return prompts, [[6]] * len(prompts), None, None
@@ -145,12 +144,13 @@ def test_vllm_engines_that_sample_together_want_equal_shares(monkeypatch):
         return vllm.VllmEngine(generation, contextlib.nullcontext).generate(rows, None, 4)
 
     generation = Generation()
+    monkeypatch.setattr(vllm, "gather_in_group", lambda seeds, group, size: [seeds] * size)
     monkeypatch.setattr(rollout_func, "gather_lists", lambda own: [*own, 8])
     with pytest.raises(RolloutError, match=r"4 to 8 completions.*also for evaluation"):
         sampled()
-    generation.mode = "colocate"
+    generation.tensor_parallel_size = 1
     assert sampled() == [([6], None)] * 4
-    generation.mode = "server"
+    generation.tensor_parallel_size = 2
     monkeypatch.setattr(rollout_func, "gather_lists", lambda own: own)
     assert sampled() == [([6], None)] * 4
 

@@ -40,8 +40,8 @@ def trained(folder, reward: Any, dataset: Any = None, count: int = 24, **changes
     rollouts = []
     make = trainer._rollouts.make
 
-    def remember(rows: Any, context: Any) -> Any:
-        rollouts.append(make(rows, context))
+    def remember(rows: Any, terms: Any) -> Any:
+        rollouts.append(make(rows, terms))
         return rollouts[-1]
 
     trainer._rollouts.make = remember
@@ -154,7 +154,10 @@ def test_a_subclass_whose_advantages_would_be_lost_is_refused(tmp_path):
         ({"advantage_estimator": "leave_one_out", "scale_rewards": "batch"}, "both say how rewards become advantages"),
         ({"loss_aggregation": "prompt"}, "loss_aggregation='prompt' is unknown"),
         ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 0}, "dynamic_sampling_max_rounds=0"),
-        ({"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
+        (
+            {"dynamic_sampling": True, "use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+            "as tensor parallel vLLM engines",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, settings, says):

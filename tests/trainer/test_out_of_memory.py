@@ -118,7 +118,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
     monkeypatch.setattr(scorer, "FORWARDS", forwards)
     assert error(expected, change(trainer)) <= UPDATE
     assert failed == {"generation", "scoring"}
-    assert trainer._rollouts.worker.parts.memory.limit is not None
+    assert trainer._rollouts.worker.memory.limit is not None
     assert trainer._scorer.memory.limit is not None
 
 

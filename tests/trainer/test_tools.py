@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused_before_training(tmp_path, given, error, wor
         trainer_with(tmp_path, **given)
 
 
-@pytest.mark.parametrize(("mode", "engines"), [("server", 1), ("colocate", 2), ("colocate", 1)])
+@pytest.mark.parametrize(("mode", "engines"), [("server", 2), ("colocate", 2), ("colocate", 1)])
 def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, monkeypatch, mode, engines):
     trainer = trainer_with(tmp_path, tools=[count])
     settings = {"use_vllm": True, "vllm_mode": mode, "vllm_tensor_parallel_size": engines}
@@ -107,7 +107,7 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
         monkeypatch.setattr(trainer.args, name, value)
     check_trainer(trainer, trainer.args)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    together = (mode, engines) != ("colocate", 1)
+    together = (mode, engines) == ("colocate", 2)
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
     with refused if together else contextlib.nullcontext():
         check_trainer(trainer, trainer.args)

@@ -21,7 +21,7 @@ import torch
 
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import seeded, seeds_of
+from grpo_ext.rollouts.vllm import VllmServer, seeds_of
 from grpo_ext.tools.check.runs import free_port
 from tests.support.launch import ROOT
 
@@ -130,27 +130,28 @@ def server(tmp_path_factory):
         process.wait(60)
 
 
-class Asking(SimpleNamespace):
-    """What of TRL's `VLLMGeneration` asks a server."""
-
-    def generate(self, **params: Any) -> Any:
-        return self.vllm_client.generate(**params)
+# what is read of TRL's `VLLMGeneration`
+SETTINGS = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "logprobs": 0}
+SETTINGS |= {"structured_outputs_regex": None, "max_completion_length": 12, "generation_kwargs": None}
 
 
 def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     rows = torch.arange(3).repeat_interleave(4)
     keys = completion_keys(3, 1, 0, 0, rows, torch.arange(4).repeat(3))
-    seeds = seeds_of([Transcript({}, key) for key in keys.tolist()], 4)
+    transcripts = [Transcript({}, key, prompt_ids=prompts[i // 4]) for i, key in enumerate(keys.tolist())]
+    seeds = seeds_of(transcripts, 4)
 
-    def ask(which: list[int], n: int, seeds: list[int]) -> list[list[int]]:
-        generation = Asking(mode="server", vllm_client=server, accelerator=SimpleNamespace(is_main_process=True))
-        with seeded(generation, seeds, n):
-            return generation.generate(prompts=[prompts[i] for i in which], n=n, max_tokens=12)["completion_ids"]
+    def ask(rows: list[Transcript]) -> list[list[int]]:
+        return [ids for ids, _ in VllmServer(SimpleNamespace(**SETTINGS), server).generate(rows, None, 4)]
 
-    together = ask([0, 1, 2], 4, seeds)
-    assert together == ask([0, 1], 4, seeds[:8]) + ask([2], 4, seeds[8:])
-    assert together == [ids for i in range(12) for ids in ask([i // 4], 1, seeds[i : i + 1])]  # as colocated ones
+    def ask_for_one(prompt: list[int], seed: int) -> list[int]:
+        answer = server.generate(prompts=[prompt], n=1, max_tokens=12, generation_kwargs={"seed": seed})
+        return answer["completion_ids"][0]
+
+    together = ask(transcripts)
+    assert together == ask(transcripts[:8]) + ask(transcripts[8:])
+    assert together == [ask_for_one(prompts[i // 4], seeds[i]) for i in range(12)]  # as colocated ones
     assert len({tuple(ids) for ids in together}) > 8
     unseeded = server.generate(prompts=prompts, n=4, max_tokens=12)["completion_ids"]
     assert unseeded != together

@@ -205,7 +205,6 @@ def expected_memory(
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
         bitwise=bool(settings.get("bitwise_invariant", False)),
         lag=settings.get("rollout_lag") or 0,
-        beside=settings.get("rollout_device") is None,
     )
     return (
         f"Model: {count(sizes.parameters)} parameters, {count(sizes.trained)} trained; saved activations "

@@ -58,7 +58,7 @@ class MemoryLayout:
         checkpointing: gradient checkpointing.
         reference: a reference model of its own is held.
         bitwise: gradient sums of 64-bit integers.
-        lag: rollout batches that are sampled ahead; beside: on the device that trains.
+        lag: rollout batches that are sampled ahead, on the device that trains.
         head_tile: logits that the head computes at a time.
     """
 
@@ -71,7 +71,6 @@ class MemoryLayout:
     reference: bool = False
     bitwise: bool = False
     lag: int = 0
-    beside: bool = True
     head_tile: int = TILE[0] * TILE[1]
 
 
@@ -95,7 +94,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     # one layer in use and the next one being gathered
     gathered = 2 * model.largest_layer * model.compute_bytes if shards_weights else 0
     casts = plain * model.compute_bytes if half and not deepspeed else 0
-    copies = (layout.lag + 1) * width * model.trained if layout.lag and layout.beside else 0
+    copies = (layout.lag + 1) * width * model.trained if layout.lag else 0
     tile = min(layout.tokens * model.vocabulary, layout.head_tile)
     parts = {
         "weights": whole / layout.processes + gathered if shards_weights else whole,
@@ -115,7 +114,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     step = sum(parts[n] for n in ("half-precision copies", "gradients", "bitwise sums", "activations", "logits"))
     # while it generates, TRL gathers the weights of ZeRO-3; FSDP2 does layer by layer
     sampling = parts["key-value cache"] + (whole if layout.engine == "zero3" else 0)
-    if layout.lag and layout.beside:  # both at a time
+    if layout.lag:  # both at a time
         return {**parts, "training": held + step + sampling, "rollout": held + step + sampling}
     return {**parts, "training": held + step, "rollout": held + sampling}
 

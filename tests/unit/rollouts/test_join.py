@@ -13,16 +13,18 @@ import torch
 from grpo_ext.algorithms.advantages import AdvantageRule
 from grpo_ext.batching.prompt_order import RolloutRequest
 from grpo_ext.batching.sizes import StepLayout
-from grpo_ext.errors import PrecisionError, ProcessError, RolloutError
+from grpo_ext.errors import ConfigError, PrecisionError, ProcessError, RolloutError
 from grpo_ext.rollouts import join as module
 from grpo_ext.rollouts.images import ImageSource
-from grpo_ext.rollouts.join import Context, exchange, join
+from grpo_ext.rollouts.join import exchange, join
 from grpo_ext.rollouts.local import LocalRollout, Terms
 from grpo_ext.rollouts.transcript import Transcript
 
 END = 1
-TERMS: Any = SimpleNamespace(weights_F=torch.ones(1))  # those of a part count
-CONTEXT = Context(TERMS, 2, AdvantageRule(), ImageSource())
+TERMS: Any = SimpleNamespace(
+    num_generations=2, rule=AdvantageRule(), weights_F=torch.ones(1), masks_truncated=False, ratios=None, ends={END}
+)
+TERMS.logs_images, TERMS.masked = False, partial(Terms.masked, TERMS)
 
 
 def part(
@@ -34,9 +36,7 @@ def part(
     """Groups of two, of prompts whose rewards are their numbers and half a point more."""
     layout = StepLayout(0, 0, 0, range(4), range(8))
     numbers = range(min(prompts, default=0), max(prompts, default=-1) + 1)
-    terms: Any = SimpleNamespace(masks_truncated=False, ratios=None, ends={END})
-    terms.masked = partial(Terms.masked, terms)
-    local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), terms, failure=failure)
+    local = LocalRollout(RolloutRequest(0, layout, numbers, not prompts, 2), TERMS, failure=failure)
     for prompt in prompts:
         for copy in range(2):
             row = Transcript({"prompt": f"p{prompt}"}, 0, prompt=f"p{prompt}", prompt_ids=[10 + prompt])
@@ -50,9 +50,9 @@ def part(
 
 def joined(monkeypatch: Any, parts: Sequence[LocalRollout], rank: int = 0) -> Any:
     """As the process `rank` of several sees it."""
-    shares = [module._share(local, CONTEXT) for local in parts]
+    shares = [module._share(local, ImageSource()) for local in parts]
     monkeypatch.setattr(module, "gather_lists", lambda own: shares)
-    return join(exchange(parts[rank], CONTEXT), CONTEXT, rank)
+    return join(exchange(parts[rank], ImageSource()), TERMS, rank)
 
 
 def test_the_rows_of_all_processes_stand_in_global_order_whoever_has_how_many(monkeypatch):
@@ -101,6 +101,13 @@ def test_a_failure_of_a_process_is_an_error_on_every_process(monkeypatch, failur
     with pytest.raises(type(failure)) as caught:
         joined(monkeypatch, parts, 1)
     assert caught.value is failure
+
+
+def test_models_that_run_different_forwards_are_refused(monkeypatch):
+    parts = [part([0]), part([1])]
+    parts[0].forms, parts[1].forms = ("packed",), ("padded",)
+    with pytest.raises(ConfigError, match="processes disagree on how completions run"):
+        joined(monkeypatch, parts)
 
 
 def test_rewards_of_another_number_of_rows_are_refused(monkeypatch):

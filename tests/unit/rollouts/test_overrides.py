@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grpo_ext.rollouts.images import ImageSource
 from grpo_ext.rollouts.local import Hooks
 from grpo_ext.rollouts.overrides import OverriddenWorker
 from grpo_ext.rollouts.transcript import Transcript
@@ -20,12 +21,11 @@ def test_where_a_forward_is_a_collective_a_process_without_rows_samples_with_the
         asked.append(len(transcripts))
         return []
 
-    settings = SimpleNamespace(sharded=True, filler=7)
-    engine = SimpleNamespace(generate=generate)
-    parts: Any = SimpleNamespace(settings=settings, engine=engine, shards_vision=False)
     terms = SimpleNamespace(hooks=Hooks(turn=pytest.fail), generation_config=object())
     local: Any = SimpleNamespace(request=SimpleNamespace(empty=empty, num_generations=2), terms=terms)
-    worker = OverriddenWorker(parts, accelerator=None, begun=list)  # type: ignore[arg-type]
+    worker = OverriddenWorker.__new__(OverriddenWorker)
+    worker.settings, worker.images = SimpleNamespace(sharded=True, filler=7), ImageSource()  # type: ignore[assignment]
+    worker.engine = SimpleNamespace(generate=generate)
     sampled = worker.sample_turn(local, [Transcript({}, 0) for _ in range(rows)])
     assert asked == [0]
     assert sampled == [([7], None)] * rows

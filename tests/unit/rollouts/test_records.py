@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from grpo_ext.algorithms.advantages import AdvantageRule
+from grpo_ext.algorithms.importance import RatioRule
 from grpo_ext.rewards.calls import RewardCall
-from grpo_ext.rollouts.images import ImageSource
-from grpo_ext.rollouts.join import Context, Entry, Round
+from grpo_ext.rollouts.batch import RolloutBatch
+from grpo_ext.rollouts.join import Entry, Round
+from grpo_ext.rollouts.ragged import Ragged
 from grpo_ext.rollouts.records import rollout_metrics
 from tests.support.batches import batch_of_rows
 
@@ -28,11 +31,13 @@ def a_round(rewards: list[float], tokens: list[int], truncated: list[bool], call
     return Round(batch, columns, torch.zeros(len(entries)), entries, [logged], range(len(entries)))
 
 
-def logged(rounds: list[Round]) -> dict[str, float]:
+def logged(rounds: list[Round], ratios: RatioRule | None = None) -> dict[str, float]:
     values = defaultdict(list)
-    terms: Any = SimpleNamespace(rewards=SimpleNamespace(names=["f"]), weights_F=torch.ones(1), ratios=None)
-    context = Context(terms, 2, AdvantageRule(), ImageSource())
-    for name, value in rollout_metrics(rounds, context, with_tools=True):
+    rewards = SimpleNamespace(names=["f"])
+    terms: Any = SimpleNamespace(
+        num_generations=2, rewards=rewards, weights_F=torch.ones(1), rule=AdvantageRule(), ratios=ratios
+    )
+    for name, value in rollout_metrics(rounds, terms, with_tools=True):
         values[name].append(value)
     assert all(len(entries) == 1 for entries in values.values())
     return {name: value for name, (value,) in values.items()}
@@ -54,9 +59,22 @@ def test_rounds_count_by_their_completions():
     assert logged([first])["reward"] == 0.75
 
 
-def test_a_round_in_which_nothing_ended_says_nothing_of_the_lengths_of_what_ended():
-    ended = a_round([1.0, 0.0], [5, 7], [False, False], 0, 0)
-    cut = a_round([1.0, 0.0], [1, 1], [True, True], 0, 0)
-    assert logged([ended, cut])["completions/min_terminated_length"] == 5.0
-    assert logged([cut])["completions/min_terminated_length"] == 0.0
-    assert logged([cut])["tools/failure_frequency"] == 0.0
+def by_vllm(old: list[float], sampled: list[float], ratios: list[float], mask: list[int]) -> Round:
+    """A round of one group; of its two completions the second is masked out."""
+    rows = [(values, [0.0] * len(values)) for values in (old, sampled, ratios)]
+    names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+    columns: Any = {name: Ragged.of(list(map(torch.tensor, row))) for name, row in zip(names, rows)}
+    masks, advantages = Ragged.of([torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long)]), torch.zeros(2)
+    tokens = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), masks)
+    batch = RolloutBatch.of_columns({**columns, **tokens, "advantages": advantages}, 2)
+    return Round(batch, torch.zeros(2, 1), advantages, [Entry("p", "c", None, 1, 1, False)] * 2, [], range(2))
+
+
+def test_how_far_vllm_is_from_the_trainer_is_a_mean_over_the_tokens_of_all_rounds():
+    first = by_vllm([-1.0, -2.0, -3.0], [-1.5, -2.0, math.nan], [1.5, 1.0, 1.0], [1, 1, 1])
+    second = by_vllm([-1.0, -9.0], [-3.0, -1.0], [0.5, 9.0], [1, 0])
+    values = logged([first, second], RatioRule("token_mask", None, None))
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(2.5 / 3)
+    assert values["sampling/sampling_logp_difference/max"] == 2.0
+    ratios = [values[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+    assert ratios == [0.5, 1.0, 1.5]

@@ -27,7 +27,7 @@ def test_what_is_right_goes_through_as_it_is():
     assert call(more) == more
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_tensors_and_arrays_become_plain_numbers(kind):
     mask = [[True, False], [1.0, 1.0]]
     given = {**GOOD, "completion_ids": kind([[5, 1], [6, 1]]), "logprobs": kind([[-1, -2], [-1, -2]]), "env_mask": mask}
@@ -47,9 +47,7 @@ def test_a_mask_that_is_none_is_no_mask():
     [
         (None, "a NoneType in the place of a dictionary"),
         ({"prompt_ids": [[3], [4]]}, "no completion_ids, logprobs"),
-        ({**GOOD, "completion_ids": None}, "no completion_ids"),
         ({**GOOD, "completion_ids": [[5, 1]]}, "1 completion_ids for 2 prompts"),
-        ({**GOOD, "score": [1.0]}, "1 score for 2 prompts"),
         ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens of prompt or completion in row 1"),
         ({**GOOD, "logprobs": [[-1.0], [-1.0, -1.0]]}, "1 logprobs for the 2 tokens of completion 0"),
         ({**GOOD, "env_mask": [[1, 1], [1]]}, "1 env_mask for the 2 tokens of completion 1"),
@@ -66,7 +64,10 @@ def test_log_probabilities_may_be_needed():
 
 
 def test_where_generation_is_a_collective_processes_need_as_many_prompts():
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server")
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=2)
+    assert why_equal(args, sharded=False) is None  # every process sends its own
+    assert str(why_equal(args, sharded=False, rollout_func=True)).startswith("vLLM cuts")
+    args.vllm_mode = "colocate"
     assert str(why_equal(args, sharded=False)).startswith("vLLM cuts")
     args.use_vllm = False
     assert why_equal(args, sharded=False) is None

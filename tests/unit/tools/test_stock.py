@@ -25,7 +25,7 @@ LAYOUT = {
     *("skip_zero_contribution", "compact_rollouts", "bitwise_invariant", "canonical_unit_size", "bitwise_threads"),
     *("allow_changed_on_resume", "reward_workers", "reward_timeout", "reward_retries", "reward_on_failure"),
     *("tool_timeout", "allow_split_dependent", "eval_pass_threshold", "eval_pass_reward"),
-    *("dynamic_sampling_max_rounds", "rollout_threads", "rollout_device"),  # without effect alone
+    "dynamic_sampling_max_rounds",  # without effect alone
 }
 
 
