@@ -347,7 +347,7 @@ class Rollouts:
         local = self._rewarded or LocalRollout(self._request(len(columns[1]), context.num_generations), context.terms)
         if local.request.empty:
             columns = ([], [], [], [])
-        rewards_BF, calls = self.worker.score_rewards(local, *columns)
+        rewards_BF, calls = self.worker.compute_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
         if self._rewarded is None:  # called by other code of the user, which logs where TRL's methods do
             metrics, extra = context.terms.pending

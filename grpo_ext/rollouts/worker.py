@@ -169,13 +169,13 @@ class RolloutWorker:
         if local.terms.hooks.rewards:
             return
         with self.parts.clock.phase("rewards"):
-            local.rewards_BF, calls = self.score_rewards(local, *reward_columns(local.counted))
+            local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.counted))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.parts.settings.sharded and not local.counted:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
                 self.parts.rewards.join_remaining_forwards(local.terms.rewards, filler)
 
-    def score_rewards(
+    def compute_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
@@ -184,7 +184,7 @@ class RolloutWorker:
         retired = self.parts.environments.retired
         reward_rows = RewardRows(rows, prompts, completions, ids, acting or None, retired, local.first, chunk)
         with self.parts.rewards.profile("_calculate_rewards"):
-            return self.parts.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
+            return self.parts.rewards.compute(terms.rewards, reward_rows, terms.state, terms.recorders)
 
 
 def token_rows(transcripts: Sequence[Transcript], terms: Terms, parts: Parts) -> TokenRows:

@@ -1,7 +1,7 @@
 """What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
 
-A run may resume with another number of processes, another micro-batch or on another machine. With another seed, batch,
-loss, data set or model it would be another run, which is refused before training.
+A run may resume with another number of processes, with another micro-batch size or on another machine. With another
+seed, batch, loss, data set or model it would be another run, which is refused before training.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ _EXTENSIONS = (
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+_SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
 _PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
@@ -207,16 +208,14 @@ def model_fingerprint(
 
 
 def config_fingerprint(config: Any) -> dict[str, Any] | None:
-    """A model's configuration without `_NOT_COMPUTED`; None where it has none."""
-    if not hasattr(config, "to_dict"):
-        return None
+    """A model's configuration without `_NOT_COMPUTED`, at any depth; None where it has none."""
+    return _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None
 
-    def computed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
-        return value
 
-    return computed(_plain(config.to_dict()))
+def _computed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
+    return value
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
@@ -297,14 +296,16 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - _OPTIMIZER
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
     if saved["settings"].pop("packed_forward", True) is False:  # one of config.REMOVED_SETTINGS
         saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
-    fixed = sorted(changes.keys() & _OPTIMIZER)
+    fixed = changes.keys() & _OPTIMIZER
+    if not _SAME_STATE.issuperset(changes.get("optim", ())):
+        fixed |= {"optim"}
+    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
         lines = "\n".join(
@@ -312,15 +313,16 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
             for name, values in refused.items()
             for part, old, new in differences(name, *values)
         )
-        free = changes.keys() - _OPTIMIZER
-        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in free})
         remedy = "Put these back, or start a new run"
         if fixed:
-            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {', '.join(fixed)}"
-        if refused.keys() - _OPTIMIZER:
+            names = ", ".join(sorted(fixed))
+            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {names}"
+        if refused.keys() - fixed:
+            meant = changes.keys() - fixed
+            allow = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in meant})
             remedy += (
-                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
-                f"option: --allow_changed_on_resume {' '.join(names)})"
+                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={allow} (as an "
+                f"option: --allow_changed_on_resume {' '.join(allow)})"
             )
         raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")
     return changes

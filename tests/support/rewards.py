@@ -56,6 +56,6 @@ def score(
     rows = RewardRows(inputs, list("pqrst"), list(completions), ids, environments, first=20, chunk=chunk)
     with running_loop() as loop:
         runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
-        rewards_BF, calls = runner.score(functions_of(functions), rows, state, recorders)
+        rewards_BF, calls = runner.compute(functions_of(functions), rows, state, recorders)
     rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
     return rewards, sorted(calls, key=lambda call: (call.first, call.number))

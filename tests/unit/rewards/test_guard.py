@@ -53,8 +53,8 @@ def asynchronous(result) -> Callable:
 
 def call(function: Callable, faults: Faults = STRICT, **columns: Any) -> list[float | None]:
     keywords = {"prompts": PROMPTS, "completions": COMPLETIONS, **columns}
-    guarded = GuardedCall(function, "graded", 0, 0, keywords, {}, faults)
-    return (asyncio.run(guarded.score_later()) if is_async(function) else guarded.score())[0]
+    guarded = GuardedCall(function, RewardCall("graded", 0, 0, len(COMPLETIONS)), keywords, {}, faults)
+    return (asyncio.run(guarded.run_async()) if is_async(function) else guarded.run())[0]
 
 
 BOTH = pytest.mark.parametrize("kind", [synchronous, asynchronous], ids=["sync", "async"])

@@ -435,8 +435,8 @@ SCRIPT = """
     runner = RewardRunner(torch.device("cpu"), workers=workers)
     rows = RewardRows([{}], ["p"], ["a"], [[1]])
     fine, stuck = (RewardFunctions([f], [f.__name__], [None]) for f in (graded, hangs))
-    print(runner.score(fine, rows, None)[0].tolist(), flush=True)
-    threading.Thread(target=runner.score, args=(stuck, rows, None), daemon=True).start()
+    print(runner.compute(fine, rows, None)[0].tolist(), flush=True)
+    threading.Thread(target=runner.compute, args=(stuck, rows, None), daemon=True).start()
     while not os.path.exists(sys.argv[1]) or open(sys.argv[1]).read().count(" ") < 1:
         time.sleep(0.02)
 """

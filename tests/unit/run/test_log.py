@@ -90,14 +90,6 @@ def test_a_resume_drops_the_lines_of_later_steps(tmp_path):
     assert len(lines(tmp_path)) == 6, "the log is only ever added to"
 
 
-def test_a_resume_in_a_log_of_an_older_version_is_read(tmp_path):
-    rows = [{"step": step, "values": {"reward": step}} for step in (1, 2)]
-    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"resumed_from": 1}, rows[1]])
-    (tmp_path / LOG).write_text(text)
-    run = read_log(tmp_path / LOG)
-    assert ([entry["step"] for entry in run.entries], run.resumed_from, run.unreadable) == ([1, 2], [1], 0)
-
-
 def test_seconds_of_all_starts_are_added_up(tmp_path):
     rows = [{"step": 1, "time": 5.0}, {"step": 2, "time": 9.0}, {"step": 1, "start": {}}, {"step": 2, "time": 3.0}]
     text = "".join(json.dumps({"values": {}} | row if "time" in row else row) + "\n" for row in rows)
