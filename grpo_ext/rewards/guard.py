@@ -38,6 +38,7 @@ from .worker import RemoteError, as_list
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
 ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
+Execute = Callable[["GuardedCall", RewardCall], Any]  # makes one attempt, which logs into the record
 
 
 def _short(value: Any) -> str:
@@ -137,6 +138,12 @@ class Faults:
 STRICT = Faults()
 
 
+def execute_here(call: GuardedCall, record: RewardCall) -> Any:
+    """Call a synchronous function in this process."""
+    keywords = {**call.keywords, **call.recorders_of(record)}
+    return in_time(lambda: as_list(call.function(**keywords)), call.faults.timeout, "reward_timeout")
+
+
 @dataclass(frozen=True)
 class GuardedCall:
     """A call of a reward function for one chunk of completions.
@@ -155,15 +162,11 @@ class GuardedCall:
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     faults: Faults = STRICT
 
-    def run(
-        self,
-        execute: Callable[[GuardedCall, RewardCall], Any] | None = None,
-        ended: threading.Event | None = None,
-    ) -> ChunkRewards:
+    def run(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ChunkRewards:
         """The rewards of a synchronous function, and what it logged.
 
         Args:
-            execute: makes an attempt that logs into a record; default: in this process.
+            execute: calls the function, here or in another process.
             ended: once it is set, no further attempt is made.
 
         Raises:
@@ -171,39 +174,38 @@ class GuardedCall:
             ConfigError: the function cannot be loaded in the other process; no attempt would succeed.
         """
         ended = ended or threading.Event()
-
-        def attempt() -> tuple[Any, RewardCall]:
-            record = self._empty_record()
-            return (execute or _execute_here)(self, record), record
-
         try:
-            result = Retrying(sleep=sleep_using_event(ended), **self._retry_policy(ended))(attempt)
+            for attempt in Retrying(sleep=sleep_using_event(ended), **self._retry_policy(ended)):
+                with attempt:
+                    record = self._empty_record()
+                    rewards = execute(self, record)
         except ConfigError as error:
             raise ConfigError(f"reward function '{self.record.function}' {error}") from error
         except Exception as error:
             if ended.is_set():
                 raise
             return self._failed(error)
-        return self._checked(*result)
+        return self._checked(rewards, record)
 
     async def run_async(self) -> ChunkRewards:
         """As `run`, for an asynchronous function, on the running loop."""
-
-        async def attempt() -> tuple[Any, RewardCall]:
-            record = self._empty_record()
-            answer = self.function(**self.keywords, **self.recorders_of(record))
-            try:
-                return await asyncio.wait_for(answer, self.faults.timeout), record
-            except asyncio.TimeoutError as error:
-                if str(error):  # raised by the function
-                    raise
-                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
-
         try:
-            result: tuple[Any, RewardCall] = await AsyncRetrying(**self._retry_policy(threading.Event()))(attempt)
+            async for attempt in AsyncRetrying(**self._retry_policy(threading.Event())):
+                with attempt:
+                    record = self._empty_record()
+                    rewards = await self._execute_async(record)
         except Exception as error:
             return self._failed(error)
-        return self._checked(*result)
+        return self._checked(rewards, record)
+
+    async def _execute_async(self, record: RewardCall) -> Any:
+        answer = self.function(**self.keywords, **self.recorders_of(record))
+        try:
+            return await asyncio.wait_for(answer, self.faults.timeout)
+        except asyncio.TimeoutError as error:
+            if str(error):  # raised by the function
+                raise
+            raise CallTimeout(self.faults.timeout, "reward_timeout") from None
 
     def recorders_of(self, record: RewardCall) -> dict[str, Callable[..., None]]:
         """The `log_metric` and `log_extra` of an attempt."""
@@ -242,11 +244,6 @@ class GuardedCall:
         rows = self.record.rows
         logger.warning(f"{self._failure(error)}; its {rows} completions get None from it (reward_on_failure='none').")
         return [None] * rows, self._empty_record()
-
-
-def _execute_here(call: GuardedCall, record: RewardCall) -> Any:
-    keywords = {**call.keywords, **call.recorders_of(record)}
-    return in_time(lambda: as_list(call.function(**keywords)), call.faults.timeout, "reward_timeout")
 
 
 def _described(error: BaseException | None) -> str:

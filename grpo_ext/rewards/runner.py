@@ -157,9 +157,10 @@ class RewardRunner:
             for number, function in enumerate(sources.functions):
                 if isinstance(function, nn.Module):
                     started[number] = [partial(self._run_model, sources, number, rows)]
+                elif self.workers is not None and not is_async(function):
+                    started[number] = [self.workers.submit(call).result for call in calls[number]]
                 elif not is_async(function):
-                    workers = self.workers
-                    started[number] = [c.run if workers is None else workers.submit(c).result for c in calls[number]]
+                    started[number] = [call.run for call in calls[number]]
             for number, chunks in started.items():
                 with self.profile(sources.names[number]):
                     results[number] = [result() for result in chunks]

@@ -115,7 +115,7 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     """Length, columns and a hash of the rows of a data set; None for a stream.
 
-    At most 100,000 rows are read, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
+    Reads at most 100,000 rows, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
@@ -230,7 +230,7 @@ def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
-    """A hash of the vocabulary and the chat template; None for what is no tokenizer."""
+    """A hash of the vocabulary and the chat template; None without a vocabulary."""
     if not hasattr(processing_class, "get_vocab"):
         return None
     content = [sorted(processing_class.get_vocab().items()), getattr(processing_class, "chat_template", None)]
@@ -258,9 +258,9 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as `name: (saved, current)`; of the model as `model.part`.
+    """What differs, as `name: (saved, current)`; parts of the model have names like `model.config`.
 
-    Names that only one of the two fingerprints has are not compared: another version wrote it.
+    Names that only one of the two fingerprints has are not compared, because another version wrote it.
     """
     common = (saved.get("data") or {}).keys() & (current.get("data") or {}).keys()
 
@@ -275,12 +275,14 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
-def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """The parts in which two values differ: name, old, new."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [(name, old, new)]
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return [part for key in keys for part in differences(f"{name}.{key}", old.get(key), new.get(key))]
+def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """The parts in which changed values differ: name, old, new."""
+    for name, (old, new) in changes.items():
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            yield from differences({f"{name}.{key}": (old.get(key), new.get(key)) for key in keys})
+        else:
+            yield name, old, new
 
 
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
@@ -310,8 +312,7 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
     if refused:
         lines = "\n".join(
             f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
-            for name, values in refused.items()
-            for part, old, new in differences(name, *values)
+            for part, old, new in differences(refused)
         )
         remedy = "Put these back, or start a new run"
         if fixed:

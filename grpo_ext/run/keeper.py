@@ -160,7 +160,7 @@ class RunKeeper(TrainerCallback):
             _refuse_other_shards(checkpoint, listing.get("processes"), accelerator.num_processes)
         allowed = self.args.allow_changed_on_resume or ()
         changes = from_main_process(accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
-        for part, old, new in (part for name, values in changes.items() for part in differences(name, *values)):
+        for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
