@@ -147,8 +147,8 @@ def why_not_resumable(folder: str | Path) -> str | None:
     root = Path(folder)
     if (reason := why_broken(root)) is not None or any(root.glob("global_step*")):
         return reason
-    missing = [] if any(root.glob("*optimizer*")) else ["optimizer state"]
-    missing += [] if (root / "scheduler.pt").is_file() else ["learning-rate schedule"]
+    files = {"optimizer state": "*optimizer*", "learning-rate schedule": "scheduler.pt"}
+    missing = [what for what, pattern in files.items() if not any(root.glob(pattern))]
     if not missing:
         return None
     return (

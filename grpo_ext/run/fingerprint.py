@@ -68,7 +68,7 @@ KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_a
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
-_PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
+_PARTS = ("data", "tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -262,12 +262,9 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
 
     Names that only one of the two fingerprints has are not compared, because another version wrote it.
     """
-    common = (saved.get("data") or {}).keys() & (current.get("data") or {}).keys()
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        data = fingerprint.get("data")
         parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
-        parts["data"] = {name: data[name] for name in common} if data is not None and common else data
         model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
         return parts | model | fingerprint["settings"]
 

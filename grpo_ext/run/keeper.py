@@ -198,17 +198,15 @@ class RunKeeper(TrainerCallback):
     def running(self, checkpoint: str | None) -> Iterator[None]:
         """Inside, a run: signals stop it after a step. Its plan is printed; its start and end are logged."""
         plan = self.announce()
+        end: dict[str, Any] = {"ended": "failed"}
         with contextlib.ExitStack() as ending, self.watch.listening():
             ending.callback(self._tell_callbacks)
-            if not self.args.should_save:
-                yield
-                return
-            self._log_start(checkpoint, plan)
-            end: dict[str, Any] = {"ended": "failed"}
+            if self.args.should_save:
+                self._log_start(checkpoint, plan)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
-                if not self.sharded:
+                if self.args.should_save and not self.sharded:
                     hashes = state_hashes(self.accelerator.unwrap_model(self.trainer.model), optimizer=None)
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()

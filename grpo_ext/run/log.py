@@ -171,11 +171,7 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value as strict JSON: None for a number that is not finite, the text of what is no number."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+    """A logged value as strict JSON: None for a number that is not finite, the text of what is not a number."""
     if value is None or isinstance(value, (str, int)):
         return value
     try:

@@ -123,21 +123,7 @@ def test_numbers_of_every_kind_and_none_pass(rewards, expected):
 # ---- Calls by chunks, and what they log -----------------------------------------------------------------------------
 
 
-def three_kinds(function: Callable) -> list[Callable]:
-    """The function as it is, asynchronous, and as a generator."""
-
-    async def later(**kwargs):
-        await asyncio.sleep(0)
-        return function(**kwargs)
-
-    def yielding(**kwargs):
-        yield from function(**kwargs)
-
-    return [function, later, yielding]
-
-
-@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
-def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion(kind):
+def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_each_completion():
     seen = []
 
     def graded(completions, **kwargs):
@@ -145,7 +131,7 @@ def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_
         return [len(c) for c in completions]
 
     settings = {"environments": list("vwxyz"), "state": [0, 1, 2, 3, 4]}
-    rewards, calls = score([graded, three_kinds(graded)[kind]], level=[1, 2, 3, 4, 5], **settings)
+    rewards, calls = score([graded, graded], level=[1, 2, 3, 4, 5], **settings)
     assert rewards == [[1, 2, 3, 4, 5]] * 2
     for chunks in (seen[:3], seen[3:]):
         assert [chunk["completions"] for chunk in chunks] == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
@@ -156,8 +142,8 @@ def test_a_share_is_scored_chunk_by_chunk_with_everything_that_has_an_entry_for_
     assert places == [(20, 2, 0), (20, 2, 1), (22, 2, 0), (22, 2, 1), (24, 1, 0), (24, 1, 1)]
 
 
-@pytest.mark.parametrize("kind", range(3), ids=["sync", "async", "generator"])
-def test_what_a_failed_try_logged_does_not_count(kind):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_failed_try_logged_does_not_count(asynchronous):
     tries: list[str] = []
 
     def graded(completions, log_metric, **kwargs):
@@ -167,7 +153,10 @@ def test_what_a_failed_try_logged_does_not_count(kind):
             raise ConnectionError
         return [0.0] * len(completions)
 
-    _, calls = score([three_kinds(graded)[kind]], faults=Faults(timeout=5.0 if kind != 1 else None, retries=1))
+    async def later(**kwargs):
+        return graded(**kwargs)
+
+    _, calls = score([later if asynchronous else graded], faults=Faults(retries=1))
     assert len(tries) == 4
     assert len([value for call in calls for _, value in call.metrics]) == 3
 

@@ -81,19 +81,6 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
             assert score(kinds_of_functions(), workers, state=state) == here
 
 
-def test_recorders_of_the_users_own_are_called_in_the_training_process():
-    logged: list[Any] = []
-
-    def graded(completions, log_metric, **kwargs):
-        log_metric("n", len(completions))
-        return [0.0] * len(completions)
-
-    with working() as workers:
-        _, calls = score([graded], workers, recorders={"log_metric": lambda *args: logged.append(args)})
-    assert logged == [("n", 2), ("n", 2), ("n", 1)]
-    assert not any(call.metrics for call in calls)
-
-
 def test_chunks_of_all_functions_run_concurrently(tmp_path):
     def meets(mine: str, other: str) -> Callable[..., Any]:
         def graded(completions, **kwargs):
@@ -161,13 +148,9 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
         monkeypatch.setenv(name, "4")
     logged: list[Any] = []
     with working() as workers:
-        score(
-            [found],
-            workers,
-            chunk=None,
-            state=TrainerState(),
-            recorders={"log_extra": lambda _, values: logged.append(values)},
-        )
+        recorders = {"log_extra": lambda _, values: logged.append(values)}  # the user's: called in this process
+        _, calls = score([found], workers, chunk=None, state=TrainerState(), recorders=recorders)
+    assert calls[0].columns == {}
     variables, modules, stdin, state = logged[0]
     assert variables == ["1", "", None, None, "4"]
     assert modules == [False, False, False]

@@ -28,8 +28,10 @@ def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
         return take_folder(str(tmp_path / "out"), in_place=False)
 
     with ThreadPoolExecutor(4) as threads:
-        folders = [folder for folder, _ in threads.map(take, range(4))]
-    assert sorted(folders) == [str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")]
+        taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
+    assert sorted(folder for folder, _ in taken) == [
+        str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
+    ]
 
 
 def test_a_folder_that_was_released_is_taken_again(tmp_path):
