@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError
-from ..runtime.collectives import from_main_process
 
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
@@ -175,8 +173,8 @@ def is_path(wanted: str | bool | None) -> bool:
     return isinstance(wanted, str) and wanted not in ("latest", "auto")
 
 
-def find_checkpoint(wanted: str | bool | None, folder: str, accelerator: Accelerator) -> str | None:
-    """The checkpoint to resume from, found and verified on the main process; None for a new run.
+def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
+    """The checkpoint to resume from, verified; None for a new run.
 
     Args:
         wanted: a path; "latest" or True; "auto"; None or False.
@@ -185,29 +183,24 @@ def find_checkpoint(wanted: str | bool | None, folder: str, accelerator: Acceler
     Raises:
         CheckpointError: it is broken, or there is none.
     """
-    if not wanted:
+    if not wanted or (wanted == "auto" and not checkpoints(folder)):
         return None
-
-    def find() -> tuple[str | None, str | None, list[str]]:
-        if wanted == "auto" and not checkpoints(folder):
-            return None, None, []
-        if is_path(wanted):
-            return str(wanted), why_not_resumable(str(wanted)), []
+    if is_path(wanted):
+        reason = why_not_resumable(str(wanted))
+    else:
         newest, skipped = newest_whole(folder, why_not_resumable)
-        if newest is None:
-            return None, f"{folder} holds no whole checkpoint: {'; '.join(skipped) or 'it has none'}", []
-        return str(newest), None, skipped
-
-    path, reason, skipped = from_main_process(accelerator, find)
-    for sentence in skipped:
-        logger.warning(f"Skipped a checkpoint: {sentence}.")
+        if newest is not None:
+            for sentence in skipped:
+                logger.warning(f"Skipped a checkpoint: {sentence}.")
+            return str(newest)
+        reason = f"{folder} holds no whole checkpoint: {'; '.join(skipped) or 'it has none'}"
     if reason is not None:
         raise CheckpointError(
             f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
             "whole checkpoint of output_dir, 'auto' for that or a new run where there is none, or leave it out to "
             "start anew."
         )
-    return path
+    return str(wanted)
 
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:

@@ -117,18 +117,19 @@ class RunKeeper(TrainerCallback):
         vars(self).pop("fingerprint", None)
         self.resumed, self._run_state = TrainerState(), None
         output_dir = str(self.args.output_dir)
-        checkpoint = find_checkpoint(wanted, output_dir, self.accelerator) if is_path(wanted) else None
 
-        def take() -> tuple[str, bool, str]:
+        def take() -> tuple[str, str | None, bool, str]:
+            checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
             root = Path(output_dir).resolve()
-            resumes_here = root == (Path(str(wanted)).resolve().parent if is_path(wanted) else root)
-            in_place = bool(wanted) and resumes_here and bool(checkpoints(root))
+            resumes_here = bool(wanted) if checkpoint is None else Path(checkpoint).resolve().parent == root
+            in_place = resumes_here and bool(checkpoints(root))
             folder, self._lock = take_folder(output_dir, in_place)
-            return folder, in_place, f"{os.getpid()}-{secrets.token_hex(4)}"
+            if not is_path(wanted):  # the newest one once the folder is locked
+                checkpoint = find_checkpoint(wanted, output_dir)
+            return folder, checkpoint, in_place, f"{os.getpid()}-{secrets.token_hex(4)}"
 
-        folder, in_place, self._writer = from_main_process(self.accelerator, take)
-        if not is_path(wanted):  # the newest one once the folder is locked
-            checkpoint = find_checkpoint(wanted, output_dir, self.accelerator)
+        checkpoint: str | None
+        folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             self._read(checkpoint)
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its own arguments
