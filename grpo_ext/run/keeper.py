@@ -52,7 +52,7 @@ logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):
-    """See the module.
+    """Begins, logs and ends runs, and writes their checkpoints.
 
     Args:
         trainer: owns this object.

@@ -28,7 +28,7 @@ WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 @dataclass
 class RunState:
-    """See the module.
+    """What a checkpoint holds beside model, optimizer and scheduler.
 
     Attributes:
         rollout: the scored rollout batch that is being trained on.
@@ -39,8 +39,8 @@ class RunState:
         losses: of every step so far.
         entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those in the configuration.
-        waiting: rollout batches that are being sampled (`rollout_lag`): the optimizer step, from 0, that each is for
-            first, and the weights that sample it, one object for all that the same weights sample.
+        waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
+            trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
     """
 
