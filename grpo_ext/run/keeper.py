@@ -21,6 +21,7 @@ from typing import Any
 import trl
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -45,7 +46,7 @@ from .checkpoint import (
 from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .log import RunLog
-from .output_folder import FileLock, take_folder
+from .output_folder import take_folder
 from .state import RunState, load_reference, save_reference
 
 logger = get_logger(__name__)
