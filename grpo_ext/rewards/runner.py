@@ -161,9 +161,9 @@ class RewardRunner:
                     started[number] = [self.workers.submit(call).result for call in calls[number]]
                 elif not is_async(function):
                     started[number] = [call.run for call in calls[number]]
-            for number, chunks in started.items():
+            for number, waiting in started.items():
                 with self.profile(sources.names[number]):
-                    results[number] = [result() for result in chunks]
+                    results[number] = [result() for result in waiting]
         except BaseException:
             if self.workers is not None:  # the first chunk that fails for good ends the others
                 self.workers.kill()
