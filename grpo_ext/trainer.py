@@ -433,7 +433,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._rollouts.forget_rollout()
         self._losses, self._rollouts.waiting = [], ()
         with contextlib.ExitStack() as ending:
-            ending.callback(self._keeper.folder.release)
+            ending.callback(self._keeper.release_folder)
             ending.callback(self._rollouts.end_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             warn_before_training(self, self._uncovered)
@@ -462,7 +462,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers', without its warning that the micro-batch size differs; says where a resumed run goes on."""
-        size = self._keeper.resumed.micro_batch_size or self.args.per_device_train_batch_size
+        size = (self._keeper.resumed.train_batch_size or self.args.train_batch_size) // max(1, self.args.n_gpu)
         with assigned(self.args, per_device_train_batch_size=size):
             place = super()._init_training_state(*args, **kwargs)
         if self.state.global_step:

@@ -1,4 +1,4 @@
-"""Records of what reward functions log (`log_metric`, `log_extra`), one for each call.
+"""Records of what reward functions log with `log_metric` and `log_extra`, one for each call.
 
 Differs from TRL, which calls a function with the rows of a process: a call holds the same completions for every number
 of processes, so its metrics and columns are the same too. rewards.guard fills the records, `join` gathers them, and
@@ -61,7 +61,7 @@ def metrics_of(calls: Sequence[RewardCall]) -> dict[str, list[float]]:
 def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
     """Columns of the completions table with one entry for each of `rows` completions, None where none was logged.
 
-    Of several functions that log one column for a completion, the last counts.
+    Where several functions log the same column, the last one counts.
     """
     table: dict[str, list[Any]] = {}
     for call in calls:

@@ -1,14 +1,15 @@
-"""Calls of reward functions, bounded in time, tried again and checked.
+"""One call of a reward function: bounded in time, retried and checked.
 
 Differs from TRL: NaN, infinity and non-numbers are errors that name the function, the row and the value, instead of
-silent zeros; `None` stays "does not apply"; a call that hangs or fails can be ended and made again. Used by
-rewards.runner.
+silent zeros; `None` stays "does not apply"; a call that hangs or fails can be ended and retried. Used by
+rewards.runner; rollouts bound tools and environments by `in_time`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,8 @@ from .worker import RemoteError, as_list
 
 logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
-ScoredChunk = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
-# calls a function with keywords and a limit in seconds; the second argument is the record of the call
-Execute = Callable[[Callable[..., Any], RewardCall, dict[str, Any], float | None], Any]
+ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
+Execute = Callable[["GuardedCall", RewardCall], Any]  # makes one attempt, which logs into the record
 
 
 def _short(value: Any) -> str:
@@ -49,7 +49,7 @@ def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: 
     """The rewards as floats or `None`.
 
     Raises:
-        RewardError: not a sequence, the wrong number of values, or a value that is no finite number.
+        RewardError: not a sequence, the wrong number of values, or a value that is not a finite number.
     """
     try:
         values = list(rewards)
@@ -75,62 +75,11 @@ def check_rewards(name: str, rewards: Any, prompts: Sequence[Any], completions: 
 
 
 def _as_float(value: Any) -> float:
-    """The number, or NaN for a value that is no number."""
+    """The number, or NaN for a value that is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
         return math.nan
-
-
-def _described(error: BaseException | None) -> str:
-    return f"{error.kind if isinstance(error, RemoteError) else type(error).__name__}: {error}"
-
-
-def _reward_error(name: str, error: Exception) -> RewardError:
-    remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
-    if _described(error).startswith("TypeError") and "argument" in str(error):
-        remedy = (
-            "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
-            "**kwargs, and ask only for columns the data has."
-        )
-    remedy = getattr(error, "remedy", remedy)
-    return RewardError(f"reward function '{name}' raised {_described(error)}; {remedy}")
-
-
-@dataclass(frozen=True)
-class Faults:
-    """How a reward function that hangs or raises is handled.
-
-    Attributes:
-        timeout: seconds a call may take; None: any time.
-        retries: retries after a call that failed.
-        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
-    """
-
-    timeout: float | None = None
-    retries: int = 0
-    on_failure: str = "error"
-
-    def policy(self, name: str, ended: threading.Event) -> dict[str, Any]:
-        """Arguments of tenacity's retry loops; once `ended` is set, no further attempt is made."""
-
-        def warn(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome is not None else None
-            logger.warning(
-                f"reward function '{name}' failed ({_described(error)}); try {state.attempt_number + 1} of "
-                f"{self.retries + 1} follows."
-            )
-
-        return {
-            "stop": stop_after_attempt(self.retries + 1) | stop_when_event_set(ended),
-            "wait": wait_exponential(multiplier=0.5, max=30),
-            "retry": retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
-            "before_sleep": warn,
-            "reraise": True,
-        }
-
-
-STRICT = Faults()
 
 
 class CallTimeout(TimeoutError):
@@ -146,10 +95,10 @@ class CallTimeout(TimeoutError):
 
 
 def in_time(function: Callable[[], Any], seconds: float | None, setting: str) -> Any:
-    """What `function` returns, within a time.
+    """What `function` returns, within a time limit; None: no limit.
 
     Raises:
-        CallTimeout: it did not return; the thread it ran in is left behind, as no thread can be stopped.
+        CallTimeout: it did not return. Its thread keeps running, because a thread cannot be stopped.
     """
     if seconds is None:
         return function()
@@ -166,14 +115,33 @@ def in_time(function: Callable[[], Any], seconds: float | None, setting: str) ->
     try:
         return future.result(seconds)
     except FutureTimeout:
-        if future.done():  # the function's own
+        if future.done():  # raised by the function
             raise
         raise CallTimeout(seconds, setting) from None
 
 
-def execute_here(function: Callable[..., Any], _: RewardCall, keywords: dict[str, Any], seconds: float | None) -> Any:
-    """Call a synchronous function in this process (`Execute`)."""
-    return in_time(lambda: as_list(function(**keywords)), seconds, "reward_timeout")
+@dataclass(frozen=True)
+class Faults:
+    """How a reward function that hangs or raises is handled.
+
+    Attributes:
+        timeout: seconds a call may take; None: any time.
+        retries: retries after a call that failed.
+        on_failure: after the last one: "error", or "none" for `None` as the reward of every completion of the call.
+    """
+
+    timeout: float | None = None
+    retries: int = 0
+    on_failure: str = "error"
+
+
+STRICT = Faults()
+
+
+def execute_here(call: GuardedCall, record: RewardCall) -> Any:
+    """Call a synchronous function in this process."""
+    keywords = {**call.keywords, **call.recorders_of(record)}
+    return in_time(lambda: as_list(call.function(**keywords)), call.faults.timeout, "reward_timeout")
 
 
 @dataclass(frozen=True)
@@ -181,86 +149,113 @@ class GuardedCall:
     """A call of a reward function for one chunk of completions.
 
     Attributes:
-        function, name, number: the function, its name, its place among the reward functions.
-        first: place of the chunk's first completion in the rollout batch, over all processes.
+        function: the reward function.
+        record: an empty record of the call. Each attempt logs into a copy, so a failed attempt logs nothing.
         keywords: of the call, without recorders.
-        recorders: the user's own `log_metric` and `log_extra`; missing ones record in the `RewardCall`.
+        recorders: the user's overrides of `log_metric` and `log_extra`; missing ones log into the record.
         faults: how a call that hangs or raises is handled.
     """
 
     function: Callable[..., Any]
-    name: str
-    number: int
-    first: int
+    record: RewardCall
     keywords: dict[str, Any]
     recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     faults: Faults = STRICT
 
-    def score(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ScoredChunk:
-        """The rewards of a synchronous function, and what it logged in the attempt that succeeded.
+    def run(self, execute: Execute = execute_here, ended: threading.Event | None = None) -> ChunkRewards:
+        """The rewards of a synchronous function, and what it logged.
 
         Args:
             execute: calls the function, here or in another process.
-            ended: once it is set, the function is not called again.
+            ended: once it is set, no further attempt is made.
 
         Raises:
-            RewardError: the last attempt failed, or what was returned is no reward.
+            RewardError: the last attempt failed, or it returned something that is not a reward.
             ConfigError: the function cannot be loaded in the other process; no attempt would succeed.
         """
         ended = ended or threading.Event()
-
-        def attempt() -> tuple[Any, RewardCall]:
-            record = self._record()
-            return execute(self.function, record, self._keywords(record), self.faults.timeout), record
-
         try:
-            retrying = Retrying(sleep=sleep_using_event(ended), **self.faults.policy(self.name, ended))
-            rewards, record = retrying(attempt)
+            for attempt in Retrying(sleep=sleep_using_event(ended), **self._retry_policy(ended)):
+                with attempt:
+                    record = self._empty_record()
+                    rewards = execute(self, record)
         except ConfigError as error:
-            raise ConfigError(f"reward function '{self.name}' {error}") from error
+            raise ConfigError(f"reward function '{self.record.function}' {error}") from error
         except Exception as error:
             if ended.is_set():
                 raise
             return self._failed(error)
         return self._checked(rewards, record)
 
-    async def score_later(self) -> ScoredChunk:
-        """As `score`, of an asynchronous function, on the running loop."""
-
-        async def attempt() -> tuple[Any, RewardCall]:
-            record = self._record()
-            try:
-                rewards = await asyncio.wait_for(self.function(**self._keywords(record)), self.faults.timeout)
-            except asyncio.TimeoutError as error:
-                if str(error):  # the function's own
-                    raise
-                raise CallTimeout(self.faults.timeout, "reward_timeout") from None
-            return rewards, record
-
+    async def run_async(self) -> ChunkRewards:
+        """As `run`, for an asynchronous function, on the running loop."""
         try:
-            retrying = AsyncRetrying(**self.faults.policy(self.name, threading.Event()))
-            result: tuple[Any, RewardCall] = await retrying(attempt)
+            async for attempt in AsyncRetrying(**self._retry_policy(threading.Event())):
+                with attempt:
+                    record = self._empty_record()
+                    rewards = await self._execute_async(record)
         except Exception as error:
             return self._failed(error)
-        return self._checked(*result)
+        return self._checked(rewards, record)
 
-    def _record(self) -> RewardCall:
-        """A record for one attempt, so that what a failed one logged does not count."""
-        return RewardCall(self.name, self.number, self.first, len(self.keywords["completions"]))
+    async def _execute_async(self, record: RewardCall) -> Any:
+        answer = self.function(**self.keywords, **self.recorders_of(record))
+        try:
+            return await asyncio.wait_for(answer, self.faults.timeout)
+        except asyncio.TimeoutError as error:
+            if str(error):  # raised by the function
+                raise
+            raise CallTimeout(self.faults.timeout, "reward_timeout") from None
 
-    def _keywords(self, record: RewardCall) -> dict[str, Any]:
-        return {**self.keywords, "log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
+    def recorders_of(self, record: RewardCall) -> dict[str, Callable[..., None]]:
+        """The `log_metric` and `log_extra` of an attempt."""
+        return {"log_metric": record.log_metric, "log_extra": record.log_extra, **self.recorders}
 
-    def _checked(self, rewards: Any, record: RewardCall) -> ScoredChunk:
-        return check_rewards(self.name, rewards, self.keywords["prompts"], self.keywords["completions"]), record
+    def _empty_record(self) -> RewardCall:
+        return dataclasses.replace(self.record, metrics=[], columns={})
 
-    def _failed(self, error: Exception) -> ScoredChunk:
-        """The result of a call that failed for good: an error, or no rewards, as the faults say."""
+    def _retry_policy(self, ended: threading.Event) -> dict[str, Any]:
+        """Arguments of tenacity's retry loops."""
+        attempts = self.faults.retries + 1
+
+        def warn(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            logger.warning(f"{self._failure(error)}; try {state.attempt_number + 1} of {attempts} follows.")
+
+        return {
+            "stop": stop_after_attempt(attempts) | stop_when_event_set(ended),
+            "wait": wait_exponential(multiplier=0.5, max=30),
+            "retry": retry_if_exception(lambda e: isinstance(e, Exception) and not isinstance(e, ConfigError)),
+            "before_sleep": warn,
+            "reraise": True,
+        }
+
+    def _checked(self, rewards: Any, record: RewardCall) -> ChunkRewards:
+        prompts, completions = self.keywords["prompts"], self.keywords["completions"]
+        return check_rewards(self.record.function, rewards, prompts, completions), record
+
+    def _failure(self, error: BaseException | None) -> str:
+        return f"reward function '{self.record.function}' failed ({_described(error)})"
+
+    def _failed(self, error: Exception) -> ChunkRewards:
+        """The result after the last attempt: an error, or no rewards, as `faults.on_failure` says."""
         if self.faults.on_failure != "none":
-            raise _reward_error(self.name, error) from error
-        completions = self.keywords["completions"]
-        logger.warning(
-            f"reward function '{self.name}' failed ({_described(error)}); its {len(completions)} completions get "
-            "None from it (reward_on_failure='none')."
+            raise _reward_error(self.record.function, error) from error
+        rows = self.record.rows
+        logger.warning(f"{self._failure(error)}; its {rows} completions get None from it (reward_on_failure='none').")
+        return [None] * rows, self._empty_record()
+
+
+def _described(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, RemoteError) else f"{type(error).__name__}: {error}"
+
+
+def _reward_error(name: str, error: Exception) -> RewardError:
+    described = _described(error)
+    remedy = "make it return None for completions it cannot score, and see the traceback above for where it failed."
+    if described.startswith("TypeError") and "argument" in described:
+        remedy = (
+            "it is called with prompts, completions, completion_ids and every column of the data by name: let it take "
+            "**kwargs, and ask only for columns the data has."
         )
-        return [None] * len(completions), self._record()
+    return RewardError(f"reward function '{name}' raised {described}; {getattr(error, 'remedy', remedy)}")

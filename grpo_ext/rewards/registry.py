@@ -1,4 +1,4 @@
-"""Reward functions by name: TRL's, a number check and a length penalty that TRL lacks, those of plugins, and yours.
+"""Reward functions by name: TRL's, those of plugins, yours, and two that TRL lacks (number check, length penalty).
 
 Unlike TRL's, the math rewards take plain completions too, and the gold answer from `answer` where a data set has no
 `solution`. recipes/grpo.py calls `resolve_rewards`.
@@ -34,7 +34,7 @@ _BOXED = re.compile(r"\\boxed\s*\{")
 
 
 def numbers_in(text: str) -> list[Decimal]:
-    """The numbers of a text in order: thousands commas, `$`, signs and LaTeX spacing understood."""
+    """The numbers in a text, in order; reads thousands commas, `$`, signs and LaTeX spacing."""
     for latex, plain in (("{,}", ","), (r"\,", ""), (r"\!", ""), (r"\$", "$")):
         text = text.replace(latex, plain)
     numbers = []
@@ -107,7 +107,7 @@ def exact_number(completions: list[Any], **columns: Any) -> list[float | None]:
 
 
 def _length_penalty(max_completion_length: int) -> RewardFunction:
-    """Minus the part of the completion budget that was used: 0 for nothing, -1 for all of it."""
+    """A reward from 0 for an empty completion to -1 for one that uses the whole budget."""
 
     def length_penalty(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         return [-min(len(ids) / max_completion_length, 1.0) for ids in completion_ids]
@@ -116,7 +116,7 @@ def _length_penalty(max_completion_length: int) -> RewardFunction:
 
 
 def _adapted(function: RewardFunction, needs_gold: bool) -> RewardFunction:
-    """A reward of TRL that takes plain completions, and the gold answer from `answer` too."""
+    """A reward function of TRL, for plain completions too, and with the gold answer in `answer` or `solution`."""
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> Sequence[float | None]:
@@ -129,28 +129,22 @@ def _adapted(function: RewardFunction, needs_gold: bool) -> RewardFunction:
     return reward
 
 
-# short name: TRL's name, whether it needs math-verify (and so a gold), and its arguments from the completion budget
-_FROM_TRL: dict[str, tuple[str, bool, Callable[[int], dict[str, int]] | None]] = {
-    "accuracy": ("accuracy_reward", True, None),
-    "reasoning_accuracy": ("reasoning_accuracy_reward", True, None),
-    "cosine": ("get_cosine_scaled_reward", True, lambda budget: {"max_len": budget}),
-    "think_format": ("think_format_reward", False, None),
-    "repetition": ("get_repetition_penalty_reward", False, lambda budget: {}),
-    "soft_overlong": (
-        "get_soft_overlong_punishment",
-        False,
-        # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
-        lambda budget: {"max_completion_len": budget, "soft_punish_cache": max(budget // 5, 1)},
-    ),
+_FROM_TRL = {  # short names of TRL's functions, and of functions that make one
+    "accuracy": "accuracy_reward",
+    "reasoning_accuracy": "reasoning_accuracy_reward",
+    "cosine": "get_cosine_scaled_reward",
+    "think_format": "think_format_reward",
+    "repetition": "get_repetition_penalty_reward",
+    "soft_overlong": "get_soft_overlong_punishment",
 }
-_BY_TRL_NAME = {trl_name: short for short, (trl_name, _, _) in _FROM_TRL.items()}
-_OWN = ("exact_number", "length_penalty")
+_MATH = ("accuracy", "reasoning_accuracy", "cosine")  # need math-verify, and a gold answer
+_BUILT_IN = {"exact_number", "length_penalty", *_FROM_TRL}
 PLUGIN_GROUP = "grpo_ext.rewards"  # entry points: name -> `(completions, **columns) -> list of rewards`
 
 
 def reward_names() -> list[str]:
     """The short names that `resolve_rewards` knows, those of plugins included."""
-    return sorted({*_FROM_TRL, *_OWN, *entry_points(group=PLUGIN_GROUP).names})
+    return sorted({*_BUILT_IN, *entry_points(group=PLUGIN_GROUP).names})
 
 
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
@@ -176,19 +170,18 @@ def _known() -> str:
 
 
 def _resolve(name: str, budget: int | None) -> RewardFunction:
-    short = _BY_TRL_NAME.get(name, name)
     plugins = {entry.value for entry in entry_points(group=PLUGIN_GROUP, name=name)}
-    if len(offers := sorted(plugins) + ["grpo_ext"] * (short in (*_FROM_TRL, *_OWN))) > 1:
+    if len(offers := sorted(plugins) + ["grpo_ext"] * (name in _BUILT_IN)) > 1:
         raise ConfigError(
             f"The reward '{name}' is offered by {' and '.join(offers)}; ask for package.module.function, or uninstall "
             "the plugin."
         )
-    if short == "exact_number":
+    if name == "exact_number":
         return exact_number
-    if short == "length_penalty":
-        return _length_penalty(_budget(short, budget))
-    if short in _FROM_TRL:
-        return _from_trl(short, budget)
+    if name == "length_penalty":
+        return _length_penalty(_budget(name, budget))
+    if name in _FROM_TRL:
+        return _from_trl(name, budget)
     if plugins or "." in name:
         return _load(plugins.pop().replace(":", ".") if plugins else name)
     raise ConfigError(f"There is no reward '{name}'; use {_known()}.")
@@ -203,19 +196,24 @@ def _budget(name: str, budget: int | None) -> int:
     return budget
 
 
-def _from_trl(short: str, budget: int | None) -> RewardFunction:
+def _from_trl(name: str, budget: int | None) -> RewardFunction:
     from trl import rewards
 
-    trl_name, needs_gold, arguments = _FROM_TRL[short]
-    if needs_gold and importlib.util.find_spec("math_verify") is None:
+    if name in _MATH and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            f"The reward '{short}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
+            f"The reward '{name}' checks with math-verify, which is not installed; `pip install math-verify`, or use "
             "exact_number."
         )
-    function = getattr(rewards, trl_name)
-    if arguments is not None:
-        function = function(**arguments(0 if short == "repetition" else _budget(short, budget)))
-    return _adapted(function, needs_gold)
+    function = getattr(rewards, _FROM_TRL[name])
+    if name == "cosine":
+        function = function(max_len=_budget(name, budget))
+    elif name == "repetition":
+        function = function()
+    elif name == "soft_overlong":
+        tokens = _budget(name, budget)
+        # the last fifth of the budget is punished, as in DAPO (4096 of 20480 tokens)
+        function = function(max_completion_len=tokens, soft_punish_cache=max(tokens // 5, 1))
+    return _adapted(function, needs_gold=name in _MATH)
 
 
 def load_file(path: str | Path, name: str) -> ModuleType:

@@ -1,8 +1,8 @@
-"""Scores the completions of one process with reward functions and reward models.
+"""Calls reward functions and reward models for the completions of one process.
 
 Differs from TRL's `_calculate_rewards`: a function is called once for each chunk of completions, its result is checked,
-a failed call may be retried, and processes exchange no data. The rollout worker calls `score`; `join` gathers rewards
-and logs. B completions of this process, F reward functions.
+a failed call may be retried, and processes exchange no data. The rollout worker calls it; `join` gathers rewards and
+logs. B completions of this process, F reward functions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from trl import apply_chat_template, is_conversational
 from ..compat import parameters_of
 from ..errors import RewardError
 from .calls import RewardCall
-from .guard import STRICT, Faults, GuardedCall, ScoredChunk
+from .guard import STRICT, ChunkRewards, Faults, GuardedCall
 from .workers import RewardWorkers
 
 logger = get_logger(__name__)
+# of a data set: not handed to reward functions, as in TRL
+_NO_COLUMNS = ("prompt", "completion", "completion_ids", "log_metric", "log_extra")
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -80,30 +82,19 @@ class RewardRows:
 
     def columns(self) -> dict[str, Any]:
         """The keywords with one value for each completion."""
-        names = [name for name in self.inputs[0] if name not in ("prompt", "completion", "completion_ids")]
-        columns: dict[str, Any] = {name: [row[name] for row in self.inputs] for name in names}
+        columns: dict[str, Any] = {n: [row[n] for row in self.inputs] for n in self.inputs[0] if n not in _NO_COLUMNS}
         if self.environments is not None:
             columns["environments"] = self.environments
         return columns
 
-    def chunks(self) -> list[tuple[int, dict[str, Any]]]:
-        """For each chunk the place of its first completion in the rollout batch, and its keywords, cut."""
+    def keywords_of(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """A function's keywords. TRL's function that calls `get_reward` gets None for a retired environment."""
         keywords = dict(
             prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, **self.columns()
         )
-        rows = len(self.completions)
-        size = self.chunk or rows
-        return [
-            (self.first + start, {name: values[start : start + size] for name, values in keywords.items()})
-            for start in range(0, rows, size)
-        ]
-
-    def keywords_of(self, function: Callable[..., Any], keywords: dict[str, Any]) -> dict[str, Any]:
-        """The keywords of a function: TRL's that calls `get_reward` gets None in the place of a retired environment."""
-        if not self.retired or "_env_type" not in parameters_of(function):
-            return keywords
-        environments = [None if id(value) in self.retired else value for value in keywords["environments"]]
-        return {**keywords, "environments": environments}
+        if self.retired and "_env_type" in parameters_of(function):
+            keywords["environments"] = [None if id(e) in self.retired else e for e in keywords["environments"]]
+        return keywords
 
 
 @dataclass(frozen=True)
@@ -135,7 +126,7 @@ class RewardRunner:
                 if not isinstance(function, nn.Module) and not is_async(function):
                     self.workers.add(function, name)
 
-    def score(
+    def compute(
         self,
         sources: RewardFunctions,
         rows: RewardRows,
@@ -149,63 +140,65 @@ class RewardRunner:
 
         Args:
             state: of the Trainer, for the functions.
-            recorders: the user's own `log_metric` and `log_extra`, which the functions get; those that are missing
-                record in the calls.
+            recorders: the user's overrides of `log_metric` and `log_extra`, by these names.
 
         Raises:
-            RewardError: a function failed, or returned something that is no reward.
+            RewardError: a function failed, or returned something that is not a reward.
             ConfigError: a function cannot be sent to the processes of `workers`.
         """
         rewards_BF = torch.zeros(len(rows.completions), len(sources.functions), device=self.device)
         if not rows.completions:
             return rewards_BF, []
         self.pack_functions(sources)  # before any call, whose thread may import while a function is pickled
-        chunks = [(first, {**keywords, "trainer_state": state}) for first, keywords in rows.chunks()]
-        calls: dict[int, list[GuardedCall]] = {  # by the number of the function
-            number: [
-                GuardedCall(
-                    function, name, number, first, rows.keywords_of(function, keywords), recorders or {}, self.faults
-                )
-                for first, keywords in chunks
-            ]
-            for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True))
-        }
-        asynchronous = {number: calls[number] for number in calls if is_async(sources.functions[number])}
+        calls = self._calls(sources, rows, state, recorders or {})
+        started: dict[int, list[Callable[[], ChunkRewards]]] = {}
+        results: dict[int, list[ChunkRewards]] = {}
         try:
-            started = {n: self._start(sources, n, rows, calls[n]) for n in calls if n not in asynchronous}
-            scored = {number: self._results(sources.names[number], results) for number, results in started.items()}
+            for number, function in enumerate(sources.functions):
+                if isinstance(function, nn.Module):
+                    started[number] = [partial(self._run_model, sources, number, rows)]
+                elif self.workers is not None and not is_async(function):
+                    started[number] = [self.workers.submit(call).result for call in calls[number]]
+                elif not is_async(function):
+                    started[number] = [call.run for call in calls[number]]
+            for number, waiting in started.items():
+                with self.profile(sources.names[number]):
+                    results[number] = [result() for result in waiting]
         except BaseException:
             if self.workers is not None:  # the first chunk that fails for good ends the others
                 self.workers.kill()
             raise
-        scored |= self._score_async(asynchronous)
-        for number, parts in scored.items():
-            rewards_BF[:, number] = _column([reward for rewards, _ in parts for reward in rewards])
+        results |= self._run_async({number: calls[number] for number in calls if number not in started})
+        for number, chunks in results.items():
+            rewards = [torch.nan if reward is None else reward for part, _ in chunks for reward in part]
+            rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
         _warn_of_unscored(rows, rewards_BF)
-        return rewards_BF, [call for parts in scored.values() for _, call in parts]
+        return rewards_BF, [record for chunks in results.values() for _, record in chunks]
+
+    def _calls(
+        self, sources: RewardFunctions, rows: RewardRows, state: Any, recorders: Mapping[str, Callable[..., None]]
+    ) -> dict[int, list[GuardedCall]]:
+        """The calls of each function, by its number."""
+        size = rows.chunk or len(rows.completions)
+        calls: dict[int, list[GuardedCall]] = {}
+        for number, (function, name) in enumerate(zip(sources.functions, sources.names, strict=True)):
+            keywords = rows.keywords_of(function)
+            calls[number] = []
+            for start in range(0, len(rows.completions), size):
+                chunk = {column: values[start : start + size] for column, values in keywords.items()}
+                record = RewardCall(name, number, rows.first + start, len(chunk["completions"]))
+                chunk["trainer_state"] = state
+                calls[number].append(GuardedCall(function, record, chunk, recorders, self.faults))
+        return calls
 
     def join_remaining_forwards(self, sources: RewardFunctions, rows: RewardRows) -> None:
         """Run only the reward models, on completions that do not count, where their forward is a collective."""
         for number, function in enumerate(sources.functions):
             if isinstance(function, nn.Module):
-                self._score_by_model(sources, number, rows)
+                self._run_model(sources, number, rows)
 
-    def _start(
-        self, sources: RewardFunctions, number: int, rows: RewardRows, calls: Sequence[GuardedCall]
-    ) -> list[Callable[[], ScoredChunk]]:
-        """Callables that return the scored chunks of a reward model or a synchronous function; `workers` start now."""
-        if isinstance(sources.functions[number], nn.Module):
-            return [partial(self._score_by_model, sources, number, rows)]
-        if self.workers is not None:
-            return [self.workers.submit(call).result for call in calls]
-        return [call.score for call in calls]
-
-    def _results(self, name: str, results: Sequence[Callable[[], ScoredChunk]]) -> list[ScoredChunk]:
-        with self.profile(name):
-            return [result() for result in results]
-
-    def _score_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ScoredChunk]]:
-        """The scored chunks of asynchronous functions, which all run concurrently.
+    def _run_async(self, calls: Mapping[int, list[GuardedCall]]) -> dict[int, list[ChunkRewards]]:
+        """The results of asynchronous functions, which all run concurrently.
 
         Raises:
             RewardError: a function failed, or there is no loop to run it on.
@@ -213,22 +206,22 @@ class RewardRunner:
         if not calls:
             return {}
         if self.async_loop is None:
-            name = next(iter(calls.values()))[0].name
+            name = next(iter(calls.values()))[0].record.function
             raise RewardError(
                 f"reward function '{name}' is asynchronous, and the trainer was built without an asynchronous function;"
                 " pass it as reward_funcs when the trainer is built."
             )
 
-        async def of_function(chunks: list[GuardedCall]) -> list[ScoredChunk]:
-            with self.profile(chunks[0].name):
-                return await asyncio.gather(*(chunk.score_later() for chunk in chunks))
+        async def of_function(chunks: list[GuardedCall]) -> list[ChunkRewards]:
+            with self.profile(chunks[0].record.function):
+                return await asyncio.gather(*(chunk.run_async() for chunk in chunks))
 
-        async def of_all() -> list[list[ScoredChunk]]:
+        async def of_all() -> list[list[ChunkRewards]]:
             return await asyncio.gather(*map(of_function, calls.values()))
 
         return dict(zip(calls, asyncio.run_coroutine_threadsafe(of_all(), self.async_loop).result()))
 
-    def _score_by_model(self, sources: RewardFunctions, number: int, rows: RewardRows) -> ScoredChunk:
+    def _run_model(self, sources: RewardFunctions, number: int, rows: RewardRows) -> ChunkRewards:
         """The first logit of a reward model for each completion; all completions are in one forward."""
         processor = sources.processing_classes[number]
         texts = [prompt + completion for prompt, completion in zip(rows.prompts, rows.completions, strict=True)]
@@ -241,10 +234,6 @@ class RewardRunner:
         with torch.inference_mode():
             logits = sources.functions[number](**send_to_device(inputs, self.device)).logits
         return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
-
-
-def _column(rewards: list[float | None]) -> torch.Tensor:
-    return torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
 
 
 def _warn_of_unscored(rows: RewardRows, rewards_BF: torch.Tensor) -> None:

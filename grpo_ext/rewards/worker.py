@@ -1,10 +1,11 @@
-"""What runs in a process that calls reward functions (`reward_workers`), and how functions get there.
+"""What runs in a process of `reward_workers`, and how reward functions get there.
 
-The process imports neither the training script nor torch by itself. Started by rewards.workers.
+The process imports neither the training script nor, by itself, torch. rewards.workers starts it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -27,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def pack(value: Any) -> bytes:
-    """Pickle a value with functions in it for another interpreter: what `__main__` defines by value, the rest by name.
+    """Pickle a value that holds functions for another interpreter: those of `__main__` by value, the others by name.
 
     Raises:
         Exception: something in it cannot be pickled.
@@ -37,7 +38,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """A packed value; imports the modules that it names from where `pack` found them."""
+    """Unpickle what `pack` returned; imports the modules that it names from where `pack` found them."""
     path, files, value = pickle.loads(packed)
     sys.path.extend(part for part in path if part not in sys.path)
     for name, file in files.items():
@@ -47,23 +48,16 @@ def unpack(packed: bytes) -> Any:
 
 
 def as_list(rewards: Any) -> Any:
-    """Run a generator here, so that the timeout and the retries cover it."""
+    """Exhaust a generator, so that the timeout and the retries cover it."""
     return list(rewards) if isinstance(rewards, Iterator) else rewards
 
 
 class RemoteError(Exception):
-    """An error of a reward function in another process, in words: its class may not unpickle in this one."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(kind, text)
-        self.kind, self.text = kind, text
-
-    def __str__(self) -> str:
-        return self.text
+    """An error of a reward function in another process, as text: its class may not unpickle in this one."""
 
 
 def begin() -> None:
-    """Prepare a process that has just started. On Linux it ends with its training process. Ctrl-C does not reach it."""
+    """Prepare a new process: Ctrl-C does not reach it, and on Linux it ends with its training process."""
     for name in [n for n in os.environ if n in _LAUNCHED or n.startswith(_LAUNCHERS)]:
         del os.environ[name]
     if hasattr(os, "setsid"):
@@ -72,7 +66,7 @@ def begin() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-_function: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # loads once
+_unpacked: Callable[[bytes], Callable[..., Any]] = functools.cache(unpack)  # loads once
 
 
 def load(packed: bytes) -> None:
@@ -81,15 +75,11 @@ def load(packed: bytes) -> None:
     Raises:
         RemoteError: it cannot be loaded.
     """
-    try:
-        _function(packed)
-    except BaseException as error:  # sys.exit() of a module too
-        raise RemoteError(type(error).__name__, str(error)) from error
+    with _as_remote_error():
+        _unpacked(packed)
 
 
-def score(
-    packed: bytes, seed: int, keywords: dict[str, Any], recorders: Sequence[str]
-) -> tuple[Any, list[tuple[str, str, Any]]]:
+def call(packed: bytes, seed: int, keywords: dict[str, Any]) -> tuple[Any, list[tuple[str, str, Any]]]:
     """What a function returns; and what it logs, as recorder, name and value, in order.
 
     Raises:
@@ -103,13 +93,18 @@ def score(
     def log_extra(column: str, values: Sequence[Any]) -> None:
         logged.append(("log_extra", column, list(values)))
 
-    record = {"log_metric": log_metric, "log_extra": log_extra}
-    try:
-        function = _function(packed)
+    with _as_remote_error():
+        function = _unpacked(packed)
         _seed(seed)
-        return as_list(function(**keywords, **{name: record[name] for name in recorders})), logged
-    except BaseException as error:  # sys.exit() too: a call that failed
-        raise RemoteError(type(error).__name__, str(error)) from error
+        return as_list(function(**keywords, log_metric=log_metric, log_extra=log_extra)), logged
+
+
+@contextlib.contextmanager
+def _as_remote_error() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # sys.exit() too: the call failed
+        raise RemoteError(f"{type(error).__name__}: {error}") from error
 
 
 def _seed(seed: int) -> None:

@@ -1,19 +1,17 @@
 """Processes that call reward functions beside training (`reward_workers`), and can be killed.
 
 loky starts, watches and kills them: fresh interpreters that do not import the training script, so a script needs no
-`if __name__ == "__main__"`. Every worker is an executor of one process, so killing one call ends no other. Used by
-rewards.runner; what runs in a worker is rewards.worker.
+`if __name__ == "__main__"`. Each process has an executor of its own, so killing one call ends no other. Used by
+rewards.runner; rewards.worker runs in the process.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,8 @@ from loky.process_executor import BrokenProcessPool, ShutdownExecutorError
 
 from ..errors import ConfigError
 from .calls import RewardCall
-from .guard import CallTimeout, GuardedCall, ScoredChunk
-from .worker import RemoteError, begin, load, pack, score
+from .guard import CallTimeout, ChunkRewards, GuardedCall
+from .worker import RemoteError, begin, call, load, pack
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -44,20 +42,20 @@ class WorkerDied(RuntimeError):
 
 
 class RewardWorker:
-    """One process, used by one thread at a time. Starts at its first call, and again after it has ended."""
+    """One process, used by one thread. It starts at its first call, and again after it has ended."""
 
     def __init__(self) -> None:
         self._executor: ProcessPoolExecutor | None = None
         self._loaded: set[bytes] = set()  # the functions that its process has loaded
 
-    def score(self, packed: bytes, *arguments: Any, seconds: float | None) -> Any:
-        """What `rewards.worker.score` returns, within `seconds`; None: in any time. Loading takes any time.
+    def call(self, packed: bytes, *arguments: Any, seconds: float | None) -> Any:
+        """What `rewards.worker.call` returns, within `seconds`; None: no limit. Loading has no limit.
 
         Raises:
             ConfigError: the function cannot be loaded.
             CallTimeout: it took longer; the process is killed.
             WorkerDied: the process ended.
-            RemoteError: what the function raised.
+            RemoteError: the function raised.
         """
         executor = self._executor
         if executor is None:
@@ -66,7 +64,7 @@ class RewardWorker:
         try:
             if packed not in self._loaded:
                 self._load(executor, packed)
-            return executor.submit(score, packed, *arguments).result(seconds)
+            return executor.submit(call, packed, *arguments).result(seconds)
         except (BrokenProcessPool, ShutdownExecutorError) as error:
             self.kill()
             exit_codes = str(error).partition("The exit codes of the workers are ")[2].partition("\n")[0]
@@ -76,15 +74,14 @@ class RewardWorker:
             raise CallTimeout(seconds, "reward_timeout") from None
 
     def _load(self, executor: ProcessPoolExecutor, packed: bytes) -> None:
-        loaded = self._loaded
         try:
             executor.submit(load, packed).result()
         except RemoteError as error:
             raise ConfigError(
-                f"cannot be loaded in a process of reward_workers ({error.kind}: {error}); define it in the script or "
-                "in a module that can be imported, or set reward_workers=0."
+                f"cannot be loaded in a process of reward_workers ({error}); define it in the script or in a module "
+                "that can be imported, or set reward_workers=0."
             ) from error
-        loaded.add(packed)
+        self._loaded.add(packed)
 
     def kill(self) -> None:
         """End the process and those that it has started; from any thread."""
@@ -94,7 +91,7 @@ class RewardWorker:
 
 
 class RewardWorkers:
-    """The processes of one training process, each asked by a thread of its own.
+    """The processes of one training process; each is called by a thread of its own.
 
     Args:
         number: of processes.
@@ -106,12 +103,14 @@ class RewardWorkers:
         self._ended = threading.Event()  # set by `kill` for the calls of that time; later ones have another
         # by `id`; the function is kept alive, so that its `id` is not reused
         self._packed: dict[int, tuple[Callable[..., Any], bytes]] = {}
-        self._workers = [RewardWorker() for _ in range(number)]
-        self._idle: SimpleQueue[RewardWorker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        # a worker ends with the thread that started it (rewards.worker.begin), so these live as long as this object
-        self._threads = ThreadPoolExecutor(number, "reward worker")
+        self._workers: list[RewardWorker] = []
+        self._thread = threading.local()
+        # a process ends with the thread that started it (rewards.worker.begin), so these live as long as this object
+        self._threads = ThreadPoolExecutor(number, "reward worker", initializer=self._add_worker)
+
+    def _add_worker(self) -> None:
+        self._thread.worker = RewardWorker()
+        self._workers.append(self._thread.worker)
 
     def add(self, function: Callable[..., Any], name: str) -> None:
         """Pickle a function, before it is called.
@@ -130,44 +129,34 @@ class RewardWorkers:
                 "its first call, or set reward_workers=0."
             ) from error
 
-    def submit(self, call: GuardedCall) -> Future[ScoredChunk]:
-        """Score a chunk in the next process that is free."""
-        return self._threads.submit(self._score, call, self._ended)
+    def submit(self, guarded: GuardedCall) -> Future[ChunkRewards]:
+        """Make a call in the next process that is free."""
+        return self._threads.submit(self._run, guarded, self._ended)
 
-    def _score(self, call: GuardedCall, ended: threading.Event) -> ScoredChunk:
-        worker = self._idle.get()
-        try:
-            if ended.is_set():
-                raise WorkerDied("the reward workers have been ended")
-            return call.score(functools.partial(self._execute, worker), ended)
-        finally:
-            self._idle.put(worker)
+    def _run(self, guarded: GuardedCall, ended: threading.Event) -> ChunkRewards:
+        if ended.is_set():
+            raise WorkerDied("the reward workers have been ended")
+        return guarded.run(self._attempt, ended)
 
-    def _execute(
-        self,
-        worker: RewardWorker,
-        function: Callable[..., Any],
-        call: RewardCall,
-        keywords: dict[str, Any],
-        seconds: float | None,
-    ) -> Any:
-        """Call a function in a worker (`guard.Execute`); what it logs goes to the recorders in `keywords`."""
-        recorders = {name: keywords[name] for name in ("log_metric", "log_extra")}
-        plain = {name: value for name, value in keywords.items() if name not in recorders}
-        state = plain.get("trainer_state")
+    def _attempt(self, guarded: GuardedCall, record: RewardCall) -> Any:
+        """Call a function in the process of this thread, and log here what it logs there."""
+        keywords, seconds = dict(guarded.keywords), guarded.faults.timeout
+        state = keywords.get("trainer_state")
         if (step := getattr(state, "global_step", None)) is not None:
             # its class would import transformers there, and its log grows with the run
-            plain["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
+            keywords["trainer_state"] = SimpleNamespace(**{**vars(state), "log_history": []})
         # random numbers of a call do not depend on the worker, the split or an attempt that failed
-        seed = zlib.crc32(f"{self.seed} {step} {call.number} {call.first}".encode())
-        request = (self._packed[id(function)][1], seed, plain, list(recorders))
+        seed = zlib.crc32(f"{self.seed} {step} {record.number} {record.first}".encode())
+        request = (self._packed[id(guarded.function)][1], seed, keywords)
+        worker: RewardWorker = self._thread.worker
         try:
-            rewards, logged = worker.score(*request, seconds=seconds)
+            rewards, logged = worker.call(*request, seconds=seconds)
         except WorkerDied as died:
             if "SIGTERM" not in str(died):
                 raise
             # a cluster tells all processes that the run is to end, and the training process decides when
-            rewards, logged = worker.score(*request, seconds=seconds)
+            rewards, logged = worker.call(*request, seconds=seconds)
+        recorders = guarded.recorders_of(record)
         for recorder, name, value in logged:
             recorders[recorder](name, value)
         return rewards
@@ -176,5 +165,5 @@ class RewardWorkers:
         """End all processes and the calls that were submitted; the next call starts processes again."""
         self._ended.set()
         self._ended = threading.Event()
-        for worker in self._workers:
+        for worker in list(self._workers):
             worker.kill()

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import StepRows
 from ..runtime.attributes import assigned
-from ..runtime.collectives import without_gather
+from ..runtime.collectives import uneven_gathers
 from .chat import images_in
 from .engine import Sampled
 from .keyed import BEYOND, request_keys
@@ -90,7 +90,7 @@ class OverriddenWorker(RolloutWorker):
             arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
             with (
                 assigned(self, active_chunk=chunk, _super_calls=0),
-                without_gather(self.accelerator, "_generate_single_turn"),
+                uneven_gathers(self.accelerator, refused_in="_generate_single_turn"),
             ):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, group)
             values = [None] * len(ids) if logps is None else logps

@@ -344,7 +344,7 @@ class Rollouts:
         local = self._rewarded or LocalRollout(self._request(len(columns[1]), terms.num_generations), terms)
         if local.request.empty:
             columns = ([], [], [], [])
-        rewards_BF, calls = self.worker.score_rewards(local, *columns)
+        rewards_BF, calls = self.worker.compute_rewards(local, *columns)
         shares = gather_lists([(rewards_BF.cpu(), calls)])
         if self._rewarded is None:  # called by other code of the user, which logs where TRL's methods do
             metrics, extra = terms.pending

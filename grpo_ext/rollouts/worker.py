@@ -207,13 +207,13 @@ class RolloutWorker:
         if local.terms.hooks.rewards:
             return
         with self.clock.phase("rewards"):
-            local.rewards_BF, calls = self.score_rewards(local, *reward_columns(local.counted))
+            local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.counted))
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.settings.sharded and not local.counted:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
                 self.rewards.join_remaining_forwards(local.terms.rewards, filler)
 
-    def score_rewards(
+    def compute_rewards(
         self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of completions, which a user's `_calculate_rewards` may have changed."""
@@ -229,7 +229,7 @@ class RolloutWorker:
             chunk=self.settings.groups_of(local.request.num_generations),
         )
         with self.rewards.profile("_calculate_rewards"):
-            return self.rewards.score(terms.rewards, reward_rows, terms.state, terms.recorders)
+            return self.rewards.compute(terms.rewards, reward_rows, terms.state, terms.recorders)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent: written under a temporary name, synced, listed, then renamed.
+"""Folders of checkpoints, which are whole or absent: written under a temporary name, synced, listed, then renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
-size and SHA-256; it is written last and verified before anything is loaded. Used by the trainer and `grpo-ext`.
+size and SHA-256; it is written last and verified before anything is loaded. Used by run.keeper and `grpo-ext`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError
 
+logger = get_logger(__name__)
 LISTING = "checkpoint.json"
-OWN_FILES = "grpo_ext_*"  # what this package adds to a checkpoint; one with such files has a listing
-FORMAT = 1
+OWN_FILES = "grpo_ext_*"  # what this package adds to a checkpoint, beside a listing
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")  # of every engine
 _STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _WRITING, _REMOVING = "_writing-", "_removing-"  # the Hub's uploads leave out what begins with an underscore
@@ -56,7 +57,7 @@ def write_listing(folder: Path, about: dict[str, Any]) -> None:
     for path in _files(folder):
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_hash(path)}
         _sync(path)
-    content = {"format": FORMAT, **about, "files": files}
+    content = {"format": 1, **about, "files": files}
     listing = folder / LISTING
     listing.write_text(json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
     for path in (listing, *{p.parent for p in _files(folder)}, folder):
@@ -144,8 +145,8 @@ def why_not_resumable(folder: str | Path) -> str | None:
     root = Path(folder)
     if (reason := why_broken(root)) is not None or any(root.glob("global_step*")):
         return reason
-    missing = [] if any(root.glob("*optimizer*")) else ["optimizer state"]
-    missing += [] if (root / "scheduler.pt").is_file() else ["learning-rate schedule"]
+    files = {"optimizer state": "*optimizer*", "learning-rate schedule": "scheduler.pt"}
+    missing = [what for what, pattern in files.items() if not any(root.glob(pattern))]
     if not missing:
         return None
     return (
@@ -165,6 +166,41 @@ def newest_whole(
             return path, skipped
         skipped.append(reason)
     return None, skipped
+
+
+def is_path(wanted: str | bool | None) -> bool:
+    """Whether `resume_from_checkpoint` names a checkpoint, and not which one to look for."""
+    return isinstance(wanted, str) and wanted not in ("latest", "auto")
+
+
+def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
+    """The checkpoint to resume from, verified; None for a new run.
+
+    Args:
+        wanted: a path; "latest" or True; "auto"; None or False.
+        folder: the run's.
+
+    Raises:
+        CheckpointError: it is broken, or there is none.
+    """
+    if not wanted or (wanted == "auto" and not checkpoints(folder)):
+        return None
+    if is_path(wanted):
+        reason = why_not_resumable(str(wanted))
+    else:
+        newest, skipped = newest_whole(folder, why_not_resumable)
+        if newest is not None:
+            for sentence in skipped:
+                logger.warning(f"Skipped a checkpoint: {sentence}.")
+            return str(newest)
+        reason = f"{folder} holds no whole checkpoint: {'; '.join(skipped) or 'it has none'}"
+    if reason is not None:
+        raise CheckpointError(
+            f"{reason}, so nothing can be resumed from it; use resume_from_checkpoint='latest' for the newest "
+            "whole checkpoint of output_dir, 'auto' for that or a new run where there is none, or leave it out to "
+            "start anew."
+        )
+    return str(wanted)
 
 
 def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:

@@ -1,7 +1,7 @@
 """What a run means, as opposed to how it is laid out: saved with every checkpoint, compared on resume.
 
-A run may resume with another number of processes, another micro-batch or on another machine. With another seed, batch,
-loss, data set or model it would be another run, which is refused before training.
+A run may resume with another number of processes, with another micro-batch size or on another machine. With another
+seed, batch, loss, data set or model it would be another run, which is refused before training.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _EXTENSIONS = (
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
 # what a checkpoint of the optimizer holds: another value would have no effect
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
-_PARTS = ("tokenizer", "end_tokens", "rewards", "tools")  # compared whole
+_SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can go on with each other's state
+_PARTS = ("data", "tokenizer", "end_tokens", "rewards", "tools")  # compared whole
 SIZES = ("num_generations", "global_batch_size", "rollout_batch_size", "num_iterations", "rollout_chunk_size")
 
 
@@ -114,7 +115,7 @@ def settings_of(args: Any, geometry: Any) -> dict[str, Any]:
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     """Length, columns and a hash of the rows of a data set; None for a stream.
 
-    At most 100,000 rows are read, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
+    Reads at most 100,000 rows, or 2,000 where they hold images, audio, video or bytes. Image files count by name.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
@@ -207,16 +208,14 @@ def model_fingerprint(
 
 
 def config_fingerprint(config: Any) -> dict[str, Any] | None:
-    """A model's configuration without `_NOT_COMPUTED`; None where it has none."""
-    if not hasattr(config, "to_dict"):
-        return None
+    """A model's configuration without `_NOT_COMPUTED`, at any depth; None where it has none."""
+    return _computed(_plain(config.to_dict())) if hasattr(config, "to_dict") else None
 
-    def computed(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
-        return value
 
-    return computed(_plain(config.to_dict()))
+def _computed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _computed(part) for name, part in value.items() if name not in _NOT_COMPUTED}
+    return value
 
 
 def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
-    """A hash of the vocabulary and the chat template; None for what is no tokenizer."""
+    """A hash of the vocabulary and the chat template; None without a vocabulary."""
     if not hasattr(processing_class, "get_vocab"):
         return None
     content = [sorted(processing_class.get_vocab().items()), getattr(processing_class, "chat_template", None)]
@@ -259,16 +258,13 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, as `name: (saved, current)`; of the model as `model.part`.
+    """What differs, as `name: (saved, current)`; parts of the model have names like `model.config`.
 
-    Names that only one of the two fingerprints has are not compared: another version wrote it.
+    Names that only one of the two fingerprints has are not compared, because another version wrote it.
     """
-    common = (saved.get("data") or {}).keys() & (current.get("data") or {}).keys()
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        data = fingerprint.get("data")
         parts = {name: fingerprint[name] for name in _PARTS if name in fingerprint}
-        parts["data"] = {name: data[name] for name in common} if data is not None and common else data
         model = {f"model.{part}": value for part, value in fingerprint["model"].items()}
         return parts | model | fingerprint["settings"]
 
@@ -276,12 +272,14 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
-def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """The parts in which two values differ: name, old, new."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [(name, old, new)]
-    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    return [part for key in keys for part in differences(f"{name}.{key}", old.get(key), new.get(key))]
+def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """The parts in which changed values differ: name, old, new."""
+    for name, (old, new) in changes.items():
+        if isinstance(old, dict) and isinstance(new, dict):
+            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            yield from differences({f"{name}.{key}": (old.get(key), new.get(key)) for key in keys})
+        else:
+            yield name, old, new
 
 
 def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collection[str]) -> dict[str, tuple[Any, Any]]:
@@ -297,30 +295,32 @@ def check_same_run(folder: str | Path, current: dict[str, Any], allowed: Collect
         CheckpointError: names each field that changed and is not allowed to, with both values.
     """
     path = Path(folder) / FINGERPRINT
-    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - _OPTIMIZER
     if not path.is_file():
         return {}
     saved = json.loads(path.read_text())
     if saved["settings"].pop("packed_forward", True) is False:  # of checkpoints by earlier versions
         saved["settings"]["forward"] = "padded"
     changes = changed(saved, current)
-    fixed = sorted(changes.keys() & _OPTIMIZER)
+    fixed = changes.keys() & _OPTIMIZER
+    if not _SAME_STATE.issuperset(changes.get("optim", ())):
+        fixed |= {"optim"}
+    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
     refused = {name: values for name, values in changes.items() if allowed.isdisjoint((name, name.split(".")[0]))}
     if refused:
         lines = "\n".join(
             f"  {part}: {shortened(json.dumps(old), 80)} in the checkpoint, {shortened(json.dumps(new), 80)} now"
-            for name, values in refused.items()
-            for part, old, new in differences(name, *values)
+            for part, old, new in differences(refused)
         )
-        free = changes.keys() - _OPTIMIZER
-        names = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in free})
         remedy = "Put these back, or start a new run"
         if fixed:
-            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {', '.join(fixed)}"
-        if refused.keys() - _OPTIMIZER:
+            names = ", ".join(sorted(fixed))
+            remedy += f" with the checkpoint's weights: the optimizer goes on with the checkpoint's {names}"
+        if refused.keys() - fixed:
+            meant = changes.keys() - fixed
+            allow = sorted({name if name in {*refused, *allowed} else name.split(".")[0] for name in meant})
             remedy += (
-                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
-                f"option: --allow_changed_on_resume {' '.join(names)})"
+                f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={allow} (as an "
+                f"option: --allow_changed_on_resume {' '.join(allow)})"
             )
         raise CheckpointError(f"{folder} belongs to another run:\n{lines}\n{remedy}.")
     return changes

@@ -1,6 +1,6 @@
 """Interrupts: SIGTERM and the first Ctrl-C end a run after the current step, with a whole checkpoint.
 
-Differs from transformers, where they end the process in the middle of whatever it does. All processes stop after the
+Differs from transformers, where they end the process at once, in the middle of its work. All processes stop after the
 same step. A second Ctrl-C stops at once. Installed by the trainer for the duration of a run.
 """
 
@@ -27,7 +27,7 @@ class TrainingInterrupted(SystemExit):
 
 
 class RunCallback(TrainerCallback):
-    """A callback that is told of the end of `train()` also where it fails, for which the Trainer has no event."""
+    """A callback with an event for the end of `train()`, also where training fails; the Trainer has none."""
 
     def on_run_end(self) -> None:
         """Called by `GRPOTrainer.train`, last of all."""
@@ -37,17 +37,17 @@ class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step.
 
     Args:
-        anyone: from whether this process was asked to stop to whether any was (a collective).
+        any_process: from whether this process was asked to stop to whether any process was (a collective).
         say: prints a line, on the main process.
     """
 
-    def __init__(self, anyone: Callable[[bool], bool], say: Callable[[str], None]) -> None:
-        self.anyone, self.say = anyone, say
+    def __init__(self, any_process: Callable[[bool], bool], say: Callable[[str], None]) -> None:
+        self.any_process, self.say = any_process, say
         self.requested = self.stopping = False
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """All processes find out whether one was asked to stop."""
-        if not self.anyone(self.requested):
+        if not self.any_process(self.requested):
             return
         self.stopping = True
         control.should_save = control.should_training_stop = True
@@ -58,7 +58,7 @@ class InterruptWatch(TrainerCallback):
         if self.stopping:
             control.should_save = control.should_evaluate = False
 
-    def _asked(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that a reward function or a tool has forked
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -80,7 +80,7 @@ class InterruptWatch(TrainerCallback):
             yield
             return
         numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self._asked) for number in numbers}
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:

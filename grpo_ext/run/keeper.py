@@ -1,7 +1,7 @@
 """Keeping a run: it can stop anywhere and resume with the same result.
 
 Differs from transformers: a checkpoint is whole or absent, is verified before it is read, and holds the rollout batch
-in progress; signals end a run after its step. The Trainer's events and the trainer's override points call it.
+in progress; signals end a run after its step. Called by the Trainer's events and the trainer's override points.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,36 +21,47 @@ from typing import Any
 import trl
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from filelock import FileLock
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..batching.plan_text import describe_plan
 from ..config import GRPOConfig
+from ..errors import CheckpointError
 from ..rollouts.build_ahead import described
 from ..runtime.collectives import any_process, failing_together, from_main_process, shards_parameters
 from ..runtime.determinism import environment
-from .checkpoint import checkpoints, publish, rotate, set_aside_later, write_listing, writing_folder
-from .fingerprint import FINGERPRINT, fingerprint_of, state_hashes
+from .checkpoint import (
+    checkpoints,
+    find_checkpoint,
+    is_path,
+    publish,
+    read_listing,
+    rotate,
+    set_aside_later,
+    write_listing,
+    writing_folder,
+)
+from .fingerprint import FINGERPRINT, KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, state_hashes
 from .interrupts import InterruptWatch, RunCallback, TrainingInterrupted
 from .log import RunLog
-from .output_folder import HeldFolder
-from .resume import Resumed, find_checkpoint, is_path, read_checkpoint
-from .state import RunState, save_reference
+from .output_folder import take_folder
+from .state import RunState, load_reference, save_reference
 
 logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):
-    """See the module.
+    """Begins, logs and ends runs, and writes their checkpoints.
 
     Args:
         trainer: owns this object.
-        user_args: the user's configuration, whose `output_dir` follows that of the loop's.
+        user_args: the user's configuration; its `output_dir` follows that of the loop's.
 
     Attributes:
         output_dir: the folder that the Trainer's own saving writes to; None: the run's.
-        resumed: what the checkpoint that the run resumes from holds.
+        resumed: the loop's state in the checkpoint that the run resumes from.
         push_due: the checkpoint in `writing` is to be pushed once it has its final name.
     """
 
@@ -59,10 +72,12 @@ class RunKeeper(TrainerCallback):
         self.sharded, device = shards_parameters(self.accelerator), self.accelerator.device
         self.watch = InterruptWatch(lambda asked: any_process(asked, device), self.say)
         self.output_dir: str | None = None
-        self.resumed = Resumed()
+        self.resumed = TrainerState()
         self.push_due = False
+        self._run_state: RunState | None = None  # from the checkpoint, until the loop has begun
         self._log = RunLog()
-        self.folder = HeldFolder()
+        self._lock: FileLock | None = None  # on the run's folder, on the main process
+        self._writer = "checkpoint"  # this training's name in the folder where its checkpoints become whole
 
     def say(self, sentence: str) -> None:
         """Print a line, on the main process."""
@@ -78,7 +93,7 @@ class RunKeeper(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore what a checkpoint holds of the loop's sums, which the loop has set to zero."""
-        run_state, self.resumed.state = self.resumed.state, None  # its memory is freed
+        run_state, self._run_state = self._run_state, None  # its memory is freed
         if run_state is not None:
             run_state.restore(self.trainer)
 
@@ -92,7 +107,7 @@ class RunKeeper(TrainerCallback):
     def begin(self, wanted: str | bool | None) -> str | None:
         """Before a run: lock its folder, and find, verify and read the checkpoint that it resumes from.
 
-        The caller releases `folder`.
+        The caller calls `release_folder` after the run.
 
         Returns:
             The checkpoint's folder; None for a new run.
@@ -101,14 +116,23 @@ class RunKeeper(TrainerCallback):
             CheckpointError: it is broken, it belongs to another run, there is none, or another run writes there.
         """
         vars(self).pop("fingerprint", None)
-        self.resumed = Resumed()
+        self.resumed, self._run_state = TrainerState(), None
         output_dir = str(self.args.output_dir)
-        checkpoint = find_checkpoint(wanted, output_dir, self.accelerator) if is_path(wanted) else None
-        folder, in_place = self._take_folder(wanted, checkpoint)
-        if not is_path(wanted):  # the newest one once the folder is locked
-            checkpoint = find_checkpoint(wanted, output_dir, self.accelerator)
+
+        def take() -> tuple[str, str | None, bool, str]:
+            checkpoint = find_checkpoint(wanted, output_dir) if is_path(wanted) else None
+            root = Path(output_dir).resolve()
+            resumes_here = bool(wanted) if checkpoint is None else Path(checkpoint).resolve().parent == root
+            in_place = resumes_here and bool(checkpoints(root))
+            folder, self._lock = take_folder(output_dir, in_place)
+            if not is_path(wanted):  # the newest one once the folder is locked
+                checkpoint = find_checkpoint(wanted, output_dir)
+            return folder, checkpoint, in_place, f"{os.getpid()}-{secrets.token_hex(4)}"
+
+        checkpoint: str | None
+        folder, checkpoint, in_place, self._writer = from_main_process(self.accelerator, take)
         if checkpoint is not None:
-            self.resumed = read_checkpoint(checkpoint, self.trainer, self.fingerprint)
+            self._read(checkpoint)
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its own arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
@@ -119,19 +143,40 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"Going on from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
-    def _take_folder(self, wanted: str | bool | None, checkpoint: str | None) -> tuple[str, bool]:
-        """Lock the run's folder, or a free one beside it; which one, and whether a run of the folder resumes in it."""
-        output_dir = Path(str(self.args.output_dir))
+    def release_folder(self) -> None:
+        """Let other runs take the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
-        def take() -> tuple[str, str, bool]:
-            if checkpoint is not None:
-                in_place = Path(checkpoint).resolve().parent == output_dir.resolve()
-            else:
-                in_place = bool(wanted) and bool(checkpoints(output_dir))
-            return *self.folder.take(str(output_dir), in_place), in_place
+    def _read(self, checkpoint: str) -> None:
+        """Compare a checkpoint with this run, and read its state; weights and optimizer are read by transformers.
 
-        folder, self.folder.writer, in_place = from_main_process(self.accelerator, take)
-        return folder, in_place
+        Raises:
+            CheckpointError: it belongs to another run, or a file is broken.
+        """
+        trainer, accelerator = self.trainer, self.accelerator
+        if (listing := read_listing(Path(checkpoint))) is None:
+            logger.warning(f"{checkpoint} has no checksums (another trainer wrote it), so it is read unverified.")
+        elif trainer.is_deepspeed_enabled:
+            _refuse_other_shards(checkpoint, listing.get("processes"), accelerator.num_processes)
+        allowed = self.args.allow_changed_on_resume or ()
+        changes = from_main_process(accelerator, lambda: check_same_run(checkpoint, self.fingerprint, allowed))
+        for part, old, new in differences(changes):
+            logger.warning(f"{part} was {old} when {checkpoint} was written and is {new} now, as allowed.")
+        if "global_batch_size" in changes:
+            logger.warning("Steps are counted on, so some prompts of this epoch are skipped or repeated.")
+        state = RunState.load(checkpoint, trainer.num_generations)
+        if state is None:
+            logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
+        elif others := sorted(changes.keys() - KEEPS_ROLLOUT):
+            ahead = " and what was being sampled ahead are" if state.waiting else " is"
+            logger.warning(f"{', '.join(others)} changed, so the rollout batch of the checkpoint{ahead} not used.")
+            state.forget_rollouts()
+        if trainer.ref_model is not None:
+            load_reference(accelerator.unwrap_model(trainer.ref_model), checkpoint)
+        self._run_state = state
+        self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
     def announce(self) -> str:
         """Print the plan of the run; returns it."""
@@ -155,17 +200,15 @@ class RunKeeper(TrainerCallback):
     def running(self, checkpoint: str | None) -> Iterator[None]:
         """Inside, a run: signals stop it after a step. Its plan is printed; its start and end are logged."""
         plan = self.announce()
+        end: dict[str, Any] = {"ended": "failed"}
         with contextlib.ExitStack() as ending, self.watch.listening():
             ending.callback(self._tell_callbacks)
-            if not self.args.should_save:
-                yield
-                return
-            self._log_start(checkpoint, plan)
-            end: dict[str, Any] = {"ended": "failed"}
+            if self.args.should_save:
+                self._log_start(checkpoint, plan)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
-                if not self.sharded:
+                if self.args.should_save and not self.sharded:
                     hashes = state_hashes(self.accelerator.unwrap_model(self.trainer.model), optimizer=None)
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
@@ -182,7 +225,7 @@ class RunKeeper(TrainerCallback):
             "plan": plan,
             **self.fingerprint,
         }
-        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.step, about)
+        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
 
     def _tell_callbacks(self) -> None:
         for callback in self.trainer.callback_handler.callbacks:
@@ -214,7 +257,7 @@ class RunKeeper(TrainerCallback):
             final: the checkpoint's folder.
             state: the Trainer's.
         """
-        run, folder = final.parent, writing_folder(final.parent, self.folder.writer)
+        run, folder = final.parent, writing_folder(final.parent, self._writer)
         saves = self.args.should_save
         run_state = None if self.args.save_only_model else RunState.of(self.trainer)
 
@@ -283,3 +326,11 @@ class RunKeeper(TrainerCallback):
         if (replaced := publish(written, final)) is not None:
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
         shutil.rmtree(written.parent, ignore_errors=True)
+
+
+def _refuse_other_shards(checkpoint: str, written_by: int | None, processes: int) -> None:
+    if written_by not in (None, processes):
+        raise CheckpointError(
+            f"{checkpoint} was written by {written_by} processes, and DeepSpeed's shards are read by as many; this run "
+            f"has {processes}. Start {written_by}, or export the model and begin a new run with it."
+        )

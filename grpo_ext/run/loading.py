@@ -24,9 +24,9 @@ from ..errors import CheckpointError
 
 @contextmanager
 def all_loaded(model: Any, folder: str | Path, by_engine: bool) -> Iterator[None]:
-    """Inside, transformers loads the weights of a checkpoint; afterwards all are loaded, in their former dtypes.
+    """Inside, transformers loads the weights of a checkpoint; at the end the missing ones are loaded too.
 
-    PEFT makes float32 of an adapter that was bfloat16.
+    Parameters keep their dtypes: PEFT makes a bfloat16 adapter float32.
 
     Args:
         by_engine: an engine (FSDP, DeepSpeed) loads all weights itself.
@@ -44,7 +44,7 @@ def all_loaded(model: Any, folder: str | Path, by_engine: bool) -> Iterator[None
 
 
 def load_renamed(model: Any, folder: str | Path) -> None:
-    """Load weights that files have under other names than the model (experts, image towers), through its class.
+    """Load weights whose names in the files differ from the model's (experts, image towers), through its class.
 
     Args:
         folder: the checkpoint; nothing is done where its files have all names of the model, or hold an adapter.
@@ -68,7 +68,7 @@ def load_renamed(model: Any, folder: str | Path) -> None:
         absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         if not absent:
             model.load_state_dict(read.state_dict())
-    except (RuntimeError, ValueError) as error:  # what is there does not fit together
+    except (RuntimeError, ValueError) as error:  # shapes do not match
         raise CheckpointError(f"{folder} lacks {_some(missing)}: {error}") from error
     if absent:
         raise CheckpointError(f"{folder} lacks {_some(absent)}; it is not a checkpoint of this model.")
@@ -92,7 +92,7 @@ def _some(names: list[str]) -> str:
 
 
 def fill_missing_state(optimizer: Any) -> None:
-    """Give parameters that never had a gradient the optimizer state they would begin with, zeros.
+    """Give parameters that never had a gradient the optimizer state that they would begin with: zeros.
 
     torch saves none for them under FSDP2, and then refuses to load what it has saved. A model with an image tower has
     such parameters: LLaVA reads the last layer but one.

@@ -1,4 +1,4 @@
-"""`log.jsonl` in a run's folder: how each training call started, every log line as it is made, and how the call ended.
+"""`log.jsonl` in a run's folder: the start of each training call, every log line as it is made, the end of the call.
 
 Differs from transformers' `log_history`, which only checkpoints hold. A line has "step" and one of "start" (settings,
 versions and data), "values" and "end". Completions are in the files of TRL's `log_completions`. Written on the main
@@ -51,8 +51,8 @@ class RunLog:
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
         """Start the log of a training call.
 
-        A log is only added to. A start at step 0 supersedes all that stands before it. A run that resumes from a
-        checkpoint of another folder adds the log there first.
+        Lines are only appended. A start at step 0 supersedes all lines before it. A run that resumes from a checkpoint
+        of another folder first appends the log of that folder.
 
         Args:
             checkpoint: the checkpoint that the run resumes from, or None.
@@ -110,10 +110,10 @@ class RunLog:
 
 @dataclass
 class LoggedRun:
-    """A log without the lines that a resume has superseded.
+    """A log without the lines that a later start supersedes.
 
     Attributes:
-        starts: one for each training call, oldest first, with "ended" and the final "step" where it has ended.
+        starts: one for each training call, oldest first; with "ended" and the last "step" where the call has ended.
         entries: log lines, oldest first; each has step, epoch, time and values.
         resumed_from: the steps that were resumed from.
         seconds: spent in training calls, superseded steps included.
@@ -138,20 +138,21 @@ def read_log(path: str | Path) -> LoggedRun:
         for raw in file:
             try:
                 line = json.loads(raw)
-                step = int(line["step"] if "step" in line else line["resumed_from"])
+                step = int(line["step"])
             except (ValueError, TypeError, KeyError):
                 run.unreadable += bool(raw.strip())
                 continue
             if "values" in line:
                 run.entries.append(line)
                 last_time = float(line.get("time") or 0.0)
-            elif "start" in line or "resumed_from" in line:  # the latter alone in logs of older versions
+            elif "start" in line:
                 if step == 0:  # a new run in the same folder
                     run, last_time = LoggedRun(), 0.0
+                else:
+                    run.resumed_from.append(step)
                 run.entries = [entry for entry in run.entries if entry["step"] <= step]
-                run.resumed_from += [step] if step else []
                 run.seconds, last_time = run.seconds + last_time, 0.0
-                run.starts += [line["start"]] if "start" in line else []
+                run.starts.append(line["start"])
             elif "end" in line and run.starts:
                 run.starts[-1] |= {"step": step, **line["end"]}
     run.seconds += last_time
@@ -170,11 +171,7 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value as strict JSON: None for a number that is not finite, the text of what is no number."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+    """A logged value as strict JSON: None for a number that is not finite, the text of what is not a number."""
     if value is None or isinstance(value, (str, int)):
         return value
     try:

@@ -1,14 +1,13 @@
-"""Output folders: the files of an earlier run are never mixed with, or overwritten by, those of another.
+"""Output folders: a run never mixes its files with those of another run, and never overwrites them.
 
-A run holds a lock on its folder while it trains, so that two runs which start at once take different folders. Used by
-the trainer; the recipe refuses a folder with checkpoints before anything is loaded.
+A run holds a lock on its folder while it trains, so two runs that start at once take different folders. Used by
+run.keeper; the recipe refuses a folder with checkpoints before anything is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,49 +60,28 @@ def _acquire(folder: str | Path, patience: float = 0.0) -> FileLock | None:
     return lock
 
 
-class HeldFolder:
-    """The folder that a run writes to; no other run takes it before it is released.
+def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
+    """Lock a run's folder; on the main process.
 
-    Attributes:
-        writer: a unique name for this training's temporary folder, see `checkpoint.writing_folder`.
+    Args:
+        in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
+            checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
+
+    Returns:
+        The folder, and the lock to release after the run.
+
+    Raises:
+        CheckpointError: another run holds the folder to resume in.
+        ConfigError: the folder cannot be written to.
     """
-
-    def __init__(self) -> None:
-        self.writer = "checkpoint"
-        self._lock: FileLock | None = None
-
-    def take(self, folder: str, in_place: bool) -> tuple[str, str]:
-        """Lock a folder; on the main process.
-
-        Args:
-            in_place: a run of the folder is resumed in it; otherwise a new run takes the folder, or, where that holds
-                checkpoints or belongs to another run, the first free one of `folder-2`, `folder-3`, ...
-
-        Returns:
-            The folder, and `writer`.
-
-        Raises:
-            CheckpointError: another run holds the folder to resume in.
-            ConfigError: the folder cannot be written to.
-        """
-        self.release()
-        self._process = os.getpid()
-        if in_place:
-            self._lock = _acquire(folder, _PATIENCE)
-            if self._lock is None:
-                raise CheckpointError(
-                    f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
-                    "checkpoints; wait until that one has ended, end it, or name another output_dir."
-                )
-        else:
-            folder, self._lock = _take_free(folder)
-        return folder, f"{os.getpid()}-{secrets.token_hex(4)}"
-
-    def release(self) -> None:
-        """Let other runs take the folder."""
-        if self._lock is not None and os.getpid() == self._process:  # a forked child's release would be its parent's
-            self._lock.release()
-            self._lock = None
+    if not in_place:
+        return _take_free(folder)
+    if (lock := _acquire(folder, _PATIENCE)) is None:
+        raise CheckpointError(
+            f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
+            "checkpoints; wait until that one has ended, end it, or name another output_dir."
+        )
+    return folder, lock
 
 
 def _take_free(folder: str) -> tuple[str, FileLock]:
@@ -111,14 +89,13 @@ def _take_free(folder: str) -> tuple[str, FileLock]:
     name, number, reasons = folder, 1, list[str]()
     while True:
         lock = None if checkpoints(name) else _acquire(name)
-        if checkpoints(name):  # perhaps of a run that has saved and ended in between
-            if lock is not None:
-                lock.release()
-            reasons.append(f"{name} holds checkpoints of an earlier run, which are left alone")
-        elif lock is None:
-            reasons.append(f"{name} belongs to another run, which has not ended")
-        else:
+        saved = checkpoints(name)  # perhaps by a run that has ended in between
+        if lock is not None and not saved:
             break
+        if lock is not None:
+            lock.release()
+        held = "holds checkpoints of an earlier run, which are left alone"
+        reasons.append(f"{name} {held if saved else 'belongs to another run, which has not ended'}")
         number += 1
         name = f"{folder.rstrip('/')}-{number}"
     if reasons:

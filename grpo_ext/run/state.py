@@ -28,7 +28,7 @@ WEIGHTS = "grpo_ext_rollout_weights.safetensors"
 
 @dataclass
 class RunState:
-    """See the module.
+    """What a checkpoint holds beside model, optimizer and scheduler.
 
     Attributes:
         rollout: the scored rollout batch that is being trained on.
@@ -39,8 +39,8 @@ class RunState:
         losses: of every step so far.
         entropy: the adaptive entropy controller.
         limits: sizes that fit into memory, where they are smaller than those in the configuration.
-        waiting: rollout batches that are being sampled (`rollout_lag`): the optimizer step, from 0, that each is for
-            first, and the weights that sample it, one object for all that the same weights sample.
+        waiting: rollout batches that are being sampled (`rollout_lag`): for each the first optimizer step, from 0, that
+            trains on it, and the weights that sample it. Those with the same weights share one object.
         sampled_at: optimizer steps made before the weights that sampled `rollout`.
     """
 
@@ -58,8 +58,9 @@ class RunState:
     @classmethod
     def of(cls, trainer: Any) -> RunState:
         """The state of a trainer's run as it is now; called on all processes together."""
-        rollouts, limits = trainer._rollouts, trainer._step_planner.limits
-        entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
+        rollouts, entropy = trainer._rollouts, {}
+        if trainer.use_adaptive_entropy:
+            entropy = {"coefficient": trainer.entropy_coef, "last": trainer._last_world_entropy}
         return cls(
             rollout=rollouts.batch,
             rollout_name=rollouts.held,
@@ -71,9 +72,9 @@ class RunState:
                 "last_logged": float(trainer._globalstep_last_logged),
             },
             losses=trainer._losses,
-            entropy=entropy if trainer.use_adaptive_entropy else {},
+            entropy=entropy,
             limits={
-                "window": limits.state(),
+                "window": trainer._step_planner.limits.state(),
                 "scoring": trainer._scorer.memory.limit,
                 "generation": rollouts.worker.memory.limit,
             },
@@ -85,21 +86,19 @@ class RunState:
         """Put the state back into a trainer, after its loop has set its sums to zero."""
         rollouts = trainer._rollouts
         rollouts.hold(self.rollout, self.rollout_name)
-        trainer._step, rollouts.waiting, rollouts.sampled_at = self.step, self.waiting, self.sampled_at
+        rollouts.waiting, rollouts.sampled_at = self.waiting, self.sampled_at
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(self.metrics)
-        if self.loss:
-            trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
-            trainer._total_loss_scalar = self.loss["total"]
-            trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
-            trainer._losses = list(self.losses)
+        trainer._step, trainer._losses = self.step, list(self.losses)
+        trainer._tr_loss = trainer._tr_loss + self.loss["since_log"]
+        trainer._total_loss_scalar = self.loss["total"]
+        trainer._initial_global_step, trainer._globalstep_last_logged = 0, int(self.loss["last_logged"])
         if self.entropy:
             trainer.entropy_coef = self.entropy["coefficient"]
             trainer._last_world_entropy = self.entropy["last"]
-        if self.limits:
-            trainer._step_planner.limits.restore(self.limits["window"])
-            trainer._scorer.memory.limit = self.limits["scoring"]
-            rollouts.worker.memory.limit = self.limits["generation"]
+        trainer._step_planner.limits.restore(self.limits["window"])
+        trainer._scorer.memory.limit = self.limits["scoring"]
+        rollouts.worker.memory.limit = self.limits["generation"]
 
     def forget_rollouts(self) -> None:
         """Drop the rollout batch and what is being sampled: they belong to other settings."""

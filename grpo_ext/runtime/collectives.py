@@ -9,7 +9,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 from unittest import mock
@@ -37,7 +37,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 def alone() -> Iterator[None]:
     """Inside, collectives of this thread answer for this process alone.
 
-    For the thread that samples ahead: two threads would run collectives in an order that differs between processes.
+    For the thread that samples ahead: the order of collectives of two threads could differ between processes.
     """
     token = _alone.set(True)
     try:
@@ -87,13 +87,17 @@ def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor
 
 
 @contextmanager
-def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
+def uneven_gathers(accelerator: Accelerator, empty: bool = False, refused_in: str | None = None) -> Iterator[None]:
     """Inside, `accelerator.gather` takes a different number of rows from every process, for a user's overrides.
 
-    TRL gives every process as many rows, so code that is written for it gathers as if all had as many.
+    TRL gives every process the same number of rows, so code that is written for it gathers equal shapes.
 
     Args:
         empty: this process takes part but adds none of its rows; a sum or a count of it is zero.
+        refused_in: the hook that runs, where processes call it different numbers of times: others would not join.
+
+    Raises:
+        RolloutError: the hook `refused_in` gathers, and there are several processes.
     """
 
     def gather_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,27 +106,14 @@ def uneven_gathers(accelerator: Accelerator, empty: bool) -> Iterator[None]:
         return ragged_gather(tensor, 0 if empty else None)
 
     def gather_any(tensors: Any) -> Any:  # nested as Accelerate takes them
+        if refused_in is not None and accelerator.num_processes > 1:
+            raise RolloutError(
+                f"{refused_in} gathers, and is called once for each rollout chunk, of which processes have different "
+                "numbers; gather in _generate or _generate_and_score_completions instead."
+            )
         return recursively_apply(gather_one, tensors, error_on_other_type=True)
 
     with mock.patch.object(accelerator, "gather", gather_any):
-        yield
-
-
-@contextmanager
-def without_gather(accelerator: Accelerator, hook: str) -> Iterator[None]:
-    """Refuse `accelerator.gather` inside a user's hook that processes call different numbers of times.
-
-    Raises:
-        RolloutError: in place of a collective that other processes would not join.
-    """
-
-    def refuse(tensors: Any) -> Any:
-        raise RolloutError(
-            f"{hook} gathers, and is called once for each rollout chunk, of which processes have different numbers; "
-            "gather in _generate or _generate_and_score_completions instead."
-        )
-
-    with mock.patch.object(accelerator, "gather", refuse) if accelerator.num_processes > 1 else nullcontext():
         yield
 
 

@@ -81,7 +81,7 @@ def choose_cublas_workspace() -> None:
 
 
 def check_kernels(device: torch.device, linear_attention: bool) -> None:
-    """Refuse kernels whose bits another library, or another GPU, decides.
+    """Refuse kernels whose bits depend on another library, or on the kind of GPU.
 
     Args:
         linear_attention: the model has such layers, which transformers gives to `fla` where it is installed.

@@ -1,4 +1,4 @@
-"""Out of memory does not end a run: work that does not fit runs again in halves.
+"""Running out of memory does not end a run: work that does not fit runs again in halves.
 
 Differs from TRL and Accelerate's `auto_find_batch_size`, which start the whole run again with another batch: here the
 smaller size is layout, so the update stays the same. Used around generation, scoring and the optimizer step.
@@ -38,7 +38,7 @@ def free_memory() -> None:
 
 
 class Halving:
-    """Does work on rows in pieces that fit, and remembers the size that did.
+    """Runs work on rows in pieces that fit into memory, and remembers their size.
 
     Args:
         what: name of the work, for messages.
@@ -120,7 +120,7 @@ class MicroBatchLimits:
         return f"per_device_train_batch_size={self.rows}"
 
     def what_fits(self) -> str:
-        """For the end of a run in which memory ran out."""
+        """A message for the end of a run in which memory ran out."""
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
         return (
             f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
@@ -131,7 +131,7 @@ class MicroBatchLimits:
         return {"rows": self.rows, "tokens": self.tokens, "failures": self.failures}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take a checkpoint's sizes over where they are smaller; memory ran out with larger ones."""
+        """Adopt a checkpoint's sizes where they are smaller, because memory ran out with larger ones."""
         if state["failures"]:
             self.rows = min(self.rows, state["rows"])
             limits = [n for n in (self.tokens, state["tokens"]) if n is not None]

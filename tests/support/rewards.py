@@ -1,11 +1,12 @@
-"""What tests of reward functions share: the runner on rows of letters, with a loop for asynchronous functions."""
+"""What tests of reward functions share: the runner on rows of letters, a loop for asynchronous functions, workers."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
 from grpo_ext.rewards.workers import RewardWorkers
 
 COMPLETIONS = ["a", "bb", "ccc", "dddd", "eeeee"]
+PATIENCE_S = 60.0  # waited for in full by a test that fails alone
 
 
 @contextmanager
@@ -56,6 +58,29 @@ def score(
     rows = RewardRows(inputs, list("pqrst"), list(completions), ids, environments, first=20, chunk=chunk)
     with running_loop() as loop:
         runner = RewardRunner(torch.device("cpu"), faults, workers, loop)
-        rewards_BF, calls = runner.score(functions_of(functions), rows, state, recorders)
+        rewards_BF, calls = runner.compute(functions_of(functions), rows, state, recorders)
     rewards = [[None if math.isnan(value) else value for value in column] for column in rewards_BF.T.tolist()]
     return rewards, sorted(calls, key=lambda call: (call.first, call.number))
+
+
+@contextmanager
+def working(number: int = 1, seed: int = 0) -> Iterator[RewardWorkers]:
+    """Workers that are killed at the end."""
+    workers = RewardWorkers(number, seed)
+    try:
+        yield workers
+    finally:
+        workers.kill()
+
+
+def _by_value() -> Callable[..., Any]:
+    """A function that goes to a worker by value: this file takes seconds to import."""
+
+    def process_id(completions, **kwargs):
+        return [os.getpid()] * len(completions)
+
+    return process_id
+
+
+process_id = _by_value()
+process_id.__name__ = "its_process_id"  # is looked up by this name

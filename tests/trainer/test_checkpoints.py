@@ -7,7 +7,6 @@ import json
 import shutil
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ from transformers import Trainer
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import CheckpointError, ConfigError, RewardError
-from grpo_ext.run.checkpoint import checkpoints, why_broken
+from grpo_ext.run.checkpoint import checkpoints, why_broken, write_listing
 from grpo_ext.run.log import LOG, read_log
-from grpo_ext.run.resume import find_checkpoint
 from grpo_ext.run.state import RunState
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tiny_tokenizer
 from tests.support.trainers import BASE, LORA, SAVE, make, on, other, parameters
@@ -219,19 +217,19 @@ def test_what_shapes_advantages_takes_effect_at_once(tmp_path, caplog, setting, 
     assert ("the rollout batch of the checkpoint is not used" in caplog.text) is dropped
 
 
-def test_a_changed_learning_rate_is_refused_because_it_would_have_no_effect(run, tmp_path):
-    trainer = other(tmp_path, learning_rate=3e-3, allow_changed_on_resume=["learning_rate"])
-    with pytest.raises(CheckpointError, match=r"optimizer goes on with the checkpoint's learning_rate\.$"):
+@pytest.mark.parametrize("change", [{"learning_rate": 3e-3}, {"optim": "adafactor"}])
+def test_settings_that_the_checkpoint_of_the_optimizer_holds_are_refused(run, tmp_path, change):
+    trainer = other(tmp_path, **change, allow_changed_on_resume=list(change))
+    with pytest.raises(CheckpointError, match=rf"optimizer goes on with the checkpoint's {next(iter(change))}\.$"):
         trainer.train(str(run / "checkpoint-2"))
 
 
-def test_deepspeeds_shards_want_as_many_processes(run, tmp_path):
-    folder = str(run / "checkpoint-2")
-    assert find_checkpoint(folder, str(tmp_path), make(tmp_path).accelerator) == folder  # written by one process
-    state = SimpleNamespace(deepspeed_plugin=object())
-    accelerator: Any = SimpleNamespace(num_processes=3, is_main_process=True, state=state)
-    with pytest.raises(CheckpointError, match=r"written by 1 processes.* this run has 3. Start 1, or export"):
-        find_checkpoint(folder, str(tmp_path), accelerator)
+def test_deepspeeds_shards_want_as_many_processes(copy):
+    write_listing(copy / "checkpoint-2", {"processes": 3})
+    trainer = make(copy, **SAVE)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(CheckpointError, match=r"written by 3 processes.* this run has 1. Start 3, or export"):
+        trainer.train(str(copy / "checkpoint-2"))
 
 
 def test_a_run_that_fails_says_so_in_its_log(tmp_path):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.rollouts import batch, source
-from grpo_ext.runtime.collectives import without_gather
+from grpo_ext.runtime.collectives import uneven_gathers
 from tests.support.tiny import given_rollout, prompts, tiny_tokenizer
 from tests.support.trainers import make, parameters
 
@@ -63,13 +63,12 @@ def test_a_further_call_of_super_samples_something_else(tmp_path):
 
 
 def test_a_hook_that_processes_call_differently_often_may_not_gather():
-    accelerator: Any = SimpleNamespace(num_processes=2, gather=lambda value: value)
-    with without_gather(accelerator, "_generate_single_turn"), pytest.raises(RolloutError, match="_turn gathers, and"):
-        accelerator.gather(1)
-    assert accelerator.gather(1) == 1
-    accelerator.num_processes = 1
-    with without_gather(accelerator, "_generate_single_turn"):
-        assert accelerator.gather(1) == 1
+    accelerator: Any = SimpleNamespace(num_processes=2, gather=None)
+    with uneven_gathers(accelerator, refused_in="_generate_single_turn"):
+        with pytest.raises(RolloutError, match="_turn gathers, and"):
+            accelerator.gather(torch.ones(1))
+        accelerator.num_processes = 1
+        assert accelerator.gather(torch.ones(1)) == 1
 
 
 def test_a_field_of_one_process_alone_is_refused(monkeypatch):

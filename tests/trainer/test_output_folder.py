@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import CheckpointError, ConfigError
-from grpo_ext.run import output_folder
+from grpo_ext.run import keeper, output_folder
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.log import LOG, read_log
-from grpo_ext.run.output_folder import HeldFolder
 from tests.support.trainers import SAVE, make, on
 
 
@@ -58,14 +57,14 @@ def test_latest_is_looked_for_once_the_folder_is_free(tmp_path, monkeypatch):
     folder = tmp_path / "out"
     first = make(folder, **SAVE)
     first.train()
-    second, release = make(folder, **SAVE), HeldFolder.take
+    second, take_folder = make(folder, **SAVE), output_folder.take_folder
 
-    def take(held: HeldFolder, name: str, in_place: bool) -> tuple[str, str]:
+    def take(name: str, in_place: bool) -> Any:
         (tmp_path / "checkpoint-3").rename(folder / "checkpoint-3")  # the other run saves it, and ends
-        return release(held, name, in_place)
+        return take_folder(name, in_place)
 
     (folder / "checkpoint-3").rename(tmp_path / "checkpoint-3")
-    monkeypatch.setattr(HeldFolder, "take", take)
+    monkeypatch.setattr(keeper, "take_folder", take)
     second.train(resume_from_checkpoint="latest")
     assert second.state.global_step == 3
     assert (folder / "checkpoint-3").is_dir()

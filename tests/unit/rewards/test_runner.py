@@ -63,7 +63,7 @@ def sources_of(trainer: Any) -> RewardFunctions:
 
 def score(trainer: Any, rows: RewardRows, **settings: Any) -> tuple[torch.Tensor, list[RewardCall]]:
     runner = RewardRunner(trainer.accelerator.device, async_loop=getattr(trainer, "async_loop", None), **settings)
-    return runner.score(sources_of(trainer), rows, state=trainer.state)
+    return runner.compute(sources_of(trainer), rows, state=trainer.state)
 
 
 def both(trainer: Any, rows: RewardRows) -> tuple[torch.Tensor, list[RewardCall]]:
@@ -156,7 +156,7 @@ def test_an_environment_that_is_retired_has_no_reward_and_reward_functions_see_i
     some = [Slotted() for _ in range(3)]
     sources = RewardFunctions([of_slotted, others], ["a", "b"], [None, None])
     scored = rows(environments=some, retired={id(some[1])})
-    rewards_BF, _ = RewardRunner(torch.device("cpu")).score(sources, scored, None)
+    rewards_BF, _ = RewardRunner(torch.device("cpu")).compute(sources, scored, None)
     assert rewards_BF.nan_to_num(-1.0).tolist() == [[1.0, 1.0], [-1.0, 1.0], [1.0, 1.0]]
 
 
@@ -221,7 +221,7 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
 
     with running_loop() as async_loop:
         runner = RewardRunner(torch.device("cpu"), Faults(timeout=30.0), async_loop=async_loop)
-        rewards_BF, calls = runner.score(functions_of([meets, graded, meets]), rows(chunk=1, first=9), state=None)
+        rewards_BF, calls = runner.compute(functions_of([meets, graded, meets]), rows(chunk=1, first=9), state=None)
     assert rewards_BF.tolist() == [[2.0, 1.0, 2.0]] * 3
     assert events == ["sync"] * 3 + ["async"] * 6
     assert threading.get_ident() not in threads
@@ -232,11 +232,11 @@ def test_chunks_of_all_asynchronous_functions_run_at_once_on_the_loop_after_the_
 
 def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     with pytest.raises(RewardError, match=r"'function_1' is asynchronous, .* when the trainer is built"):
-        RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), rows(), state=None)
+        RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), rows(), state=None)
 
 
 def test_a_process_without_completions_calls_nothing():
     empty = RewardRows([], [], [], [])
-    rewards_BF, calls = RewardRunner(torch.device("cpu")).score(functions_of([sparse, later]), empty, state=None)
+    rewards_BF, calls = RewardRunner(torch.device("cpu")).compute(functions_of([sparse, later]), empty, state=None)
     assert rewards_BF.shape == (0, 2)
     assert calls == []

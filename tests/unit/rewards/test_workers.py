@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import textwrap
-import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import TrainerState
@@ -31,48 +26,14 @@ from transformers import TrainerState
 from grpo_ext.errors import ConfigError, RewardError
 from grpo_ext.rewards.guard import Faults
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.rewards.workers import RewardWorkers, WorkerDied
-from tests.support.rewards import score
+from tests.support.rewards import PATIENCE_S, process_id, score, working
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 60.0  # waited for in full by a test that fails alone
 
 
 @pytest.fixture(scope="module", autouse=True)
 def state():
     accelerate.PartialState()  # the logger asks it which process this is
-
-
-@contextlib.contextmanager
-def working(number: int = 1, seed: int = 0) -> Iterator[RewardWorkers]:
-    workers = RewardWorkers(number, seed)
-    try:
-        yield workers
-    finally:
-        workers.kill()
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends."""
-    until = time.monotonic() + PATIENCE_S
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def its_process() -> Callable[..., Any]:
-    """A function that goes to a worker by value: this file takes seconds to import."""
-
-    def process_id(completions, **kwargs):
-        return [os.getpid()] * len(completions)
-
-    return process_id
-
-
-process_id = its_process()
-process_id.__name__ = "its_process_id"  # is looked up by this name
 
 
 # ---- The same as in the training process ----------------------------------------------------------------------------
@@ -120,19 +81,6 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
             assert score(kinds_of_functions(), workers, state=state) == here
 
 
-def test_recorders_of_the_users_own_are_called_in_the_training_process():
-    logged: list[Any] = []
-
-    def graded(completions, log_metric, **kwargs):
-        log_metric("n", len(completions))
-        return [0.0] * len(completions)
-
-    with working() as workers:
-        _, calls = score([graded], workers, recorders={"log_metric": lambda *args: logged.append(args)})
-    assert logged == [("n", 2), ("n", 2), ("n", 1)]
-    assert not any(call.metrics for call in calls)
-
-
 def test_chunks_of_all_functions_run_concurrently(tmp_path):
     def meets(mine: str, other: str) -> Callable[..., Any]:
         def graded(completions, **kwargs):
@@ -165,28 +113,25 @@ def test_asynchronous_functions_stay_in_the_training_process():
 
 
 def test_random_numbers_of_a_call_depend_on_the_run_and_its_place_alone(tmp_path):
+    """For other numbers of workers: tests/invariance/test_reward_workers.py."""
+    failed = tmp_path / "failed"
+
     def drawn(completions, **kwargs):
         import numpy as np  # in the worker, for the first time in its first call
 
-        if len(completions) == 1 and not (tmp_path / "failed").exists():
-            (tmp_path / "failed").touch()
+        if len(completions) == 1 and not failed.exists():
+            failed.touch()
             raise ConnectionError
         return [random.random() + np.random.random() for _ in completions]
 
-    found = {}
-    retried = Faults(retries=1)
-    for name, number, seed, step, fails in [
-        ("one", 1, 0, 3, False),
-        ("three", 3, 0, 3, False),
-        ("again", 1, 0, 3, True),
-        ("seed", 1, 1, 3, False),
-        ("step", 1, 0, 4, False),
-    ]:
-        (tmp_path / "failed").unlink() if fails else (tmp_path / "failed").touch()
-        with working(number, seed) as workers:
-            found[name] = score([drawn], workers, retried, state=TrainerState(global_step=step))[0][0]
-    assert found["one"] == found["three"] == found["again"]
-    assert len({*found["one"], *found["seed"], *found["step"]}) == 15  # the control
+    def draw(seed: int = 0, step: int = 3) -> list[float | None]:
+        with working(1, seed) as workers:
+            return score([drawn], workers, Faults(retries=1), state=TrainerState(global_step=step))[0][0]
+
+    retried = draw()
+    assert failed.exists()
+    assert draw() == retried
+    assert len({*retried, *draw(seed=1), *draw(step=4)}) == 15  # the control
 
 
 # ---- What a worker is -----------------------------------------------------------------------------------------------
@@ -203,13 +148,9 @@ def test_a_worker_is_a_fresh_interpreter_of_one_thread_without_an_accelerator_an
         monkeypatch.setenv(name, "4")
     logged: list[Any] = []
     with working() as workers:
-        score(
-            [found],
-            workers,
-            chunk=None,
-            state=TrainerState(),
-            recorders={"log_extra": lambda _, values: logged.append(values)},
-        )
+        recorders = {"log_extra": lambda _, values: logged.append(values)}  # the user's: called in this process
+        _, calls = score([found], workers, chunk=None, state=TrainerState(), recorders=recorders)
+    assert calls[0].columns == {}
     variables, modules, stdin, state = logged[0]
     assert variables == ["1", "", None, None, "4"]
     assert modules == [False, False, False]
@@ -247,18 +188,6 @@ def test_a_worker_that_a_cluster_terminates_is_replaced_and_its_call_made_again_
             score([terminated(2)], workers, chunk=None)
 
 
-def test_an_open_file_is_refused_and_stays_as_it_is(tmp_path):
-    (tmp_path / "notes").write_text("header")
-    with (tmp_path / "notes").open("a") as notes:
-
-        def noting(completions, **kwargs):
-            return [float(notes.closed) for _ in completions]
-
-        with working() as workers, pytest.raises(ConfigError, match=r"'judge' cannot be sent .*not opened for reading"):
-            workers.add(noting, "judge")
-    assert (tmp_path / "notes").read_text() == "header"
-
-
 def test_a_function_that_cannot_be_loaded_ends_the_run_at_once(monkeypatch, caplog):
     module = types.ModuleType("made_up_here")
     exec("def graded(completions, **kwargs): return []", vars(module))
@@ -281,174 +210,3 @@ def test_the_time_of_a_call_begins_once_its_function_is_loaded(monkeypatch, tmp_
     graded = importlib.import_module("slow_to_import").graded
     with working() as workers:
         assert score([graded], workers, Faults(timeout=2.0))[0] == [[1.0] * 5]
-
-
-# ---- What fails there -----------------------------------------------------------------------------------------------
-
-
-def unscorable() -> type[Exception]:
-    class Unscorable(ValueError):
-        def __init__(self, first: int, second: int) -> None:  # so that pickle cannot make it again
-            super().__init__(f"{first} and {second}")
-
-    return Unscorable
-
-
-@pytest.mark.parametrize("raises", [lambda completions, **kwargs: {}["answer"], lambda completions: [0.0]])
-def test_an_error_reads_as_in_the_training_process(raises):
-    with pytest.raises(RewardError) as here:
-        score([raises])
-    with working() as workers, pytest.raises(RewardError) as there:
-        score([raises], workers)
-    assert str(there.value) == str(here.value)
-
-
-def test_an_error_of_a_class_that_cannot_be_pickled_is_named_and_shows_where_it_was_raised():
-    kind = unscorable()
-
-    def graded(completions, **kwargs):
-        raise kind(1, 2)
-
-    with working() as workers, pytest.raises(RewardError, match="raised Unscorable: 1 and 2;") as caught:
-        score([graded], workers)
-    assert "in graded" in str(caught.value.__cause__.__cause__)
-
-
-def hanging(folder: Path) -> Callable[..., Any]:
-    """A function that hangs on the completion "ccc", with the interpreter's lock and a process that it has started."""
-
-    def graded(completions, **kwargs):
-        if "ccc" in completions:
-            other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-            (folder / "pids").write_text(f"{os.getpid()} {other.pid}")
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        return [1.0] * len(completions)
-
-    return graded
-
-
-def test_a_call_that_hangs_is_killed_with_what_it_started_and_the_others_go_on(tmp_path, caplog):
-    faults = Faults(timeout=2.0, on_failure="none")
-    with working(2) as workers:
-        rewards, _ = score([hanging(tmp_path), process_id], workers, faults)
-        assert rewards[0] == [1.0, 1.0, None, None, 1.0]
-        assert None not in rewards[1]
-        assert "no answer within reward_timeout=2.0 seconds" in caplog.text
-        assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
-        assert None not in score([process_id], workers, faults)[0][0]
-
-
-ENDINGS = {
-    "os._exit(7)": "its process has ended: EXIT(7)",
-    "os.kill(os.getpid(), signal.SIGKILL)": "its process has ended: SIGKILL(-9)",
-    "sys.exit(3)": "SystemExit: 3",
-}
-
-
-@pytest.mark.parametrize("code", ENDINGS)
-def test_a_worker_that_ends_is_a_call_that_failed(code, tmp_path, caplog):
-    def graded(completions, **kwargs):
-        if "ccc" in completions and len(list(tmp_path.iterdir())) < 2:
-            (tmp_path / f"{time.monotonic_ns()}").touch()
-            exec(code, {"os": os, "signal": signal, "sys": sys})
-        return [1.0] * len(completions)
-
-    with working() as workers:
-        with pytest.raises(RewardError, match=re.escape(ENDINGS[code])):
-            score([graded], workers)
-        assert score([graded], workers, Faults(retries=1))[0] == [[1.0] * 5]
-        assert "try 2 of 2 follows" in caplog.text
-
-
-# ---- The end --------------------------------------------------------------------------------------------------------
-
-
-def test_workers_end_with_their_owner_also_in_a_call(tmp_path):
-    workers = RewardWorkers(2, 0)
-
-    def call() -> None:
-        with contextlib.suppress(WorkerDied):
-            score([hanging(tmp_path)], workers)
-
-    threading.Thread(target=call, daemon=True).start()
-    while not (tmp_path / "pids").exists() or " " not in (tmp_path / "pids").read_text():
-        time.sleep(0.02)
-    idle = int(score([process_id], workers)[0][0][0])
-    pids = [idle, *map(int, (tmp_path / "pids").read_text().split())]
-    assert all(psutil.pid_exists(pid) for pid in pids)
-    workers.kill()
-    assert all(gone(pid) for pid in pids)
-
-
-def test_a_kill_is_final_for_the_jobs_of_that_time(tmp_path, caplog):
-    def slow(completions, **kwargs):
-        with (tmp_path / "starts").open("a") as file:
-            file.write(".")
-        time.sleep(60)
-
-    def bad(completions, **kwargs):
-        while not (tmp_path / "starts").exists():
-            time.sleep(0.01)
-        raise ValueError("scored")
-
-    with working(2) as workers:
-        with pytest.raises(RewardError, match="'function_0' raised ValueError: scored;"):
-            score([bad, slow], workers, Faults(retries=1), chunk=None)
-        assert score([process_id], workers)[0] != [[]]  # goes on afterwards
-    assert (tmp_path / "starts").read_text() == "."
-    assert "'function_1' failed" not in caplog.text
-
-
-def test_a_worker_keeps_what_its_function_loads_at_its_first_call():
-    loaded: list[bytes] = []
-
-    def loads(completions, log_extra, **kwargs):
-        if not loaded:
-            loaded.append(b"1" * 400_000_000)
-            time.sleep(1.2)  # loky looks at the memory of a process once a second
-        return [float(os.getpid()) for _ in completions]
-
-    with working() as workers:
-        rewards, _ = score([loads], workers, chunk=1, recorders={"log_extra": lambda *_: None})
-    assert len(set(rewards[0])) == 1
-
-
-SCRIPT = """
-    import os, re, signal, sys, threading, time
-    import accelerate, torch
-    from grpo_ext.rewards.runner import RewardFunctions, RewardRows, RewardRunner
-    from grpo_ext.rewards.workers import RewardWorkers
-
-    print("imported", flush=True)
-    accelerate.PartialState()
-    LENGTHS = {"a": 1.5}
-
-    def graded(completions, **kwargs):
-        return [LENGTHS[c] for c in completions]
-
-    def hangs(completions, **kwargs):
-        open(sys_argv[1], "w").write(f"{os.getpid()} ")
-        re.match(r"(a+)+$", "a" * 60 + "b")
-
-    sys_argv = sys.argv
-    workers = RewardWorkers(1, 0)
-    runner = RewardRunner(torch.device("cpu"), workers=workers)
-    rows = RewardRows([{}], ["p"], ["a"], [[1]])
-    fine, stuck = (RewardFunctions([f], [f.__name__], [None]) for f in (graded, hangs))
-    print(runner.score(fine, rows, None)[0].tolist(), flush=True)
-    threading.Thread(target=runner.score, args=(stuck, rows, None), daemon=True).start()
-    while not os.path.exists(sys.argv[1]) or open(sys.argv[1]).read().count(" ") < 1:
-        time.sleep(0.02)
-"""
-
-
-def test_functions_of_a_script_without_a_guard_run_and_no_worker_outlives_it(tmp_path):
-    script, pids = tmp_path / "script.py", tmp_path / "pids"
-    script.write_text(textwrap.dedent(SCRIPT) + "os.kill(os.getpid(), signal.SIGKILL)")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, script, pids], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.stdout.splitlines() == ["imported", "[[1.5]]"], done.stderr  # the script was run once
-    assert done.returncode == -signal.SIGKILL
-    assert all(gone(int(pid)) for pid in pids.read_text().split())

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from grpo_ext.run.log import LOG, RunLog, peak_memory_mib, read_log
+from grpo_ext.run.log import LOG, RunLog, read_log
 
 CPU = torch.device("cpu")
 
@@ -32,37 +32,13 @@ def lines(folder):
 
 def test_lines_are_strict_json_with_step_time_and_memory(tmp_path):
     log = begun(tmp_path)
-    write(
-        log,
-        3,
-        reward=math.nan,
-        kl=-math.inf,
-        loss=torch.tensor(0.5),
-        epoch=0.3,
-        device=CPU,
-        tokens=7,
-        nested={"a": (1, math.inf)},
-    )
+    write(log, 3, reward=math.nan, kl=-math.inf, loss=torch.tensor(0.5), epoch=0.3, device=CPU, tokens=7)
     (line,) = lines(tmp_path)
-    assert line["values"] == {
-        "reward": None,
-        "kl": None,
-        "loss": 0.5,
-        "device": "cpu",
-        "tokens": 7,
-        "nested": {"a": [1, None]},
-    }
+    assert line["values"] == {"reward": None, "kl": None, "loss": 0.5, "device": "cpu", "tokens": 7}
     assert (line["step"], line["epoch"]) == (3, 0.3)
     assert 0 <= line["time"] < 60
     assert line["peak_memory_mib"] > 50
     assert line["memory_of"] == "process"
-
-
-def test_peak_memory_grows_with_what_is_allocated():
-    before = peak_memory_mib(CPU)
-    held = torch.ones(int(before) * 2**18 + 2**24)  # the peak so far, and 64 MiB
-    assert peak_memory_mib(CPU) > before + 32
-    del held
 
 
 def test_an_unfinished_last_line_is_left_out_and_the_next_one_is_whole(tmp_path):
@@ -90,29 +66,11 @@ def test_a_resume_drops_the_lines_of_later_steps(tmp_path):
     assert len(lines(tmp_path)) == 6, "the log is only ever added to"
 
 
-def test_a_resume_in_a_log_of_an_older_version_is_read(tmp_path):
-    rows = [{"step": step, "values": {"reward": step}} for step in (1, 2)]
-    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"resumed_from": 1}, rows[1]])
-    (tmp_path / LOG).write_text(text)
-    run = read_log(tmp_path / LOG)
-    assert ([entry["step"] for entry in run.entries], run.resumed_from, run.unreadable) == ([1, 2], [1], 0)
-
-
 def test_seconds_of_all_starts_are_added_up(tmp_path):
     rows = [{"step": 1, "time": 5.0}, {"step": 2, "time": 9.0}, {"step": 1, "start": {}}, {"step": 2, "time": 3.0}]
     text = "".join(json.dumps({"values": {}} | row if "time" in row else row) + "\n" for row in rows)
     (tmp_path / LOG).write_text(text)
     assert read_log(tmp_path / LOG).seconds == 12.0
-
-
-def test_how_a_call_starts_and_ends_is_read_back(tmp_path):
-    begun(tmp_path).end(3, {"ended": "interrupted"})
-    begun(tmp_path, 3)
-    first, second = read_log(tmp_path / LOG).starts
-    assert (first["seed"], first["resumed_from"], first["ended"], first["step"]) == (0, None, "interrupted", 3)
-    assert (second["seed"], second["resumed_from"]) == (3, str(tmp_path / "checkpoint-3"))
-    assert "ended" not in second  # it goes on, or was killed
-    assert first["versions"]["trl"]
 
 
 def test_a_new_run_supersedes_the_log_of_an_earlier_one(tmp_path):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from accelerate import PartialState
+from filelock import FileLock
 
 from grpo_ext.errors import ConfigError
 from grpo_ext.run import output_folder
-from grpo_ext.run.output_folder import HeldFolder
+from grpo_ext.run.output_folder import take_folder
 
 
 @pytest.fixture(autouse=True)
@@ -20,24 +21,24 @@ def logging() -> None:
 
 
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
-    together, runs = threading.Barrier(4), [HeldFolder() for _ in range(4)]
+    together = threading.Barrier(4)
 
-    def take(run: HeldFolder) -> tuple[str, str]:
+    def take(_: int) -> tuple[str, FileLock]:
         together.wait(60)
-        return run.take(str(tmp_path / "out"), in_place=False)
+        return take_folder(str(tmp_path / "out"), in_place=False)
 
-    with ThreadPoolExecutor(len(runs)) as threads:
-        folders, writers = zip(*threads.map(take, runs))
-    assert sorted(folders) == [str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")]
-    assert len(set(writers)) == 4
+    with ThreadPoolExecutor(4) as threads:
+        taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
+    assert sorted(folder for folder, _ in taken) == [
+        str(tmp_path / name) for name in ("out", "out-2", "out-3", "out-4")
+    ]
 
 
 def test_a_folder_that_was_released_is_taken_again(tmp_path):
-    first, second = HeldFolder(), HeldFolder()
-    assert first.take(str(tmp_path), in_place=False)[0] == str(tmp_path)
-    assert second.take(str(tmp_path), in_place=False)[0] == f"{tmp_path}-2"
-    first.release()
-    assert HeldFolder().take(str(tmp_path), in_place=False)[0] == str(tmp_path)
+    _, lock = take_folder(str(tmp_path), in_place=False)
+    assert take_folder(str(tmp_path), in_place=False)[0] == f"{tmp_path}-2"
+    lock.release()
+    assert take_folder(str(tmp_path), in_place=False)[0] == str(tmp_path)
 
 
 def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_path, monkeypatch):
@@ -49,18 +50,18 @@ def test_a_folder_in_which_a_run_saved_and_ended_meanwhile_is_left_alone(tmp_pat
         return acquire(name)
 
     monkeypatch.setattr(output_folder, "_acquire", late)
-    assert HeldFolder().take(str(folder), in_place=False)[0] == f"{folder}-2"
+    assert take_folder(str(folder), in_place=False)[0] == f"{folder}-2"
     monkeypatch.undo()
-    assert HeldFolder().take(str(folder), in_place=True)[0] == str(folder)  # its lock was released
+    assert take_folder(str(folder), in_place=True)[0] == str(folder)  # its lock was released
 
 
 def test_what_a_run_that_was_killed_left_unfinished_is_cleared_once_the_folder_is_taken(tmp_path):
     half = tmp_path / "_writing-77-aa" / "checkpoint-2"
     half.mkdir(parents=True)
-    HeldFolder().take(str(tmp_path), in_place=True)
+    take_folder(str(tmp_path), in_place=True)
     assert not half.parent.exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():
     with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
-        HeldFolder().take("/proc/self", in_place=True)  # a folder in which nobody may make a file
+        take_folder("/proc/self", in_place=True)  # a folder in which nobody may make a file
