@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_ext.demo import cache as module
 from grpo_ext.demo import task, warm_start
 from grpo_ext.demo.task import demo_words, exact_match, load_demo, sorted_letters_reward
 
@@ -51,8 +50,8 @@ def test_demo_is_built_once_and_found_afterwards(short_recipe, monkeypatch, cach
 
 def test_a_filled_cache_is_read_without_a_lock(monkeypatch, cache):
     (cache / "filled").mkdir()
-    monkeypatch.setattr(module, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
-    assert module.cached_folder("filled", lambda folder: None) == cache / "filled"
+    monkeypatch.setattr(warm_start, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
+    assert warm_start.built_once("filled", lambda: ()) == cache / "filled"
 
 
 def test_an_interrupted_build_leaves_nothing_behind(monkeypatch, cache):
