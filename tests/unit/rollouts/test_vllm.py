@@ -172,5 +172,5 @@ def test_the_statistics_are_those_of_all_tokens_whoever_sampled_them(sequence_le
     assert found[name] >= 1.0
     assert min(part[name] for part in alone) == (found[name] if sequence_level else 0.0)
     masks = [mask.bool() for mask in whole.loss_masks]
-    ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole.importance_sampling_ratio, masks)])
+    ratios = torch.cat([r if sequence_level else r[m] for r, m in zip(whole["importance_sampling_ratio"], masks)])
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(ratios.double().mean().item())
