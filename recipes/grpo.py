@@ -1,8 +1,9 @@
 """GRPO on any model and data: `accelerate launch recipes/grpo.py [--config FILE.yaml] [--option value ...]`.
 
-Unlike TRL's script it needs no arguments: without a model and data it trains the embedded demo and shows the gain. Read
-it from `main` at its end. grpo_ext/tools/options.py holds the options: those of the data, and every field of GRPOConfig
-and of TRL's ModelConfig (`--help`).
+Unlike TRL's script it needs no arguments: without a model and data it trains the embedded demo and shows the gain;
+`--demo sums` and `--demo last_word` train a real model (smollm2.py). Read it from `main` at its end.
+grpo_ext/tools/options.py holds the options: those of the data, and every field of GRPOConfig and of TRL's ModelConfig
+(`--help`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import DemoTask, exact_match
+from grpo_ext.demo.task import EMBEDDED, DemoTask, exact_match
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints
@@ -48,6 +49,7 @@ from grpo_ext.tools.options import (
 from grpo_ext.tools.report.page import report_or_reason
 from grpo_ext.tools.stock import STOCK
 
+REAL_DEMOS = ("sums", "last_word")  # in smollm2.py
 DEMO_FOLDER = Path("runs")
 DEMO_NAME = "demo"
 HELD_OUT = "held out exact match"
@@ -188,10 +190,10 @@ class HeldOut:
 
 def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv: list[str]) -> None:
     rewards = resolve_rewards(script.rewards, training.max_completion_length)
-    if script.demo == "letters" and PartialState().device.type == "cpu":
+    if script.demo == EMBEDDED and PartialState().device.type == "cpu":
         # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
         torch.set_num_threads(1)
-    if script.demo == "letters":
+    if script.demo == EMBEDDED:
         say("Making the model (about 20 s the first time, then cached) ...")
     else:
         say("Getting the model (a download the first time, then cached) ...")
@@ -230,7 +232,7 @@ def run_demo(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, 
         say("Next, the same run on two processes, which learns the same:")
         say(f"  {command('accelerate')} launch --config_file recipes/accelerate/cpu_2.yaml {again}")
     say("The comparison of many splits:")
-    named = "" if script.demo == "letters" else f" --demo {script.demo}"
+    named = "" if script.demo == EMBEDDED else f" --demo {script.demo}"
     say(f"  {command('grpo-ext')} check{named} --against trl")
     finish(trainer)
 
@@ -263,7 +265,8 @@ def main(argv: list[str]) -> None:
     if "--log_level" not in argv:
         quiet_libraries()
     try:
-        demo, script, training, model = parse(argv)
+        file = os.path.relpath(Path(__file__).with_name("smollm2.py"))
+        demo, script, training, model = parse(argv, {name: f"{file}:{name}" for name in REAL_DEMOS})
         unnamed = demo and training.output_dir in (None, "trainer_output")  # what transformers fills in
         if unnamed:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)

@@ -1,1 +1,1 @@
-"""The embedded task: a tiny model, its tokenizer, a small verifiable problem and reward, built without a network."""
+"""The embedded demo: a tiny model, its tokenizer, a small verifiable problem and reward, built without a network."""

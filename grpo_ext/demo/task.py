@@ -6,7 +6,7 @@ The reward is a program's verdict (reinforcement learning with verifiable reward
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,11 @@ import torch
 from datasets import Dataset
 from transformers import GenerationConfig
 
+from ..errors import ConfigError
+from ..rewards.registry import FILE_MODULE_PREFIX, load_file
 from .warm_start import LETTERS, SEPARATOR, VERSION, built_once, train_warm_start
 
+EMBEDDED = "letters"  # the demo's name, as `--demo` takes it
 DATA_SEED = 0
 WARM_START_WORDS = 8192
 TRAIN_PROMPTS = 4096
@@ -40,6 +43,19 @@ class DemoTask:
     train_dataset: Dataset
     eval_dataset: Dataset
     reward_funcs: list[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A problem that `--demo` names.
+
+    Attributes:
+        load: makes or downloads the model, once; the id or folder of another model takes its place.
+        settings: of the run, known before anything is loaded: fields of `GRPOConfig`, and `rewards` by name.
+    """
+
+    load: Callable[[str | None], DemoTask]
+    settings: Mapping[str, Any]
 
 
 class Sample(NamedTuple):
@@ -125,6 +141,26 @@ def demo_config_defaults() -> dict[str, Any]:
         "ddp_find_unused_parameters": False,
         "seed": 42,
     }
+
+
+def demo_named(name: str) -> Demo:
+    """The embedded demo, or the `Demo` that a file defines, as `path/to/file.py:name`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name == EMBEDDED:
+        reward = f"{__name__}.{sorted_letters_reward.__name__}"
+        return Demo(lambda model: load_demo(), {**demo_config_defaults(), "rewards": [reward]})
+    file, _, variable = name.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix == ".py" and path.is_file():
+        demo = getattr(load_file(path, f"{FILE_MODULE_PREFIX}{path.stem}"), variable, None)
+        if isinstance(demo, Demo):
+            return demo
+    raise ConfigError(
+        f"--demo {name} is unknown; use {EMBEDDED}, or path/to/file.py:name of a Demo, such as recipes/smollm2.py:sums."
+    )
 
 
 @torch.no_grad()

@@ -5,17 +5,18 @@ Unlike in TRL's examples nothing is downloaded: a short supervised run on the CP
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from .cache import cached_folder
 
 LETTERS = "abcdefgh"
 SEPARATOR = ">"
@@ -117,10 +118,20 @@ def fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], s
 
 
 def built_once(name: str, build: Callable[[], tuple[Any, Any]]) -> Path:
-    """The folder `name` of the cache, with the model and the tokenizer that `build` returns on the first call."""
+    """The folder `name` of the cache, with the model and the tokenizer that `build` returns on the first call.
 
-    def save(folder: Path) -> None:
-        for part in build():
-            part.save_pretrained(folder)
-
-    return cached_folder(name, save)
+    The cache is `$GRPO_EXT_CACHE`, or `~/.cache/grpo_ext`. The folder is complete or absent at any time.
+    """
+    cache = Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
+    if (cache / name).is_dir():  # before the lock: a filled cache may be read-only
+        return cache / name
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        if not (cache / name).is_dir():
+            with tempfile.TemporaryDirectory(prefix=".building-", dir=cache) as temporary:
+                folder = Path(temporary) / name
+                folder.mkdir()
+                for part in build():
+                    part.save_pretrained(folder)
+                folder.rename(cache / name)
+    return cache / name

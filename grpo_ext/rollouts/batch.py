@@ -19,7 +19,7 @@ from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..errors import RolloutError
-from ..forward.images import RowImages
+from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows
 from ..runtime.collectives import gather_lists
 from .ragged import Ragged, padded
@@ -27,7 +27,11 @@ from .ragged import Ragged, padded
 # columns of a model that takes images: the row of the data set, from which they are read again; or all images, packed,
 # where tools or environments may show some
 ROW_NUMBER, ROW_IMAGES = "row_number", "row_images"
-
+# columns with one value for each token, in TRL's dictionary (B, T)
+_OF_TOKENS = (
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+)
 
 # values of completions: of any length each, of one shape each, or Python objects
 Column = Ragged | torch.Tensor | list[Any]
@@ -38,97 +42,72 @@ class RolloutBatch:
     """Scored completions (a rollout batch, or a step of it) in global order, the same on every process.
 
     Attributes:
-        prompt_ids, prompt_mask: of each completion's prompt; the mask is 1 where attention sees the token.
-        completion_ids, completion_mask: of each completion; the mask is 1 where attention sees the token, and 0 on a
-            truncated completion that `mask_truncated_completions` leaves out.
-        advantages: (B,), or one for each token.
+        columns: what has one entry for each completion, by TRL's name; those of a user's
+            `_generate_and_score_completions` by the user's. `batch[name]` is a column.
+
+            - prompt_ids, prompt_mask: the mask is 1 where attention sees the token.
+            - completion_ids, completion_mask: the mask is 1 where attention sees the token, and 0 on a truncated
+              completion that `mask_truncated_completions` leaves out.
+            - advantages: (B,), or one for each token.
+            - tool_mask: 0 on tokens of tools and environments, which carry no loss; missing where there are none.
+            - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the
+              reference, and the inference engine; each only where the run needs it.
+            - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
+            - row_number, row_images: of a model that takes images.
         groups: which group of the rollout batch each completion belongs to.
-        tool_mask: 0 on tokens of tools and environments, which carry no loss.
-        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the reference,
-            and the inference engine.
-        importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token.
-        row_number: of each completion in the data set, (B,), for a model that takes images.
-        row_images: images of each completion as bytes, where tools or environments bring some.
-        fields: what a user's `_generate_and_score_completions` adds, one entry for each completion.
-        constants: what it adds that is not of completions.
+        constants: what a user's override adds that is not of completions.
         widths: columns of the prompts and of the completions in every micro-batch; None: as many as its longest has.
         items_per_token: TRL's `num_items_in_batch` over the tokens that carry loss, where an override returns another
             number of them; TRL's token mean divides by it.
     """
 
-    prompt_ids: Ragged
-    prompt_mask: Ragged
-    completion_ids: Ragged
-    completion_mask: Ragged
-    advantages: torch.Tensor | Ragged
+    columns: dict[str, Column]
     groups: Sequence[int]
-    tool_mask: Ragged | None = None
-    old_per_token_logps: Ragged | None = None
-    ref_per_token_logps: Ragged | None = None
-    sampling_per_token_logps: Ragged | None = None
-    importance_sampling_ratio: torch.Tensor | Ragged | None = None
-    row_number: torch.Tensor | None = None
-    row_images: Ragged | None = None
-    fields: dict[str, Column] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     widths: tuple[int, int] | None = None
     items_per_token: float | None = None
 
     @classmethod
-    def of_columns(
-        cls,
-        columns: Mapping[str, Column],
-        num_generations: int,
-        constants: dict[str, Any] | None = None,
-        widths: tuple[int, int] | None = None,
-    ) -> RolloutBatch:
-        """A rollout batch, which is whole groups, of its columns by name; names that are not TRL's are `fields`."""
-        known: Any = {name: column for name, column in columns.items() if name in NAMES}
-        further = {name: column for name, column in columns.items() if name not in NAMES}
-        groups = group_numbers(len(columns["completion_ids"]), num_generations)
-        return cls(**known, groups=groups, fields=further, constants=constants or {}, widths=widths)
+    def of_columns(cls, columns: Mapping[str, Column], num_generations: int, **others: Any) -> RolloutBatch:
+        """A rollout batch of whole groups."""
+        return cls(dict(columns), group_numbers(len(columns["completion_ids"]), num_generations), **others)
 
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
         """The completions of several rollout batches (rounds of dynamic sampling), one after the other."""
-        columns = concatenated([batch.columns for batch in batches])
+        first, columns = batches[0], concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
-        whole = cls.of_columns(columns, num_generations, batches[0].constants, widest)
-        whole.items_per_token = batches[0].items_per_token
-        return whole
+        others: dict[str, Any] = {"constants": first.constants, "items_per_token": first.items_per_token}
+        return cls.of_columns(columns, num_generations, widths=widest, **others)
 
     def __len__(self) -> int:
-        return len(self.completion_ids)
+        return len(self.columns["completion_ids"])
 
-    @property
-    def columns(self) -> dict[str, Column]:
-        """Everything that has one entry for each completion, by TRL's name or the user's."""
-        known = {name: getattr(self, name) for name in NAMES}
-        return {name: column for name, column in known.items() if column is not None} | self.fields
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """The completions at `rows`."""
-        chosen: Any = {name: _selected(column, rows) for name, column in self.columns.items()}
-        fields = {name: chosen.pop(name) for name in self.fields}
-        return dataclasses.replace(self, **chosen, fields=fields, groups=[self.groups[row] for row in rows])
+        columns = {name: _selected(column, rows) for name, column in self.columns.items()}
+        return dataclasses.replace(self, columns=columns, groups=[self.groups[row] for row in rows])
 
     # ---- Lengths --------------------------------------------------------------------------------------------------
 
     @property
     def prompt_lengths(self) -> list[int]:
         """Tokens of each prompt, from the first that attention sees."""
-        return [total - first for total, (first, _) in zip(self.prompt_ids.lengths, _spans(self.prompt_mask))]
+        return [total - first for total, (first, _) in zip(self["prompt_ids"].lengths, _spans(self["prompt_mask"]))]
 
     @property
     def completion_lengths(self) -> list[int]:
         """Tokens of each completion, up to the last that attention sees; 0 for one that is masked out."""
-        return [stop for _, stop in _spans(self.completion_mask)]
+        return [stop for _, stop in _spans(self["completion_mask"])]
 
     @property
     def gaps(self) -> list[bool]:
         """For each completion, whether a user's override masks a token between others that attention sees."""
-        columns = (self.prompt_mask, self.prompt_lengths, self.completion_mask, self.completion_lengths)
+        columns = (self["prompt_mask"], self.prompt_lengths, self["completion_mask"], self.completion_lengths)
         return [int(prompt.sum() + row.sum()) < n + m for prompt, n, row, m in zip(*columns)]
 
     def sizes(self, multiple: int | None = None) -> StepSizes:
@@ -137,15 +116,15 @@ class RolloutBatch:
         Where rows of a group have different prompts (environments), every row counts as a group of its own.
         """
         lengths, rows, groups = self.prompt_lengths, range(len(self)), self.groups
-        prompts = [ids[len(ids) - n :] for ids, n in zip(self.prompt_ids, lengths)]
+        prompts = [ids[len(ids) - n :] for ids, n in zip(self["prompt_ids"], lengths)]
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
         return StepSizes(groups if shared else rows, lengths, self.completion_lengths, multiple or 1)
 
     @property
     def loss_masks(self) -> Ragged:
         """1 on the tokens that carry loss."""
-        mask = self.completion_mask
-        return mask if self.tool_mask is None else Ragged(mask.values * self.tool_mask.values, mask.lengths)
+        mask: Ragged = self["completion_mask"]
+        return Ragged(mask.values * self["tool_mask"].values, mask.lengths) if "tool_mask" in self.columns else mask
 
     @property
     def contributing_rows(self) -> list[int]:
@@ -153,7 +132,7 @@ class RolloutBatch:
 
         An advantage that is NaN counts, so that it shows in the loss.
         """
-        pairs = enumerate(zip(self.advantages, self.loss_masks))
+        pairs = enumerate(zip(self["advantages"], self.loss_masks))
         return [row for row, (advantage, mask) in pairs if bool((advantage != 0).any()) and bool(mask.any())]
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
@@ -166,13 +145,13 @@ class RolloutBatch:
             parts = zip(before, after, prompts, completions)
             return [part for p, c, n, m in parts for part in (p[len(p) - n :], c[:m])]
 
-        ids = tokens(self.prompt_ids, self.completion_ids)
+        ids = tokens(self["prompt_ids"], self["completion_ids"])
         same = [torch.equal(prompt, following) for prompt, following in itertools.pairwise(ids[::2])]
         if images is not None:
             same = [text and pixels for text, pixels in zip(same, images.same)]
         attended = None
         if any(self.gaps):
-            attended = torch.cat(tokens(self.prompt_mask, self.completion_mask)).bool().to(device)
+            attended = torch.cat(tokens(self["prompt_mask"], self["completion_mask"])).bool().to(device)
         return TokenRows(torch.cat(ids).to(device), prompts, completions, same, images, attended)
 
     def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
@@ -194,11 +173,6 @@ class RolloutBatch:
             width = 1 if exact else prompt if left else completion
             batch[name] = padded(list(column), fill, "left" if left else "right", multiple, width)
         return batch
-
-
-_NO_COLUMNS = ("groups", "fields", "constants", "widths", "items_per_token")
-# columns of TRL and of this package; others are a user's
-NAMES = tuple(spec.name for spec in dataclasses.fields(RolloutBatch) if spec.name not in _NO_COLUMNS)
 
 
 def _spans(mask: Ragged) -> list[tuple[int, int]]:
@@ -240,21 +214,14 @@ def concatenated(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
 
 def _concatenated(name: str, parts: Sequence[Any]) -> Column:
+    """One column; values of unequal shapes get zeros after them, and before them where prompts are padded."""
     if isinstance(parts[0], Ragged):
         return Ragged(torch.cat([part.values for part in parts]), [n for part in parts for n in part.lengths])
     if isinstance(parts[0], list):
         return [entry for part in parts for entry in part]
-    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
-    return torch.cat([_widened(name, part, shape) for part in parts])
-
-
-def _widened(name: str, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Values (B, ...) with zeros up to (B, *shape), after them; before them for tokens of prompts."""
-    sides: list[int] = []
-    for dim in range(len(shape), 0, -1):
-        more = shape[dim - 1] - values.size(dim)
-        sides += [more, 0] if dim == 1 and name.startswith("prompt_") else [0, more]
-    return torch.nn.functional.pad(values, sides) if any(sides) else values
+    if name.startswith("prompt_") and parts[0].dim() > 1:
+        return joined([part.flip(1) for part in parts]).flip(1)
+    return joined(parts)
 
 
 # ---- From TRL's dictionary ------------------------------------------------------------------------------------------
@@ -263,7 +230,8 @@ def _widened(name: str, values: torch.Tensor, shape: Sequence[int]) -> torch.Ten
 def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
-    Columns keep their padding, and further fields are kept too. Images are left out: every forward makes them anew.
+    Columns keep their padding, and fields that TRL does not know are kept. Images are left out: every forward prepares
+    them again.
 
     Args:
         scored: of this process, padded.
@@ -286,8 +254,8 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
     parts = [{name: _column(name, value, rows) for name, value in share.items()} for rows, share in shares]
     columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
-    batch = RolloutBatch.of_columns(_one_each(columns), num_generations, constants)
-    batch.widths = (max(batch.prompt_ids.lengths), max(batch.completion_ids.lengths))
+    batch = RolloutBatch.of_columns(_one_each(columns), num_generations, constants=constants)
+    batch.widths = (max(batch["prompt_ids"].lengths), max(batch["completion_ids"].lengths))
     tokens, items = int(batch.loss_masks.values.sum()), constants.get("num_items_in_batch")
     if items is not None and tokens and float(items) != tokens:
         batch.items_per_token = float(items) / tokens
@@ -297,7 +265,7 @@ def gather_scored(scored: Mapping[str, Any], rows: int, num_generations: int) ->
 def _column(name: str, value: Any, rows: int) -> Column | None:
     """An entry of TRL's dictionary with one value for each row; None for any other."""
     if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
-        if name in NAMES and value.dim() == 2:
+        if name in _OF_TOKENS and value.dim() == 2:
             return Ragged(value.flatten(0, 1), [value.size(1)] * rows)
         return value
     return list(value) if isinstance(value, (list, tuple)) and len(value) == rows else None

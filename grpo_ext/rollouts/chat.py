@@ -34,7 +34,7 @@ class Chat:
     Attributes:
         processing_class: the tokenizer; the processor of a model that takes images.
         tools: standalone ones and those of every environment; empty: no completion calls any.
-        environment_tools: what the prompts of an environment show, by its name; None without environments.
+        environment_tools: the tools shown in prompts of an environment, by its name; None without environments.
         chat_template: None: the tokenizer's.
         chat_template_kwargs: further arguments of the template.
     """
@@ -65,7 +65,7 @@ class Chat:
         return any(getattr(self.tokenizer, name, None) is not None for name in names)
 
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
-        """The tools that the prompts of an environment show."""
+        """The tools shown in prompts of an environment."""
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
 
     # ---- Prompts to ids -------------------------------------------------------------------------------------------
@@ -156,28 +156,27 @@ class Chat:
 
     # ---- Ids to messages ------------------------------------------------------------------------------------------
 
-    def parse(self, ids: list[int], prefix: list[int], environment_name: str | None) -> dict[str, Any]:
-        """The message that the model wrote.
-
-        Args:
-            ids: of this turn alone.
-            prefix: all ids before these, from the beginning of the prompt.
-        """
-        return parse_response(self.tokenizer, ids, prefix, list(self.tools_of(environment_name)))
-
     def decode(self, transcripts: Sequence[Transcript]) -> None:
         """Set completion and calls of transcripts after their first turn; all prompts are texts, or all messages."""
         if not transcripts:
             return
         if (messages := is_conversational({"prompt": transcripts[0].prompt})) and self._parses:
             for t in transcripts:
-                message = self.parse(t.ids, t.prompt_ids, t.environment_name)
-                t.completion, t.calls = [message], self.calls_of(message)
+                t.completion = []
+                self.add_message(t, len(t.ids))
             return
         texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
         for t, text in zip(transcripts, texts, strict=True):
             t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
-    def calls_of(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The tool calls of a message; none in a run without tools, whatever the model writes."""
-        return list(message.get("tool_calls") or ()) if self.tools else []
+    def add_message(self, transcript: Transcript, tokens: int) -> None:
+        """Add the message that the model wrote with the last `tokens` tokens, and set the calls in it.
+
+        A run without tools has no calls, whatever the model writes.
+        """
+        ids = transcript.prompt_ids + transcript.ids
+        start = len(ids) - tokens
+        shown = list(self.tools_of(transcript.environment_name))
+        message = parse_response(self.tokenizer, ids[start:], ids[:start], shown)
+        transcript.completion = [*transcript.completion, message]
+        transcript.calls = list(message.get("tool_calls") or ()) if self.tools else []

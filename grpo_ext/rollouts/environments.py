@@ -1,6 +1,6 @@
 """Environments: which instance a completion acts in, and what its `reset` adds to the prompt.
 
-Differs from TRL: `reset` is bounded in time, and an environment with a call that has not come back is used no more.
+Differs from TRL: `reset` has a time limit, and an environment with a call that never returned is not used again.
 Called where a rollout begins.
 """
 
@@ -23,9 +23,9 @@ class Environments:
     """The environments of a run.
 
     Args:
-        factories: by name, the name None where there is one; None: a run without environments. Where there are
-            several, rows choose by a column `environment`, which `reset` does not get.
-        pools: instances that are used again, by name; None for empty ones.
+        factories: by name; a single factory has the name None. None: a run without environments. Where there are
+            several, the column `environment` of a row chooses one, and `reset` does not get that column.
+        pools: instances to use again, by name; None: there are none yet.
     """
 
     def __init__(self, factories: Mapping[str | None, Factory] | None = None, pools: Pools | None = None) -> None:
@@ -43,10 +43,10 @@ class Environments:
     def begin(self, transcripts: Sequence[Transcript], seconds: float | None = None) -> None:
         """Give each transcript its environment, reset, and its prompt, with what the environment adds to it.
 
-        Without environments the prompt is that of the row. With them a row may have none.
+        Without environments the prompt is the row's. With them a row may have no prompt.
 
         Args:
-            seconds: that a `reset` may take; None: any.
+            seconds: time limit of a `reset`; None: no limit.
 
         Raises:
             DataError: a row names an unknown environment.
@@ -79,11 +79,11 @@ class Environments:
                 ) from error
 
     def uses(self, environment: Any) -> bool:
-        """Whether an environment is in use; one with a call that hangs is not."""
+        """Whether an environment is still used; one with a call that hangs is not."""
         return id(environment) not in self.retired
 
     def retire(self, environment: Any) -> None:
-        """Use an environment no more whose call has not come back, because its thread may still change it.
+        """Stop using an environment with a call that hangs, because the thread of that call may still change it.
 
         Later calls and rollouts do not reach it, and its reward is None.
         """

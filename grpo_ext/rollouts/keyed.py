@@ -102,7 +102,7 @@ def greedy_config(config: GenerationConfig) -> GenerationConfig:
 
 
 def can_sample_by_key(config: GenerationConfig) -> bool:
-    """Whether this configuration is plain sampling, which is what keys can stand in for."""
+    """Whether this configuration is plain sampling, the only kind that keys support."""
     plain = bool(config.do_sample) and config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
     return plain and all(getattr(config, name, None) in (None, 1.0, False) for name in _NOT_PLAIN)
 
@@ -112,7 +112,7 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
 
     Args:
         rows: how many; a user's override may sample more than the request has.
-        repeat: how often an override has called TRL's method before; each draws other random numbers.
+        repeat: how often an override has called TRL's method before; each call draws other random numbers.
     """
     stream = TRAIN_STREAM if training else EVAL_STREAM
     place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
@@ -140,8 +140,8 @@ def sample_chunk(
 
     Args:
         prompts: token ids of each row, without padding.
-        keys_B, offsets_B: key of each row, and the token position its first new token has in the completion. Without
-            keys transformers samples, as TRL calls it.
+        keys_B, offsets_B: key of each row, and the position of its first new token in the completion. Without keys
+            transformers samples, as TRL calls it.
         config: a sampling configuration; every setting means what it means in transformers.
         eos_token_ids: any of these ends a completion, as its last token.
         compact: run each different prompt once, and let finished rows leave the batch (rollouts.decoding).

@@ -63,11 +63,8 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
     """
     deltas, ratios = [], []
     for batch in (part.batch for part in rounds):
-        assert batch.old_per_token_logps is not None
-        assert batch.sampling_per_token_logps is not None
-        assert batch.importance_sampling_ratio is not None
-        columns = (batch.loss_masks, batch.old_per_token_logps, batch.sampling_per_token_logps)
-        for mask, old, sampling, ratio in zip(*columns, batch.importance_sampling_ratio):
+        columns = (batch.loss_masks, batch["old_per_token_logps"], batch["sampling_per_token_logps"])
+        for mask, old, sampling, ratio in zip(*columns, batch["importance_sampling_ratio"]):
             delta = (old - sampling).abs()[mask.bool()]
             deltas.append(delta[~delta.isnan()])
             ratios.append(ratio if rule.of_sequences else ratio[mask.bool()])

@@ -28,7 +28,7 @@ from ..forward.snapshot import Weights
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_lists, uneven_gathers
 from .ahead import RolloutsAhead
-from .batch import RolloutBatch, gather_scored
+from .batch import ROW_IMAGES, RolloutBatch, gather_scored
 from .images import ImageSource
 from .join import Round, exchange, join
 from .keyed import BEYOND
@@ -238,7 +238,7 @@ class Rollouts:
         batch = RolloutBatch.joined([part.batch for part in rounds], group).select(chosen)
         batch.groups = rounds[0].batch.groups
         if len(rounds) > 1 and rule.depends_on_the_batch:
-            batch.advantages = rule.advantages(rewards_BF, weights_F, group)
+            batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group)
         self._take_rewards(rewards_BF, terms)
         return batch
 
@@ -282,13 +282,13 @@ class Rollouts:
             )
         last = rounds[-1]
         if self.images.prepare is not None:
-            pairs = zip(last.batch.prompt_ids, batch.prompt_ids)
+            pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"])
             if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
                 raise RolloutError(
                     "_generate_and_score_completions returned other rows of a model that takes images, or in another "
                     "order, than TRL's method made last; return one for each of them, in their order."
                 )
-            batch.row_images = last.batch.row_images
+            batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
         return dataclasses.replace(last, batch=batch)
 
     def _check_scoring_without_super(self, rows: StepRows) -> None:

@@ -1,8 +1,8 @@
 """Turns after the first: tools answer the calls of a transcript, and the model goes on.
 
-Written as TRL's tool loop has it, but transcript by transcript. Differs from TRL, where a tool that hangs stops the run
-on every process: here the model is told of it as of any failure. An answer is added where it fits, so nothing is rolled
-back. Called by the worker, which samples a turn between `Toolbox.answer` and `continue_with`.
+TRL's tool loop, one transcript at a time. In TRL a tool that hangs stops the run on every process; here its call fails
+like any other, and the model is told. An answer is added only where it fits, so nothing is rolled back. Called by the
+worker, which samples a turn between `Toolbox.answer` and `continue_with`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Tool = Callable[..., Any]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """How far a transcript may go.
+    """Limits of a transcript.
 
     Attributes:
-        max_completion_length: tokens of a completion, those of tools and environments among them.
-        context: tokens that the model can read, prompt and completion.
-        max_turns: how often tools answer.
-        seconds: that a call of a tool, or of an environment's `reset`, may take; None: any.
+        max_completion_length: tokens of a completion, including those of tools and environments.
+        context: tokens of prompt and completion that the model can read.
+        max_turns: how many times tools answer.
+        seconds: time limit of a call of a tool, or of an environment's `reset`; None: no limit.
     """
 
     max_completion_length: int
@@ -45,7 +45,7 @@ class TurnLimits:
     seconds: float | None = None
 
     def has_room(self, transcript: Transcript, answer: int) -> bool:
-        """Whether an answer of so many tokens fits, and in the context a token of the model after it."""
+        """Whether an answer of that many tokens fits, with one token of context left for the model."""
         completion = len(transcript.ids) + answer
         return completion <= self.max_completion_length and len(transcript.prompt_ids) + completion < self.context
 
@@ -66,7 +66,7 @@ class Toolbox:
         self._warned: set[str] = set()
 
     def tools_of(self, transcript: Transcript) -> dict[str, Tool]:
-        """The tools that a transcript may call, by name; of two of one name the synchronous one, or the last."""
+        """The tools that a transcript may call, by name; of two with one name the synchronous one, or the last."""
         methods = []
         if (environment := transcript.environment) is not None:
             names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
@@ -76,9 +76,9 @@ class Toolbox:
         return {tool.__name__: tool for tool in tools}
 
     def answer(self, transcripts: Sequence[Transcript], chat: Chat, limits: TurnLimits) -> list[Transcript]:
-        """Answer the calls of transcripts, one transcript after the other; those with which the model goes on.
+        """Answer the calls of each transcript in turn; returns the transcripts that the model continues.
 
-        A transcript ends where it calls nothing, has had all its turns, or has no room for the answer.
+        A transcript ends where it calls nothing, has used all its turns, or has no room for the answer.
         """
         active = []
         for t in transcripts:
@@ -156,7 +156,7 @@ class Toolbox:
         return results
 
     def _give_up(self, tool: Tool, environment: Any, seconds: float | None, action: str) -> None:
-        """Warn of a call that hangs, and use its environment no more."""
+        """Warn of a call that hangs, and retire its environment."""
         if _is_method_of(environment, tool):
             self.environments.retire(environment)
         if tool.__name__ not in self._warned:
@@ -193,15 +193,13 @@ def context_length(config: Any, takes_images: bool, engine: Any = None) -> int:
 def continue_with(
     transcript: Transcript, ids: list[int], logps: list[float | None] | None, chat: Chat, limits: TurnLimits
 ) -> None:
-    """Add a turn of the model after an answer, cut to the length that a completion may have.
-
-    A turn without room adds no message.
+    """Add a turn of the model after an answer, cut to the room that is left; without room no message is added.
 
     Args:
         ids: token ids of the turn; logps: their log-probabilities; None where the engine returns none.
     """
     room = limits.max_completion_length - len(transcript.ids)
-    ids, prefix = ids[:room], transcript.prompt_ids + transcript.ids
+    ids = ids[:room]
     if transcript.logps is None:
         logps = None
     elif logps is None:
@@ -209,16 +207,14 @@ def continue_with(
     transcript.add_sampled(ids, None if logps is None else logps[:room])
     transcript.calls = []
     if ids:
-        message = chat.parse(ids, prefix, transcript.environment_name)
-        transcript.completion = [*transcript.completion, message]
-        transcript.calls = chat.calls_of(message)
+        chat.add_message(transcript, len(ids))
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------
 
 
 def check_tools(tools: Sequence[Tool], processing_class: Any, first_rows: Sequence[Any]) -> None:
-    """Refuse two tools of one name, and templates and prompts that no tool can be shown with.
+    """Refuse two tools with one name, and templates and prompts that cannot show tools.
 
     Args:
         tools: those that belong to no environment.

@@ -194,10 +194,10 @@ def _join(tensors: dict[str, torch.Tensor], objects: dict[str, dict[str, Any]], 
             constants[name] = tensors[key]
         elif part == "values":
             columns[name] = tensors[key] if lengths is None else Ragged(tensors[key], lengths.tolist())
-    widths = objects["layout"]["widths"]
-    rollout = RolloutBatch.of_columns(columns, num_generations, constants, None if widths is None else tuple(widths))
-    rollout.items_per_token = objects["layout"]["items_per_token"]
-    return rollout
+    layout = dict(objects["layout"])
+    if layout["widths"] is not None:
+        layout["widths"] = tuple(layout["widths"])
+    return RolloutBatch.of_columns(columns, num_generations, constants=constants, **layout)
 
 
 def _flat(snapshots: dict[int, Weights]) -> dict[str, torch.Tensor]:

@@ -17,8 +17,7 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from ..config import REMOVED_SETTINGS, GRPOConfig
-from ..demo.catalog import demo_named
-from ..demo.task import DemoTask
+from ..demo.task import EMBEDDED, DemoTask, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
 from .data import DataArguments
@@ -39,8 +38,9 @@ class ScriptArguments(DataArguments):
     demo: str | None = field(
         default=None,
         metadata={
-            "help": "Where no data are named. letters (default): sort letters, a tiny model. sums, last_word: "
-            "SmolLM2-135M, or the chat model of --model_name_or_path."
+            "help": f"Where no data are named: {EMBEDDED} (default), a tiny model that sorts letters, or "
+            "path/to/file.py:name. recipes/grpo.py knows sums and last_word of recipes/smollm2.py: SmolLM2-135M, or "
+            "the chat model of --model_name_or_path."
         },
     )
     demo_trainer: str = field(
@@ -49,9 +49,17 @@ class ScriptArguments(DataArguments):
     demo_eval_every: int = field(default=15, metadata={"help": "Demo: optimizer steps between held-out measurements."})
 
 
-def parse(argv: list[str]) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConfig]:
-    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override."""
+def parse(
+    argv: list[str], demos: Mapping[str, str] | None = None
+) -> tuple[bool, ScriptArguments, GRPOConfig, ModelConfig]:
+    """(demo or not, script arguments, GRPOConfig, ModelConfig); demo settings are defaults that options override.
+
+    Args:
+        demos: short names of demos in files, `path/to/file.py:name`.
+    """
     settings = read_settings(argv)
+    if demos and settings.get("demo") in demos:
+        settings["demo"] = demos[settings["demo"]]
     demo = is_demo(settings)
     return demo, *as_dataclasses({**(demo_defaults(settings) if demo else {}), **settings})
 
@@ -98,7 +106,7 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
     if (name := settings.get("demo")) is not None:
         if settings.get("dataset_name") is not None:
             raise ConfigError(f"--demo {name} brings its own data; leave --dataset_name out, or --demo.")
-        if not demo_named(name).chat and settings.get("model_name_or_path") is not None:
+        if name == EMBEDDED and settings.get("model_name_or_path") is not None:
             raise ConfigError(f"--demo {name} makes its own model; leave --model_name_or_path out.")
         return True
     named = [name for name in ("model_name_or_path", "dataset_name") if settings.get(name) is not None]
@@ -111,15 +119,13 @@ def is_demo(settings: Mapping[str, Any]) -> bool:
 
 def demo_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The demo's own settings, which the run's override."""
-    name = settings.get("demo") or "letters"
-    demo = demo_named(name)
-    return {**demo.settings(), "demo": name, "rewards": [demo.reward]}
+    name = settings.get("demo") or EMBEDDED
+    return {**demo_named(name).settings, "demo": name}
 
 
 def load_demo_named(script: ScriptArguments, model: ModelConfig) -> DemoTask:
     """The demo of these options, with its model."""
-    demo = demo_named(script.demo or "letters")
-    return demo.load(model.model_name_or_path) if demo.chat else demo.load()
+    return demo_named(script.demo or EMBEDDED).load(model.model_name_or_path)
 
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:

@@ -240,7 +240,7 @@ def test_a_bench_of_a_run_takes_a_configuration_with_the_length_of_the_prompts(b
 def test_a_demo_is_a_run(benched, monkeypatch):
     task = SimpleNamespace(model_path="demo/model", train_dataset=None, about="sums")
     monkeypatch.setattr("tests.bench.of_run.load_demo_named", lambda script, model: task)
-    seen, _ = benched("--demo", "sums", "--prompt_length", "9")
+    seen, _ = benched("--demo", "letters", "--prompt_length", "9")
     assert (seen[0][0].name, seen[0][0].prompt, seen[0][1]) == ("the run", 9, "demo/model")
 
 
@@ -249,7 +249,7 @@ def test_a_demo_is_a_run(benched, monkeypatch):
     [
         (["--num_generations", "4"], "--num_generations: a bench of shapes has sizes and data of its own"),
         (["--max_completion_length", "64", "--entropy_coef", "0.1"], "--max_completion_length: a bench of shapes"),
-        (["--shape", "short everything", "--demo", "sums"], "--demo: a bench of shapes"),
+        (["--shape", "short everything", "--demo", "letters"], "--demo: a bench of shapes"),
         (["--loss_aggregation", "prompt_mean"], "stock TRL has no such setting"),
         (["--dtype", "float16"], "use one of them"),
         (["--model_name_or_path", "none.json"], "cannot be read as a configuration"),

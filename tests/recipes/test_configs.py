@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_ext.batching.sizes import check_equal_slices
-from grpo_ext.demo.catalog import DEMOS
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.tools.cli import app
 from tests.bench.__main__ import app as bench
@@ -186,7 +185,9 @@ def test_a_preset_parses_with_the_demo(recipe, name):
     assert demo
     assert training.geometry.steps_per_rollout == UPDATES_PER_ROLLOUT[name]
     assert training.seed == 42, "the demo's own settings fill in what the preset leaves open"
-    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get("rewards", [DEMOS["letters"].reward])
+    assert script.rewards == settings(CONFIGS / f"{name}.yaml").get(
+        "rewards", ["grpo_ext.demo.task.sorted_letters_reward"]
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)

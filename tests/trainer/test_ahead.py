@@ -51,9 +51,9 @@ def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path, lag
         model = AutoModelForCausalLM.from_pretrained(sampled) if state.sampled_at else start
         for row in range(len(state.rollout)):
             one = state.rollout.select([row])
-            prompt, completion = one.prompt_ids.values.tolist(), one.completion_ids.values.tolist()
+            prompt, completion = one["prompt_ids"].values.tolist(), one["completion_ids"].values.tolist()
             expected = log_probs(model, prompt, completion)
-            assert torch.allclose(one.old_per_token_logps.values, expected, atol=2e-5), (step, row)
+            assert torch.allclose(one["old_per_token_logps"].values, expected, atol=2e-5), (step, row)
 
 
 def test_each_prompt_is_sampled_once(tmp_path):

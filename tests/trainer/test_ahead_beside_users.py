@@ -70,11 +70,11 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     assert state.sampled_at == 3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
     for row in range(len(state.rollout)):
-        prompt, ids = (list(ids)[row] for ids in (state.rollout.prompt_ids, state.rollout.completion_ids))
+        prompt, ids = (list(ids)[row] for ids in (state.rollout["prompt_ids"], state.rollout["completion_ids"]))
         with torch.no_grad():
             logits = model(input_ids=torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids]
-        assert torch.allclose(list(state.rollout.old_per_token_logps)[row], expected, atol=2e-5)
+        assert torch.allclose(list(state.rollout["old_per_token_logps"])[row], expected, atol=2e-5)
     again = balanced(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert torch.equal(parameters(whole), parameters(again))

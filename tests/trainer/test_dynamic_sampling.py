@@ -57,7 +57,7 @@ def test_the_batch_is_filled_with_groups_that_teach(tmp_path):
     trainer, rollouts = trained(tmp_path, Recorder())
     for rollout in rollouts:
         assert len(rollout) == GROUP * PROMPTS_PER_STEP
-        advantages = rollout.advantages.view(-1, GROUP)
+        advantages = rollout["advantages"].view(-1, GROUP)
         assert (advantages.abs().amax(1) > 0.1).all()
     for line in lines_of(trainer):
         assert line["dynamic_sampling/groups_without_variance"] == 0
@@ -66,7 +66,7 @@ def test_the_batch_is_filled_with_groups_that_teach(tmp_path):
 
 def test_without_it_some_groups_teach_nothing(tmp_path):
     _, rollouts = trained(tmp_path, Recorder(), dynamic_sampling=False)
-    groups = torch.cat([r.advantages for r in rollouts]).view(-1, GROUP)
+    groups = torch.cat([r["advantages"] for r in rollouts]).view(-1, GROUP)
     assert (groups == 0).all(1).any()
 
 

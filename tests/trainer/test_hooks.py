@@ -233,7 +233,7 @@ def test_rows_keep_their_random_numbers_in_a_users_scoring_and_further_calls_dra
         settings = {"max_steps": 1, "seed": seed}
         trainer = build(tmp_path / name, GRPOTrainer, mixin, parts=lambda: {"model": tiny_model()}, **settings)
         trainer.train()
-        return completions_of(vars(trainer._rollouts.batch))
+        return completions_of(trainer._rollouts.batch.columns)
 
     plain = sampled("plain")
     assert sampled("twice", _generate_and_score_completions) == plain == found["first"]
@@ -312,7 +312,7 @@ def test_a_kl_term_without_reference_log_probabilities_is_refused(tmp_path):
     """The rollout batch of the third step has been scored by then."""
 
     def changed(trainer: Any) -> None:
-        trainer._rollouts.batch.ref_per_token_logps = None
+        del trainer._rollouts.batch.columns["ref_per_token_logps"]
 
     with pytest.raises(ConfigError, match=r"beta=0\.1 asks for the KL term"):
         build(tmp_path, GRPOTrainer, changing(changed), **{**REUSED, "beta": 0.1, "num_iterations": 4}).train()

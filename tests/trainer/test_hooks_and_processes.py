@@ -77,7 +77,7 @@ def test_a_field_of_one_process_alone_is_refused(monkeypatch):
     scored["advantages"] = torch.zeros(4)
     other = {**scored, "extra": torch.zeros(4)}
     assert len(batch.gather_scored(scored, 4, 2)) == 4
-    assert batch.gather_scored(other, 4, 2).fields.keys() == {"extra"}
+    assert batch.gather_scored(other, 4, 2).columns.keys() - scored.keys() == {"extra"}
     monkeypatch.setattr(batch, "gather_lists", lambda items: [*items, (4, scored)])
     with pytest.raises(RolloutError, match="extra came with some completions"):
         batch.gather_scored(other, 4, 2)

@@ -148,7 +148,7 @@ def test_compact_decoding_samples_what_generate_samples(tmp_path, family):
     )
     for trainer in (compact, plain):
         trainer.train()
-    one, other = (trainer._rollouts.batch.completion_ids for trainer in (compact, plain))
+    one, other = (trainer._rollouts.batch["completion_ids"] for trainer in (compact, plain))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -208,7 +208,7 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other):
     whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16)
     expected = change(whole)
-    shown = [bool(images.numel()) for images in whole._rollouts.batch.row_images]
+    shown = [bool(images.numel()) for images in whole._rollouts.batch["row_images"]]
     assert any(shown)
     assert log_of(whole, "tools/call_frequency")[0] > 0
     assert whole._scorer.choice.form(whole.model) == "padded"
@@ -226,7 +226,7 @@ def test_a_completion_that_is_masked_out_shows_nothing(tmp_path):
     whole = masked(16)
     expected = change(whole)
     rollout = whole._rollouts.batch
-    truncated = [not bool(mask.any()) for mask in rollout.completion_mask]
+    truncated = [not bool(mask.any()) for mask in rollout["completion_mask"]]
     assert any(truncated)
     assert not all(truncated)
     assert error(expected, change(masked(3))) <= UPDATE

@@ -182,12 +182,12 @@ def test_a_step_that_cuts_groups_has_the_gradient_of_stock_trl(tmp_path, loss_ty
         error = float((gradient - theirs).norm() / theirs.norm())
         assert error <= PARITY, f"gradient differs by {error:.2e}"
     # the negative control: advantages of what a step has of its first group are not those of the whole group
-    whole = ours._rollouts.batch.advantages.view(-1, 4)
+    whole = ours._rollouts.batch["advantages"].view(-1, 4)
     assert whole.sum(1).abs().max() < 1e-5
     assert whole.any(1).all()
-    assert abs(steps.found[1][0].advantages[:2].sum()) > 0.01
+    assert abs(steps.found[1][0]["advantages"][:2].sum()) > 0.01
     step, weights, gradient = steps.found[1]
-    step.advantages[:2] -= step.advantages[:2].mean()
+    step["advantages"][:2] -= step["advantages"][:2].mean()
     stock.model.load_state_dict(weights)
     theirs = stock_gradient(stock, step, parts=3)
     assert float((gradient - theirs).norm() / theirs.norm()) > DIFFERENT

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_ext.demo import cache as module
 from grpo_ext.demo import task, warm_start
-from grpo_ext.demo.task import demo_words, exact_match, load_demo, sorted_letters_reward
+from grpo_ext.demo.task import demo_words, exact_match, load_demo
 
 
 @pytest.fixture
@@ -26,12 +25,6 @@ def test_no_held_out_word_is_in_the_training_or_the_warm_start_set():
     assert not set(held_out) & (set(warm) | set(train))
 
 
-def test_reward_is_one_for_the_sorted_letters_alone():
-    completions = ["abcd", "abdc", "abcde", "abc", ""]
-    rewards = sorted_letters_reward(prompts=["dbca>"] * 5, completions=completions, answer=["abcd"] * 5)
-    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
-
-
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("GRPO_EXT_CACHE", str(tmp_path))
@@ -42,17 +35,12 @@ def folders(cache) -> list[str]:
     return [path.name for path in cache.iterdir() if path.is_dir()]
 
 
-def test_demo_is_built_once_and_found_afterwards(short_recipe, monkeypatch, cache):
+def test_demo_is_built_once_and_then_read_without_a_lock(short_recipe, monkeypatch, cache):
     first = load_demo()
     assert folders(cache) == [first.model_path.name], "something is left beside the model"
     monkeypatch.setattr(task, "train_warm_start", lambda *a: pytest.fail("built a second time"))
+    monkeypatch.setattr(warm_start, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
     assert load_demo().model_path == first.model_path
-
-
-def test_a_filled_cache_is_read_without_a_lock(monkeypatch, cache):
-    (cache / "filled").mkdir()
-    monkeypatch.setattr(module, "FileLock", lambda path: pytest.fail("a read-only cache cannot be locked"))
-    assert module.cached_folder("filled", lambda folder: None) == cache / "filled"
 
 
 def test_an_interrupted_build_leaves_nothing_behind(monkeypatch, cache):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trl.trainer.utils import pad
 
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.rows import TokenRows
@@ -17,38 +16,17 @@ from grpo_ext.step.metrics import StepMetrics
 from grpo_ext.step.statistics import count_step
 from tests.support.batches import batch_of_rows
 
-VOCABULARY, PAD = 24, 0
-
-PROMPT_LENGTHS, COMPLETION_LENGTHS = (3, 1, 4, 2), (2, 5, 1, 3)
-
-
-def scored_batch() -> dict:
-    """What TRL's scoring returns for four rows: padded, prompts on the left, completions on the right."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ids(lengths):
-        return [torch.randint(2, VOCABULARY, (n,), generator=generator) for n in lengths]
-
-    def floats(lengths):
-        return [torch.randn(n, generator=generator) for n in lengths]
-
-    ones = [torch.ones(n, dtype=torch.long) for n in COMPLETION_LENGTHS]
-    return {
-        "prompt_ids": pad(ids(PROMPT_LENGTHS), PAD, "left"),
-        "prompt_mask": pad([torch.ones(n, dtype=torch.long) for n in PROMPT_LENGTHS], 0, "left"),
-        "completion_ids": pad(ids(COMPLETION_LENGTHS), PAD, "right"),
-        "completion_mask": pad(ones, 0, "right"),
-        "old_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
-        "ref_per_token_logps": pad(floats(COMPLETION_LENGTHS), 0, "right"),
-        "advantages": ADVANTAGES,
-        "num_items_in_batch": torch.tensor(11),
-    }
-
+PAD = 0
 
 ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])
-
-
 PROMPTS, COMPLETIONS = [[3, 4, 5], [6], [7, 8, 9, 2], [4, 5]], [[5, 6], [7, 8, 9, 5, 6], [8], [9, 3, 4]]
+
+
+def scored_batch() -> dict[str, Any]:
+    """TRL's dictionary of four rows: padded, prompts on the left, completions on the right."""
+    logps = [[-float(token) for token in ids] for ids in COMPLETIONS]
+    rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, old_per_token_logps=logps, ref_per_token_logps=logps)
+    return rollout.collate(PAD) | {"num_items_in_batch": torch.tensor(11)}
 
 
 def test_rows_are_padded_to_their_own_longest_with_what_counts_for_nothing():
@@ -120,11 +98,11 @@ def test_rounds_whose_fields_differ_in_width_are_filled_up_on_the_right_side():
         changes = {"few": torch.ones(4, width), "prompt_few": torch.ones(4, width), "texts": [str(width)] * 4}
         parts.append(gather_scored(scored_batch() | changes, 4, 2))
     joined = RolloutBatch.joined(parts, 2)
-    assert joined.fields["few"].sum(1).tolist() == [2.0] * 4 + [3.0] * 4
-    assert joined.fields["few"][0].tolist() == [1.0, 1.0, 0.0]
-    assert joined.fields["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
-    assert joined.fields["texts"] == ["2"] * 4 + ["3"] * 4
-    assert joined.widths == (max(PROMPT_LENGTHS), max(COMPLETION_LENGTHS))
+    assert joined["few"].sum(1).tolist() == [2.0] * 4 + [3.0] * 4
+    assert joined["few"][0].tolist() == [1.0, 1.0, 0.0]
+    assert joined["prompt_few"][0].tolist() == [0.0, 1.0, 1.0]
+    assert joined["texts"] == ["2"] * 4 + ["3"] * 4
+    assert joined.widths == (max(map(len, PROMPTS)), max(map(len, COMPLETIONS)))
 
 
 def test_another_number_of_rows_is_refused():
@@ -142,7 +120,7 @@ def test_tokens_that_attention_leaves_out_keep_their_places(hole):
     assert rows.completions_B == [2, 4 if at_the_end else 5, 1, 3]
     ids, tokens, width = rows.padded()
     assert torch.equal(rows.attention_mask(tokens)[:, -width:], mask[:, :width])
-    assert torch.equal(rows.targets(), batch.completion_ids.values[mask.flatten().bool()])
+    assert torch.equal(rows.targets(), batch["completion_ids"].values[mask.flatten().bool()])
     values = torch.arange(1.0, 1 + len(rows.targets()))
     assert torch.equal(rows.to_columns(values, 5)[mask.bool()], values)
     assert not rows.to_columns(values, 5)[~mask.bool()].any()

@@ -22,18 +22,6 @@ def chat_with(*tools: Any) -> Chat:
     return Chat(sampled(lambda ids: ["count"] if sum(ids) % 2 else []), tools)
 
 
-def test_a_second_chat_parses_and_renders_the_same_with_a_tokenizer_of_its_own():
-    chat = chat_with(count)
-    other = chat.copy()
-    assert other.tokenizer is not chat.tokenizer
-    messages = [{"role": "user", "content": "abc"}]
-    assert other.tokenize([messages], [None]) == chat.tokenize([messages], [None])
-    answers = [{"role": "tool", "name": "count", "content": "3"}]
-    assert other.suffix_ids(answers) == chat.suffix_ids(answers)
-    ids = chat.tokenizer("ok" + chat.tokenizer.eos_token)["input_ids"]
-    assert other.parse(ids, [], None) == chat.parse(ids, [], None)
-
-
 def test_a_template_that_writes_calls_again_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -35,7 +35,7 @@ def rollout(**fields: Any) -> RolloutBatch:
         old_per_token_logps=logps,
         importance_sampling_ratio=torch.tensor([[0.5], [0.25]]),
     )
-    batch.fields = fields
+    batch.columns |= fields
     return batch
 
 

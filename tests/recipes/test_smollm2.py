@@ -1,4 +1,4 @@
-"""The problems for a real chat model, and how its weights come: what can be said without them and without a network."""
+"""recipes/smollm2.py: its problems, and how the weights come, as far as shown without them and without a network."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ext.demo import chat_tasks, smollm2
-from grpo_ext.demo.chat_tasks import last_word_reward, last_word_task, sums_task
 from grpo_ext.errors import DataError
+from tests.support.toy_recipe import load_recipe
+
+smollm2 = load_recipe("smollm2")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    monkeypatch.setattr(chat_tasks, "smollm2", lambda: (Path("model"), "no weights"))
+    monkeypatch.setattr(smollm2, "smollm2", lambda: (Path("model"), "no weights"))
 
 
 @pytest.fixture
@@ -37,14 +38,14 @@ def texts(dataset) -> list[str]:
 
 
 def test_no_held_out_sum_is_trained_in_either_order(no_weights):
-    task = sums_task()
+    task = smollm2.sums_task()
 
     def numbers(dataset) -> list[frozenset[int]]:
         return [frozenset(map(int, re.findall(r"\d+", text))) for text in texts(dataset)]
 
     train, held_out = numbers(task.train_dataset), numbers(task.eval_dataset)
     assert len(train) == 304
-    assert len(held_out) == chat_tasks.EVAL_PROMPTS
+    assert len(held_out) == smollm2.EVAL_PROMPTS
     assert not {*train} & {*held_out}
     assert task.train_dataset[0]["answer"] == str(sum(map(int, re.findall(r"\d+", texts(task.train_dataset)[0]))))
     right, wrong = task.train_dataset[0]["answer"], "-1"
@@ -52,11 +53,11 @@ def test_no_held_out_sum_is_trained_in_either_order(no_weights):
 
 
 def test_no_held_out_list_is_trained_and_the_answer_stands_alone(no_weights):
-    task = last_word_task()
+    task = smollm2.last_word_task()
     assert not {*texts(task.train_dataset)} & {*texts(task.eval_dataset)}
     assert f", {task.train_dataset[0]['answer']}?" in texts(task.train_dataset)[0]
     said = ["Moon.", " moon", "The word is moon.", "sun"]
-    assert last_word_reward(said, ["moon"] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert smollm2.last_word_reward(said, ["moon"] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_weights_of_the_hub_that_are_not_the_pinned_ones_are_refused(monkeypatch, tmp_path):
