@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError, DataError
 from ..forward.images import images_of
-from ..forward.positions import covered_length
+from ..forward.rope import covered_length
 
 
 def check_data_sets(train: Any, evaluation: Any) -> None:

@@ -341,18 +341,10 @@ def _configs(model: torch.nn.Module, packed: bool) -> list[Any]:
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
 
 
-def runs_packs(policy: Any) -> bool:
-    """Whether `packed_attention` is on."""
-    return policy.config.get_text_config()._attn_implementation == PACKED
-
-
 @contextmanager
-def packed_attention(model: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested.
-
-    Run the backward pass inside too: gradient checkpointing runs the layers again.
-    """
-    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)] if enabled else []
+def packed_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
+    configs = [(config, config._attn_implementation) for config in _configs(model, packed=False)]
     for config, name in configs:
         config.grpo_ext_attention = name
     for config, _ in configs:

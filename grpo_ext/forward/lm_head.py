@@ -136,18 +136,6 @@ class ScoredOutput(ModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
-def scored(model: Callable[..., Any], inputs: dict[str, Any], wanted: Wanted, counts_BL: torch.Tensor) -> Scores:
-    """Run a model with this head.
-
-    Args:
-        model: as the loop calls it (wrapped by DDP, PEFT, ...).
-        counts_BL: of the `RouterOutput`, where requested.
-    """
-    output = model(**inputs, **{SCORE: wanted})
-    router = RouterOutput(output.router_logits, counts_BL) if output.router_logits else None
-    return Scores(output.log_probs, output.entropy if wanted.entropy else None, router)
-
-
 def _backbone(model: Any) -> Any:
     """The part of a causal language model before its head; the model itself where there is none."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)

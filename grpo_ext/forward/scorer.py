@@ -8,7 +8,7 @@ where a user overrides or calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,13 @@ from .. import compat
 from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
 from ..batching.sizes import group_numbers
 from ..config import GRPOConfig
+from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes, shards_parameters
 from ..runtime.out_of_memory import Halving
 from .architecture import experts_per_token
-from .attention import packed_attention, plain_attention, runs_packs
 from .choice import ForwardChoice
-from .forms import FORWARDS
+from .forms import in_form, run_rows
 from .lm_head import RouterOutput, Scores
-from .prefix_cache import cached_under_checkpointing, keeps_caches
 from .reference import base_model_of
 from .rows import TokenRows, Unchanged, padded_ids_and_mask
 
@@ -77,6 +76,7 @@ class Scorer:
         kwargs: Any = args.gradient_checkpointing_kwargs or {}
         checkpointing = {"use_reentrant": False, **kwargs} if args.gradient_checkpointing else None
         self.choice = ForwardChoice(args.forms, accelerator.device, not self.sharded, checkpointing, refused)
+        self._running = False  # whether backward passes run in the form of the model
 
     def copy(self, accelerator: Accelerator) -> Scorer:
         """A scorer for another thread, with that thread's accelerator."""
@@ -93,8 +93,7 @@ class Scorer:
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         """Inside, forwards and backwards of `model` run in its form."""
-        policy, form = base_model_of(model), self.choice.form(model)
-        with packed_attention(policy, form == "packed"), cached_under_checkpointing(policy, form == "prefix"):
+        with in_form(base_model_of(model), self.choice.form(model)), assigned(self, _running=True):
             yield
 
     @contextmanager
@@ -253,11 +252,12 @@ class Scorer:
 
     def _forward(self, model: Any, rows: TokenRows, with_entropy: bool, with_router: bool) -> Scores:
         """Score rows in one forward, with gradients where they are on."""
-        policy, form = base_model_of(model), self.choice.form(model)
-        # a loss that is computed outside the step runs its backward pass outside `running`
-        inside = runs_packs(policy) if form == "packed" else keeps_caches(policy)
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and not inside
-        has_gaps = rows.attended_N is not None
-        forward = FORWARDS["padded" if again or has_gaps else form]
-        with self.accelerator.autocast(), plain_attention(policy) if has_gaps else nullcontext():
-            return forward(model, policy, rows, with_router, with_entropy, self.multiple)
+        form = self.choice.form(model)
+        # outside `running`, a backward pass under gradient checkpointing would run the layers again in another form
+        again = torch.is_grad_enabled() and base_model_of(model).is_gradient_checkpointing and not self._running
+        if again or rows.attended_N is not None:
+            form = "padded"
+        with self.accelerator.autocast():
+            return run_rows(
+                form, model, rows, with_router=with_router, with_entropy=with_entropy, multiple=self.multiple
+            )

@@ -114,8 +114,7 @@ def test_scoring_and_generation_halve_too(tmp_path, monkeypatch):
         return wrapped
 
     monkeypatch.setattr(sampling, "sample_chunk", once("generation", sampling.sample_chunk))
-    forwards = {**scorer.FORWARDS, "packed": once("scoring", scorer.FORWARDS["packed"])}
-    monkeypatch.setattr(scorer, "FORWARDS", forwards)
+    monkeypatch.setattr(scorer, "run_rows", once("scoring", scorer.run_rows))
     assert error(expected, change(trainer)) <= UPDATE
     assert failed == {"generation", "scoring"}
     assert trainer._rollouts.worker.parts.memory.limit is not None

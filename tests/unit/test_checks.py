@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from grpo_ext.checks.data import check_prompt_lengths, check_prompts, model_length_limit
 from grpo_ext.checks.model import disable_random_parts, random_parts, refuse, split_dependence
 from grpo_ext.errors import DataError, SplitDependentError
-from grpo_ext.forward.positions import accepts_positions, position_ids
+from grpo_ext.forward.forms import accepts_positions
 
 IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 ROTARY = {
@@ -161,15 +161,6 @@ def test_everything_that_depends_on_the_split_is_told_at_once():
 
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
-
-
-def test_position_ids_count_real_tokens_only():
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]])
-    expected = [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
-    found = position_ids(mask)
-    assert found.tolist() == expected
-    assert found.dtype == torch.int64
-    assert torch.equal(position_ids(mask.bool()), found)
 
 
 def test_position_ids_are_passed_only_to_models_that_take_them():

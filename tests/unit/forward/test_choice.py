@@ -68,7 +68,7 @@ LONG = ([20], [[30, 2, 17, 9]])
 
 def tried(model: Any, precision: str, batch: Any = None) -> Trial:
     with arithmetic(precision):
-        return try_form("packed", model, model, batch or rows_of(*LONG))
+        return try_form("packed", model, batch or rows_of(*LONG))
 
 
 @pytest.mark.parametrize("start", range(12))
@@ -196,7 +196,7 @@ def test_the_check_leaves_the_model_and_the_random_numbers_alone():
 
     before = state()
     with arithmetic("autocast"):
-        trial = try_form("packed", wrapped, model, rows_of(*LONG))
+        trial = try_form("packed", wrapped, rows_of(*LONG))
     assert (trial.refused, trial.tokens > 0) == (None, True)
     assert state() == before
 
@@ -217,9 +217,9 @@ def checking(monkeypatch: Any, others: list[Trial], elsewhere: bool = False) -> 
     monkeypatch.setattr(module, "any_process", lambda value, device: value or elsewhere)
     monkeypatch.setattr(module, "gather_lists", lambda trials: [*trials, *others])
 
-    def watched(form: Any, model: Any, policy: Any, rows: TokenRows, checkpointing: Any) -> Trial:
+    def watched(form: Any, model: Any, rows: TokenRows, checkpointing: Any) -> Trial:
         looked.append([sum(lengths) for lengths in zip(rows.prompts_B, rows.completions_B)])
-        return try_form(form, model, policy, rows, checkpointing)
+        return try_form(form, model, rows, checkpointing)
 
     monkeypatch.setattr(module, "try_form", watched)
     monkeypatch.setattr(module, "logger", logging.getLogger(module.__name__))  # Accelerate's wants processes

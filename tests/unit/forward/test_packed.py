@@ -20,7 +20,7 @@ from transformers import (
 from grpo_ext.batching.packing import PackedGroup, PackLayout
 from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PACKED, TakesNoPacks, packed_attention
-from grpo_ext.forward.forms import score_packed, score_padded, why_not_packed
+from grpo_ext.forward.forms import run_rows, why_not_packed
 from grpo_ext.forward.lm_head import Scores, install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.packs import assert_same_router_counts, gradient, rows_of
@@ -97,8 +97,8 @@ def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, sp
     assert why_not_packed(model) is None
     batch = rows_of(*SHAPES[shape])
     tolerance = UPDATE if kind in FLOAT32 else FLOAT64_SUMS if kind == "gpt2" else SAME_ALGEBRA
-    assert alike(score_packed(model, model, batch), score_padded(model, model, batch), tolerance)
-    assert same(gradient(score_packed, model, batch), gradient(score_padded, model, batch), tolerance)
+    assert alike(run_rows("packed", model, batch), run_rows("padded", model, batch), tolerance)
+    assert same(gradient("packed", model, batch), gradient("padded", model, batch), tolerance)
 
 
 def test_a_window_that_is_in_the_mask_alone_survives():
@@ -111,7 +111,7 @@ def test_a_window_that_is_in_the_mask_alone_survives():
     assert "sliding_attention" in config.layer_types
     install(model, 0.9)
     batch = rows_of(*SHAPES["long"])
-    assert same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S, UPDATE)
+    assert same(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S, UPDATE)
 
 
 def test_the_layout_reaches_the_layers_as_the_object_it_is():
@@ -125,15 +125,15 @@ def test_the_layout_reaches_the_layers_as_the_object_it_is():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_runs_the_same_pack_again(reentrant):
     model, batch = model_of("llama"), rows_of(*SHAPES["groups"])
-    expected = gradient(score_padded, model, batch)
+    expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert same(gradient(score_packed, model, batch), expected)
+    assert same(gradient("packed", model, batch), expected)
 
 
 def test_the_router_counts_what_the_padded_batch_counts():
-    assert_same_router_counts(score_packed, model_of("moe"), rows_of(*SHAPES["masked_out"]))
+    assert_same_router_counts("packed", model_of("moe"), rows_of(*SHAPES["masked_out"]))
 
 
 def test_a_model_that_drops_the_layout_is_refused():
@@ -141,7 +141,7 @@ def test_a_model_that_drops_the_layout_is_refused():
     forward = model.model.forward
     model.model.forward = lambda *args, grpo_ext_pack=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(TakesNoPacks, match="is not given the layout"):
-        score_packed(model, model, batch)
+        run_rows("packed", model, batch)
 
 
 def test_models_that_take_no_packs_say_why():
@@ -157,7 +157,7 @@ def test_a_model_is_left_as_it_was():
     settings = dict(vars(model.config))
     with packed_attention(model):
         assert model.config._attn_implementation == PACKED
-        score_packed(model, model, batch)
+        run_rows("packed", model, batch)
         assert model.config._attn_implementation == PACKED
     assert model.config._attn_implementation == "sdpa"
     assert dict(vars(model.config)) == settings

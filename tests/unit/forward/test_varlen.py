@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
-from grpo_ext.forward.forms import score_packed, score_padded
+from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from tests.support import varlen
 from tests.support.packs import gradient, rows_of
@@ -109,21 +109,21 @@ def test_torchs_own_operators_take_the_arguments(heads):
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "window_larger"])
 def test_a_model_scores_and_learns_as_on_the_padded_batch(calls, kind, shape):
     model, batch = model_of(kind), rows_of(*ROWS[shape])
-    assert_same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S)
+    assert_same(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S)
     assert len(calls) == 2 * model.config.num_hidden_layers
-    assert_same(gradient(score_packed, model, batch), gradient(score_padded, model, batch))
+    assert_same(gradient("packed", model, batch), gradient("padded", model, batch))
 
 
 def test_gradient_checkpointing_runs_the_same_calls_again(calls):
     model, batch = model_of("llama"), rows_of(*ROWS["ragged"])
-    expected = gradient(score_padded, model, batch)
+    expected = gradient("padded", model, batch)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_same(gradient(score_packed, model, batch), expected)
+    assert_same(gradient("packed", model, batch), expected)
     assert (calls.count("_varlen"), calls.count("_varlen_backward")) == (8, 4)
 
 
 def test_a_window_keeps_the_masked_calls(calls):
     model, batch = model_of("window"), rows_of(*ROWS["ragged"])
-    assert_same(score_packed(model, model, batch).logps_S, score_padded(model, model, batch).logps_S)
+    assert_same(run_rows("packed", model, batch).logps_S, run_rows("padded", model, batch).logps_S)
     assert calls == []
