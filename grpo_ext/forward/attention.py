@@ -39,7 +39,7 @@ _varlen_backward = torch.ops.aten._flash_attention_backward.default
 
 
 class TakesNoPacks(ModelError):
-    """The model does not read the layout of a pack, so that completions would see each other."""
+    """The model's attention does not follow the layout of a pack, so that completions would see each other."""
 
 
 def split_is_cheaper(group: PackedGroup, device: torch.device) -> bool:
@@ -246,17 +246,19 @@ def packed_attention_forward(
         The output (1, N, H, D), and None for the weights.
 
     Raises:
-        TakesNoPacks: the model keeps the layout from its attention layers.
+        TakesNoPacks: the model keeps the layout from its attention layers, or makes a mask of its own.
     """
-    name = cast(Any, module).config.grpo_ext_attention
+    name, has_mask = cast(Any, module).config.grpo_ext_attention, isinstance(attention_mask, torch.Tensor)
+    if LAYOUT not in options and has_mask:
+        # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
+        return _reference(module, name)(module, query, key, value, attention_mask, **options)
     if LAYOUT not in options:
-        if attention_mask is not None and not isinstance(attention_mask, int):
-            # a padded batch of `plain_attention`, whose layers gradient checkpointing runs again
-            return _reference(module, name)(module, query, key, value, attention_mask, **options)
         raise TakesNoPacks(
             f"{type(module).__name__} is not given the layout of a pack (the model does not pass further arguments on "
             "to its layers)"
         )
+    if has_mask:  # which may hold a window that is longer than the completions compared
+        raise TakesNoPacks(f"{type(module).__name__} attends under a mask that the model makes without transformers")
     layout: PackLayout = options.pop(LAYOUT)
     # the mask of transformers decides, as in the model's own attention; without one, the layer's setting
     window = (attention_mask or None) if isinstance(attention_mask, int) else options.get("sliding_window")

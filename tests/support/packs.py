@@ -13,6 +13,14 @@ from grpo_ext.forward.forms import in_form, run_rows
 from grpo_ext.forward.reference import base_model_of
 from grpo_ext.forward.rows import TokenRows
 
+SHAPES = {  # tokens of the prompts, and of the completions of each
+    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
+    "one": ([9], [[7]]),
+    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
+    "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
+    "long": ([20], [[30, 2, 17, 9]]),
+}
+
 
 def rows_of(prompts: list[int], completions: list[list[int]], seed: int = 0) -> TokenRows:
     """Rows with one group per prompt."""

@@ -17,16 +17,9 @@ from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.lm_head import install
 from grpo_ext.tools.check.float64 import float64_throughout
 from tests.support.architectures import HYBRID, PREFIXED, architecture
-from tests.support.packs import assert_same_router_counts, gradient, rows_of
+from tests.support.packs import SHAPES, assert_same_router_counts, gradient, rows_of
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 
-SHAPES = {
-    "groups": ([7, 12, 3], [[4, 1, 9], [6, 6, 2], [11, 3, 5]]),
-    "one": ([9], [[7]]),
-    "masked_out": ([6, 4], [[5, 0, 3], [0, 0, 2]]),
-    "first_tokens": ([6, 4], [[1, 1], [1, 0]]),
-    "long": ([20], [[30, 2, 17, 9]]),
-}
 ALWAYS = ("lfm2", "falcon_h1", "qwen3_5_text")  # convolutions, Mamba 2 and attention in a layer, linear attention
 CHECKPOINTING = {"use_reentrant": False}
 
